@@ -1,0 +1,1 @@
+"""The apps: thin compositions of the libraries."""

@@ -1,0 +1,1 @@
+"""What both apps share: the command line, configuration files, prompt files."""

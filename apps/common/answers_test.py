@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apps.common.answers import boxed, exact_reward, final_answer, same_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{42}", "42"),
+        ("so \\boxed{1} or rather \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{7} and then \\boxed{8", "7"),
+        ("no box", None),
+        ("\\boxed{", None),
+    ],
+)
+def test_boxed_takes_the_last_complete_one(text, expected):
+    assert boxed(text) == expected
+
+
+def test_gsm8k_reference_is_read_after_the_hashes():
+    assert final_answer("She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,072") == "1,072"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "equal"),
+    [("1,200", "1200", True), ("18.0", "18", True), ("$18", "18", True), ("18", "81", False), ("x+1", "x+1", True), ("", "0", False), ("nan", "nan ", True)],
+)
+def test_same_answer(given, expected, equal):
+    assert same_answer(given, expected) is equal
+
+
+def test_an_answer_outside_the_mark_earns_nothing():
+    assert exact_reward("the answer is 95", "95") == 0.0
+    assert exact_reward("\\boxed{95}", "95") == 1.0
+    assert exact_reward("\\boxed{94}, no: \\boxed{95}", "#### 95") == 1.0
+    assert exact_reward("\\boxed{95} \\boxed{94}", "95") == 0.0
+
+
+@given(st.text(), st.text())
+def test_no_text_raises(reply, reference):
+    assert exact_reward(reply, reference) in (0.0, 1.0)
+
+
+@given(st.integers())
+def test_a_number_equals_itself_with_thousands_marks(value):
+    assert same_answer(f"{value:,}", str(value))

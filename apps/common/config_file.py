@@ -1,0 +1,41 @@
+"""Configurations as files: nested frozen dataclasses to YAML and back, nothing lost and nothing unknown accepted."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cattrs
+import yaml
+from cattrs.preconf.pyyaml import make_converter
+
+C = TypeVar("C")
+CONFIG_NAME = "config.yaml"
+
+
+def _converter() -> cattrs.Converter:
+    converter = make_converter(forbid_extra_keys=True)
+    converter.register_unstructure_hook(Path, str)
+    converter.register_structure_hook(Path, lambda value, _: Path(value))
+    return converter
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """The configuration as nested dicts of plain values."""
+    return _converter().unstructure(config)
+
+
+def dump_config(config: Any) -> str:
+    """The configuration as YAML text, fields in their order of definition."""
+    return yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def load_config(kind: type[C], path: Path) -> C:
+    """Read back what `dump_config` wrote.
+
+    Raises:
+        ValueError: the file doesn't fit `kind`; the text lists every field that is unknown, missing or of a wrong type.
+    """
+    try:
+        return _converter().structure(yaml.safe_load(path.read_text(encoding="utf-8")), kind)
+    except (cattrs.BaseValidationError, yaml.YAMLError) as error:
+        reasons = cattrs.transform_error(error) if isinstance(error, cattrs.BaseValidationError) else [str(error)]
+        raise ValueError(f"{path} doesn't describe a run of this version: {'; '.join(reasons)}") from error

@@ -1,0 +1,60 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from apps.common.prompts import read_prompts, split_by_length
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    return path
+
+
+def test_gsm8k_rows(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "two\n#### 2"}, {"question": "2+2?", "answer": 4}])
+    first, second = read_prompts(path, "question", "answer")
+    assert first.messages == ({"role": "user", "content": "1+1?"},)
+    assert (first.reference, second.reference, second.row) == ("two\n#### 2", "4", 2)
+
+
+def test_parquet_with_messages_and_a_nested_answer(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "7"}}]
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    (prompt,) = read_prompts(path, "prompt", "reward_model.ground_truth")
+    assert prompt.messages == ({"role": "user", "content": "hi"},)
+    assert prompt.reference == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", "{", "line 1: not JSON"),
+        ("a.jsonl", "[1]", "expected an object"),
+        ("a.jsonl", '{"question": "x", "anser": "1"}', "no column 'answer'.*'anser'"),
+        ("a.jsonl", '{"question": 3, "answer": "1"}', "row 1, column 'question': expected a text or a list of messages"),
+        ("a.jsonl", '{"question": "x", "answer": [1]}', "row 1, column 'answer': expected a text or a number"),
+        ("a.jsonl", '{"question": [{"role": "usr", "content": "x"}], "answer": "1"}', "list of messages"),
+        ("a.csv", "question,answer", "ending in .jsonl or .parquet"),
+        ("a.parquet", "no parquet", "not a Parquet file"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name, "question", "answer")
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path):
+    write(tmp_path / "train.jsonl", [{}])
+    with pytest.raises(ValueError, match=r"no such data file.*did you mean train\.jsonl"):
+        read_prompts(tmp_path / "trian.jsonl", "question", "answer")
+
+
+def test_long_prompts_are_told_apart(tmp_path):
+    prompts = read_prompts(write(tmp_path / "a.jsonl", [{"q": str(i), "a": i} for i in range(3)]), "q", "a")
+    kept, skipped = split_by_length(prompts, [5, 6, 7], 6)
+    assert ([p.row for p in kept], [p.row for p in skipped]) == ([1, 2], [3])

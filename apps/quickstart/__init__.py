@@ -1,0 +1,1 @@
+"""What the default run needs and no hub provides: a tiny Qwen3.5, its tokenizer and its tasks."""

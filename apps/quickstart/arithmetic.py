@@ -1,0 +1,72 @@
+"""Sums with a marked answer: made on the fly, checked exactly, held-out problems apart from the trained ones by a hash.
+
+The stream of problems has no end: `max_operand` sets how many different ones there are. Whether a problem is held out
+depends on the problem alone, so no seed, shard or restart can mix the two sides.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HELD_OUT_PARTS = 16  # one problem in so many is held out
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with its one right answer."""
+
+    question: str
+    answer: str
+
+    @property
+    def expression(self) -> str:
+        """What a calculator is asked: the question without its equals sign."""
+        return self.question.removesuffix("=")
+
+    @property
+    def solution(self) -> str:
+        """The reply that a demonstration gives."""
+        return f"\\boxed{{{self.answer}}}"
+
+
+def addition(a: int, b: int) -> Problem:
+    """The problem a + b."""
+    return Problem(f"{a}+{b}=", str(a + b))
+
+
+def is_held_out(problem: Problem) -> bool:
+    """True for the problems that are only ever asked in evaluations."""
+    digest = hashlib.blake2b(problem.question.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_PARTS == 0
+
+
+def problems(rng: random.Random, max_operand: int, held_out: bool = False) -> Iterator[Problem]:
+    """An endless stream of sums of two numbers in 0..max_operand, all held out or none.
+
+    Raises:
+        ValueError: max_operand is below 9, where one side could be empty.
+    """
+    if max_operand < 9:
+        raise ValueError(f"max_operand must be at least 9 so that some problems can be held out, got {max_operand}")
+    while True:
+        problem = addition(rng.randint(0, max_operand), rng.randint(0, max_operand))
+        if is_held_out(problem) == held_out:
+            yield problem
+
+
+def distinct(stream: Iterator[Problem], count: int, tries: int = 1000) -> list[Problem]:
+    """The next `count` different problems of a stream.
+
+    Raises:
+        ValueError: the stream seems to hold fewer.
+    """
+    found: dict[str, Problem] = {}
+    misses = 0
+    while len(found) < count:
+        problem = next(stream)
+        misses = misses + 1 if problem.question in found else 0
+        if misses > tries:
+            raise ValueError(f"asked for {count} different problems, found {len(found)}: raise max_operand")
+        found[problem.question] = problem
+    return list(found.values())

@@ -1,0 +1,53 @@
+"""A Qwen3.5 of 0.2 million parameters: gated delta net and full attention in turn, like its big siblings."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
+
+
+def tiny_config(vocab_size: int, pad_token_id: int, eos_token_id: int, hidden: int = 64, layers: int = 4) -> Qwen3_5TextConfig:
+    """The tiny hybrid's configuration: every second layer attends in full, the others are gated delta nets."""
+    heads = 4
+    return Qwen3_5TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=hidden // heads,
+        full_attention_interval=2,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=hidden // heads,
+        linear_value_head_dim=hidden // heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        pad_token_id=pad_token_id,
+        eos_token_id=eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def save_tiny_model(directory: Path, seed: int) -> Path:
+    """Write an untrained tiny Qwen3.5 with its tokenizer and chat template as an ordinary Hugging Face directory."""
+    tokenizer = build_tokenizer()
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END)}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3_5ForCausalLM(tiny_config(len(tokenizer), ids[PAD], ids[TURN_END]))
+    model.generation_config.eos_token_id = ids[TURN_END]
+    model.generation_config.pad_token_id = ids[PAD]
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
