@@ -1,0 +1,59 @@
+"""Validation of user input: every ValueError names the offending index and value."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def check_positive_int(value: Any, name: str) -> int:
+    """Return `value` as an int, or raise ValueError when it is not a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def check_lengths(lengths: Any, cap: int | None = None, name: str = "lengths", minimum: int = 1) -> list[int]:
+    """Return the lengths as ints; each must be an integer in `minimum`..`cap`.
+
+    Takes any sequence, numpy array or one-dimensional torch tensor of integers.
+    """
+    items = _as_list(lengths, name)
+    for index, length in enumerate(items):
+        # The first test is the whole cost for the common case of plain ints.
+        if type(length) is not int and (isinstance(length, bool) or not isinstance(length, np.integer)):
+            raise ValueError(f"{name}[{index}] must be an integer, got {length!r}")
+        if length < minimum:
+            raise ValueError(f"{name}[{index}] must be at least {minimum}, got {length}")
+        if cap is not None and length > cap:
+            raise ValueError(f"{name}[{index}] = {length} does not fit in a capacity of {cap}; drop it, cut it, or raise the capacity")
+    return items
+
+
+def check_costs(costs: Any, name: str = "costs") -> list[float]:
+    """Return the costs as floats; each must be finite and not negative."""
+    items = _as_list(costs, name)
+    for index, cost in enumerate(items):
+        if isinstance(cost, bool) or not isinstance(cost, int | float | np.integer | np.floating):
+            raise ValueError(f"{name}[{index}] must be a number, got {cost!r}")
+        if not math.isfinite(cost) or cost < 0:
+            raise ValueError(f"{name}[{index}] must be finite and not negative, got {cost}")
+    return [float(cost) for cost in items]
+
+
+def check_indices(indices: Any, size: int, name: str = "indices") -> list[int]:
+    """Return the indices as ints; each must lie in 0..size-1 (negative ones are refused: plans have none)."""
+    items = check_lengths(indices, name=name, minimum=0)
+    for position, index in enumerate(items):
+        if index >= size:
+            raise ValueError(f"{name}[{position}] = {index} is out of range for {size} samples")
+    return items
+
+
+def _as_list(values: Any, name: str) -> list[Any]:
+    if hasattr(values, "tolist"):  # numpy arrays and torch tensors, to plain numbers in one pass
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence | range):
+        raise ValueError(f"{name} must be a sequence of numbers, got {type(values).__name__}")
+    return list(values)

@@ -1,0 +1,75 @@
+"""The edge to tensordict: an optional package, imported where it is used, and refused when it is too old to be trusted."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
+
+OLDEST = (0, 15)
+
+
+def require_tensordict() -> Any:
+    """Import and return tensordict 0.15 or newer; ImportError says what to install and why an older one will not do."""
+    try:
+        import tensordict
+    except ModuleNotFoundError as error:
+        raise ImportError("batches of several keys need tensordict: pip install 'tensordict>=0.15'") from error
+    check_version(tensordict.__version__)
+    return tensordict
+
+
+def check_version(version: str) -> None:
+    """Raise ImportError for a tensordict that loses the ragged dimension (before 0.15)."""
+    major, minor = (int("".join(c for c in part if c.isdigit()) or 0) for part in (version + ".0").split(".")[:2])
+    if (major, minor) < OLDEST:
+        raise ImportError(
+            f"tensordict {version} loses data: it resets the ragged dimension of (B, 3, j) tensors when a batch is indexed, "
+            "concatenated, consolidated or pickled. Install tensordict>=0.15"
+        )
+
+
+def is_tensordict(x: object) -> bool:
+    """Tell whether `x` is a TensorDict (and not one of its non-tensor leaves)."""
+    if isinstance(x, Tensor | Sequence):
+        return False
+    tensordict = require_tensordict()
+    return isinstance(x, tensordict.TensorDictBase) and not tensordict.is_non_tensor(x)
+
+
+def size_of(td: "TensorDictBase") -> int:
+    """Return the number of samples; ValueError when the TensorDict has no batch dimension."""
+    if td.batch_dims != 1:
+        raise ValueError(f"expected a TensorDict with batch_size [B], got {list(td.batch_size)}")
+    return int(td.batch_size[0])
+
+
+def leaf(td: "TensorDictBase", key: str) -> Any:
+    """Return the value under `key`: a tensor, a TensorDict, or the list of per-sample Python values."""
+    value = td.get(key)
+    if isinstance(value, Tensor) or is_tensordict(value):
+        return value
+    return list(value.tolist())
+
+
+def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
+    """Iterate over (key, value) as `leaf` gives them."""
+    return ((key, leaf(td, key)) for key in td.keys())  # noqa: SIM118 - a TensorDict iterates over its batch
+
+
+def build(values: Mapping[str, Any], size: int) -> "TensorDict":
+    """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are."""
+    tensordict = require_tensordict()
+    wrapped = {k: _stack(tensordict, v) if isinstance(v, list) else v for k, v in values.items()}
+    return tensordict.TensorDict(wrapped, batch_size=[size])
+
+
+def map_leaves(td: "TensorDictBase", fn: Callable[[Any], Any], size: int) -> "TensorDict":
+    """Apply `fn` to every leaf and return the TensorDict of `size` samples."""
+    return build({key: fn(value) for key, value in leaves(td)}, size)
+
+
+def _stack(tensordict: Any, values: list[Any]) -> Any:
+    return tensordict.NonTensorStack(*[tensordict.NonTensorData(value) for value in values])

@@ -1,0 +1,29 @@
+"""The keys of a batch, their types and their meaning. Every per-token key is aligned to `input_ids`, never shifted.
+
+Value t of a per-token key speaks of token t given those before it. A sequence's first token is never trained.
+"""
+
+import torch
+
+TOKEN_KEYS: dict[str, torch.dtype] = {
+    "input_ids": torch.int64,
+    "position_ids": torch.int64,  # (B, j), or one row per axis: (B, 3, j) and (B, 4, j)
+    "loss_mask": torch.bool,
+    "rollout_log_probs": torch.float32,
+    "old_log_probs": torch.float32,
+    "ref_log_probs": torch.float32,
+    "log_probs": torch.float32,
+    "entropy": torch.float32,
+    "advantages": torch.float32,
+    "policy_version": torch.int32,
+    "mm_token_type_ids": torch.int64,
+}
+"""Jagged along the last dimension, one value a token."""
+
+SAMPLE_KEYS: dict[str, torch.dtype] = {"reward": torch.float32, "group": torch.int64}
+"""Dense, one value a sample."""
+
+MEDIA_KEYS = frozenset(
+    {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features", "feature_attention_mask"}
+)
+"""Jagged along a sample's first dimension, with lengths of their own."""
