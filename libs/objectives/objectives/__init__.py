@@ -1,0 +1,35 @@
+"""Advantages, losses, KL estimators and off-policy weights on packed tokens, and the objectives made of them."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from objectives import advantages as advantages
+    from objectives import kl as kl
+    from objectives import losses as losses
+    from objectives import off_policy as off_policy
+    from objectives.grpo import GRPO as GRPO
+    from objectives.objective import Objective as Objective
+    from objectives.objective import Totals as Totals
+    from objectives.sft import SFT as SFT
+
+_MODULES = ("advantages", "kl", "losses", "off_policy")
+_EXPORTS = {
+    "GRPO": "objectives.grpo",
+    "SFT": "objectives.sft",
+    "Objective": "objectives.objective",
+    "Totals": "objectives.objective",
+}
+__all__ = ["GRPO", "SFT", "Objective", "Totals", "advantages", "kl", "losses", "off_policy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"objectives.{name}")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

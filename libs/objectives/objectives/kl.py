@@ -1,0 +1,44 @@
+"""Per-token estimators of KL(policy || reference) from samples of the policy.
+
+From John Schulman's note "Approximating KL Divergence" (2020), with x drawn from the policy and log r = log_probs of
+the reference minus the policy's. All take and return f32[T].
+
+As a term of the loss they differ in their gradients too. With samples of the current policy, the expected gradient of
+k1 is zero (do not use it in a loss: `GRPO` refuses it), that of k2 is the gradient of KL(policy || reference), and that
+of k3 the gradient of KL(reference || policy). As values, k1 and k3 are unbiased, and k3 has the smaller variance and is
+never negative.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """-log r: unbiased, high variance, can be negative."""
+    return log_probs - ref_log_probs
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """(log r)^2 / 2: biased as a value, low variance, right gradient."""
+    return 0.5 * (ref_log_probs - log_probs).square()
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """r - 1 - log r: unbiased as a value, never negative; the one of GRPO's paper (arXiv 2402.03300, eq. 4)."""
+    log_r = ref_log_probs - log_probs
+    return torch.expm1(log_r) - log_r
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: Estimator = "k3") -> Tensor:
+    """The estimator by its name."""
+    if estimator not in _ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(_ESTIMATORS)}")
+    return _ESTIMATORS[estimator](log_probs, ref_log_probs)
