@@ -1,0 +1,129 @@
+"""The macros of Tessera's BUILD files: one target a file, and a target sees only what it declares."""
+
+load("@rules_python//python:defs.bzl", "py_binary", "py_library", "py_test")
+
+def requirement(name, hub = "pypi"):
+    """The py_library of a third-party package and what it needs.
+
+    Args:
+      name: of the distribution, as in build/requirements.in.
+      hub: the repository of WORKSPACE that holds it.
+
+    Returns:
+      a label.
+    """
+    package = name.lower().replace("-", "_").replace(".", "_")
+    return "@%s//%s" % (hub, package)
+
+def _library_name():
+    """libs/seqpack -> seqpack; the last part of the package's path."""
+    return native.package_name().split("/")[-1]
+
+def _source(name):
+    return "%s/%s.py" % (_library_name(), name)
+
+def module(name, srcs = None, deps = [], data = [], visibility = None, tags = [], **attrs):
+    """One Python file of a library, importable by its full name.
+
+    The library's facade (`NAME/__init__.py`, lazy) is always there; the modules that the file imports are `deps`.
+
+    Args:
+      name: of the target; the file is NAME/name.py unless `srcs` says otherwise.
+      srcs: the one file, where it is in a subpackage.
+      deps: what the file imports.
+      data: files it reads.
+      visibility: this library alone, unless said otherwise.
+      tags: as in Bazel.
+      **attrs: as in py_library.
+    """
+    srcs = srcs or [_source(name)]
+    facade = _library_name() + "/__init__.py"
+    if facade not in srcs:
+        srcs = srcs + [facade]
+    py_library(
+        name = name,
+        srcs = srcs,
+        data = data,
+        imports = ["."],
+        tags = tags,
+        visibility = visibility or [":__subpackages__"],
+        deps = deps,
+        **attrs
+    )
+
+def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
+    """The library as others depend on it: its facade and all that the facade can hand out.
+
+    Args:
+      name: of the target, that of the folder, so that `//libs/NAME` names it.
+      deps: the modules.
+      visibility: everybody, unless said otherwise.
+      **attrs: as in py_library.
+    """
+    py_library(
+        name = name,
+        srcs = [_library_name() + "/__init__.py"],
+        data = native.glob([_library_name() + "/py.typed"]),
+        imports = ["."],
+        visibility = visibility,
+        deps = deps,
+        **attrs
+    )
+
+# Tags that say what a test needs; .bazelrc decides which of them run.
+_NEEDS = ["gpu", "gpu4", "npu", "vllm", "slow", "browser"]
+
+def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = [], env = {}, args = [], hub = "pypi", **attrs):
+    """A pytest file. pytest, and nothing else, is added to what it declares.
+
+    Args:
+      name: of the target; the file is NAME/name.py unless `srcs` says otherwise.
+      srcs: the one file, where it is elsewhere.
+      deps: what the file imports.
+      data: files it reads.
+      size: small (1 minute), medium (5) or large (15).
+      tags: what it needs: gpu, gpu4, npu, vllm, slow, browser.
+      env: environment variables.
+      args: further words for pytest.
+      hub: the repository that pytest comes from, for tests of another hub.
+      **attrs: as in py_test.
+    """
+    srcs = srcs or [_source(name)]
+    if len(srcs) != 1:
+        fail("module_test %s: one test file a target, got %s" % (name, srcs))
+    needs = [tag for tag in tags if tag in _NEEDS]
+    py_test(
+        name = name,
+        srcs = srcs + ["//build:pytest_main.py"],
+        args = ["$(rootpath %s)" % srcs[0]] + ["--tessera-tag=" + tag for tag in needs] + args,
+        data = data + ["//build:allowed_skips.txt", "//:pyproject.toml"],
+        env = env,
+        imports = ["."],
+        main = "//build:pytest_main.py",
+        size = size,
+        tags = tags,
+        deps = deps + [requirement("pytest", hub)],
+        **attrs
+    )
+
+def app(name, main, deps = [], srcs = None, data = [], visibility = ["//visibility:public"], **attrs):
+    """A program for `bazel run`. Relative paths in its flags are the user's if it asks $BUILD_WORKING_DIRECTORY.
+
+    Args:
+      name: of the target.
+      main: the file that is run.
+      deps: what it imports.
+      srcs: the file and others beside it; `main` alone by default.
+      data: files it reads.
+      visibility: everybody, unless said otherwise.
+      **attrs: as in py_binary.
+    """
+    py_binary(
+        name = name,
+        srcs = srcs or [main],
+        data = data,
+        main = main,
+        visibility = visibility,
+        deps = deps,
+        **attrs
+    )

@@ -1,0 +1,243 @@
+"""Installs the packages of a lock file for Bazel: a folder and a py_library for each.
+
+Run by the repository rule in hub.bzl with the machine's own Python. pip downloads and installs (so its configuration, mirrors
+and caches hold); what is ours is the split into one folder a package and the dependency lists, read from the wheels.
+"""
+
+import argparse
+import compileall
+import email.parser
+import hashlib
+import os
+import py_compile
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT_BUILD = """package(default_visibility = ["//visibility:public"])
+
+exports_files(["wheels"])
+
+filegroup(
+    name = "wheel_files",
+    srcs = ["wheels"],
+)
+"""
+
+PACKAGE_BUILD = """load("@rules_python//python:defs.bzl", "py_library")
+
+package(default_visibility = ["//visibility:public"])
+
+py_library(
+    name = "{name}",
+    deps = [
+{deps}
+    ],
+)
+
+py_library(
+    name = "alone",
+    data = ["site"],
+    imports = ["site"],
+)
+"""
+
+
+def normal(name: str) -> str:
+    """The one spelling of a distribution's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def label_name(name: str) -> str:
+    """The folder and target of a distribution."""
+    return normal(name).replace("-", "_")
+
+
+def pip_command(target: Path) -> list[str]:
+    """This interpreter's pip, or that of a virtual environment made for it."""
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+        return [sys.executable, "-m", "pip"]
+    made = subprocess.run([sys.executable, "-m", "venv", str(target / "pip")], check=False)
+    if made.returncode:
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        sys.exit(f"{sys.executable} has no pip. Fix (Debian): apt-get install python3-pip python{version}-venv")
+    return [str(target / "pip/bin/python"), "-m", "pip"]
+
+
+def run_pip(command: list[str], failure: str) -> None:
+    """Runs pip; ends with its last words and `failure` if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        words = [line for line in (done.stdout + done.stderr).splitlines() if "is ignored: it is neither" not in line]
+        sys.exit("\n".join([*words[-20:], failure]))
+
+
+def download(pip: list[str], entries: dict[str, str], target: Path) -> None:
+    """The wheels of these lock entries, checked against their hashes."""
+    lock = target / "wanted.txt"
+    lock.write_text("".join(entries.values()))
+    options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
+    command = [*pip, "download", *options, "-r", str(lock), "-d", str(target / "wheels")]
+    run_pip(command, "pip could not download what the lock lists; its last words stand above.")
+
+
+def download_local_build(pip: list[str], entry: str, target: Path) -> None:
+    """A wheel of which this machine's pip may prefer a build of its own (torch +cpu), held to the same hashes.
+
+    pip in hash mode would never choose a local file over one whose hash the index tells in advance.
+    """
+    pinned = entry.split()[0]
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
+    folder = target / "local_build"
+    run_pip([*pip, "download", *options, pinned, "-d", str(folder)], f"pip finds no wheel of {pinned}.")
+    (wheel,) = folder.glob("*.whl")
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if f"--hash=sha256:{digest}" not in entry:
+        sys.exit(
+            f"pip offers {wheel.name} with sha256 {digest}, which the lock does not list. If you trust where it comes from, "
+            "add the hash: `./bazelw run //build:lock` does."
+        )
+    shutil.move(wheel, target / "wheels" / wheel.name)
+    folder.rmdir()
+
+
+def lock_entries(lock: Path) -> dict[str, str]:
+    """The lines of a lock file by distribution."""
+    entries: dict[str, str] = {}
+    name = ""
+    for line in lock.read_text().splitlines():
+        start = re.match(r"([A-Za-z0-9._-]+)(\[.*\])?==", line)
+        if start:
+            name = normal(start[1])
+            entries[name] = ""
+        if name:
+            entries[name] += line + "\n"
+    return entries
+
+
+class Wheels:
+    """What the downloaded wheels say about themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.requires: dict[str, list[str]] = {}
+        self.versions: dict[str, str] = {}
+        for path in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(path) as archive:
+                inside = next(n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+                metadata = email.parser.Parser().parsestr(archive.read(inside).decode())
+            name = normal(metadata["Name"])
+            if name in self.requires:
+                sys.exit(f"{folder} holds two wheels of {name}")
+            self.requires[name] = metadata.get_all("Requires-Dist") or []
+            self.versions[name] = metadata["Version"]
+            if name == "packaging":
+                sys.path.insert(0, str(path))
+        if "packaging" not in self.requires:
+            sys.exit("a lock file must hold the distribution `packaging`: its markers are read with it")
+
+    def direct(self, name: str, extra: str) -> set[tuple[str, str]]:
+        """What (distribution, extra) needs on this machine, as such pairs."""
+        from packaging.requirements import Requirement
+
+        found = set()
+        for text in self.requires[name]:
+            need = Requirement(text)
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                found |= {(normal(need.name), e) for e in {"", *need.extras}}
+        return found
+
+    def closure(self, name: str) -> tuple[set[str], set[str]]:
+        """(what a distribution needs directly or not, what of it is not here)."""
+        seen, missing, todo = set(), set(), [(name, "")]
+        while todo:
+            item = todo.pop()
+            if item in seen:
+                continue
+            if item[0] not in self.requires:
+                missing.add(item[0])
+                continue
+            seen.add(item)
+            todo += self.direct(*item)
+        return {n for n, _ in seen}, missing
+
+
+def complete(pip: list[str], target: Path, fallback: Path | None) -> Wheels:
+    """The wheels, with what their own metadata asks for beyond the lock taken from the fallback lock."""
+    while True:
+        wheels = Wheels(target / "wheels")
+        missing = set().union(*(wheels.closure(name)[1] for name in wheels.requires))
+        if not missing:
+            return wheels
+        known = lock_entries(fallback) if fallback else {}
+        unknown = sorted(missing - known.keys())
+        if unknown:
+            sys.exit(
+                f"the wheels need {', '.join(unknown)}, which no lock file lists. Add what asks for it to the .in file and "
+                "make the locks again: ./bazelw run //build:lock"
+            )
+        download(pip, {name: known[name] for name in sorted(missing)}, target)
+
+
+def split(together: Path, target: Path) -> list[str]:
+    """Moves each distribution, by its RECORD, from the common folder into its own."""
+    names = []
+    for info in sorted(together.glob("*.dist-info")):
+        name = normal(email.parser.Parser().parsestr((info / "METADATA").read_text())["Name"])
+        names.append(name)
+        site = target / label_name(name) / "site"
+        for row in (info / "RECORD").read_text().splitlines():
+            relative = re.sub(r"^(\.\./)+", "", row.rsplit(",", 2)[0].strip('"'))
+            source, goal = together / relative, site / relative
+            if source.is_file():
+                goal.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(source, goal)
+    shutil.rmtree(together)
+    return names
+
+
+def install(pip: list[str], target: Path) -> list[str]:
+    """Installs all wheels, splits them and compiles them (test sandboxes cannot write byte code)."""
+    together = target / "together"
+    wheels = sorted(str(path) for path in (target / "wheels").glob("*.whl"))
+    options = ["--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "-q"]
+    run_pip([*pip, "install", *options, "--target", str(together), *wheels], "pip could not install the wheels.")
+    names = split(together, target)
+    for name in names:
+        site = target / label_name(name) / "site"
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        compileall.compile_dir(site, quiet=2, workers=0, invalidation_mode=mode)
+    return names
+
+
+def main() -> None:
+    """Makes the repository in --target."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hub", required=True)
+    parser.add_argument("--lock", required=True, type=Path)
+    parser.add_argument("--fallback-lock", type=Path)
+    parser.add_argument("--local-build", action="append", default=[])
+    parser.add_argument("--target", required=True, type=Path)
+    args = parser.parse_args()
+    pip = pip_command(args.target)
+    (args.target / "wheels").mkdir()
+    entries = lock_entries(args.lock)
+    for name in args.local_build:
+        download_local_build(pip, entries.pop(name), args.target)
+    download(pip, entries, args.target)
+    wheels = complete(pip, args.target, args.fallback_lock)
+    names = install(pip, args.target)
+    (args.target / "BUILD.bazel").write_text(ROOT_BUILD)
+    for name in names:
+        deps = sorted(label_name(n) for n in wheels.closure(name)[0])
+        lines = "\n".join(f'        "//{n}:alone",' for n in deps)
+        text = PACKAGE_BUILD.format(name=label_name(name), deps=lines)
+        (args.target / label_name(name) / "BUILD.bazel").write_text(text)
+    print(f"@{args.hub}: {len(names)} packages of {args.lock.name}, torch {wheels.versions.get('torch', 'absent')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Runs one pytest file under Bazel: every module_test's main program.
+
+Bazel's test protocol is honoured (JUnit file, --test_filter), the surroundings are made the same everywhere, and in CI a skip
+that build/allowed_skips.txt does not list is a failure. A file in which pytest finds nothing to run fails too.
+"""
+
+import fnmatch
+import os
+import sys
+from pathlib import Path
+
+
+def prepare_environment() -> None:
+    """A home of its own, no hub access, one thread: before anything else is imported."""
+    scratch = os.environ.get("TEST_TMPDIR")
+    if scratch:
+        os.environ["HOME"] = scratch
+        os.environ["TMPDIR"] = scratch
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["PYTHONNOUSERSITE"] = "1"
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [p for p in sys.path if os.path.realpath(p or ".") != os.path.realpath(here)]
+
+
+def load_hypothesis_profile() -> None:
+    """Property tests: the same examples in each run, and no deadline; where hypothesis is declared."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:
+        return
+    settings.register_profile(
+        "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+    settings.load_profile("ci")
+
+
+def allowed_skips(path: Path) -> list[tuple[str, str]]:
+    """(glob of test ids, start of the reason) of each line."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    pairs = (line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
+    return [(pair[0], pair[1] if len(pair) > 1 else "") for pair in pairs]
+
+
+class SkipKeeper:
+    """Gathers the skips and prints each with its reason; an unlisted one fails in CI."""
+
+    def __init__(self, allowed: list[tuple[str, str]], strict: bool) -> None:
+        self.allowed = allowed
+        self.strict = strict
+        self.skips: list[tuple[str, str]] = []
+
+    def is_allowed(self, test: str, reason: str) -> bool:
+        """Whether a line of the list covers this skip."""
+        return any(fnmatch.fnmatch(test, glob) and reason.startswith(start) for glob, start in self.allowed)
+
+    def pytest_runtest_logreport(self, report) -> None:  # noqa: ANN001
+        """Called by pytest for each phase of each test."""
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+    def pytest_collectreport(self, report) -> None:  # noqa: ANN001
+        """Called by pytest for each file: a whole file may skip."""
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+    def failures(self) -> list[str]:
+        """What CI refuses, in words."""
+        unlisted = [(test, reason) for test, reason in self.skips if not self.is_allowed(test, reason)]
+        return [f"skip not in build/allowed_skips.txt: {test}: {reason}" for test, reason in unlisted] if self.strict else []
+
+
+def main(argv: list[str]) -> int:
+    """Runs pytest on argv and returns the exit status for Bazel."""
+    prepare_environment()
+    import pytest
+
+    load_hypothesis_profile()
+    tags = [a.removeprefix("--tessera-tag=") for a in argv if a.startswith("--tessera-tag=")]
+    rest = [a for a in argv if not a.startswith("--tessera-tag=")]
+    root = Path(__file__).absolute().parent.parent
+    options = ["-p", "no:cacheprovider", "-c", str(root / "pyproject.toml"), f"--rootdir={root}", "--import-mode=importlib"]
+    if os.environ.get("XML_OUTPUT_FILE"):
+        options += [f"--junitxml={os.environ['XML_OUTPUT_FILE']}", "-o", "junit_family=xunit1"]
+    if os.environ.get("TESTBRIDGE_TEST_ONLY"):
+        options += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
+    keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
+    status = int(pytest.main([*options, *rest], plugins=[keeper]))
+    for test, reason in keeper.skips:
+        print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
+    failures = keeper.failures()
+    print("\n".join(failures), end="\n" if failures else "")
+    return status or int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
