@@ -1,10 +1,10 @@
-"""chunk, split, index, concat, unbind, pad and back: one meaning for dense tensors, jagged ones and TensorDicts of both.
+"""chunk, split, index, concat, unbind, pad and back: the same for dense tensors, jagged ones and TensorDicts of both.
 
 Samples lie along dimension 0. Results do not depend on whether lengths happen to be equal, and gradients flow through.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -44,7 +44,10 @@ def index_select(x: Batch, indices: Sequence[int] | Tensor) -> Batch:
 
 
 def split(x: Batch, sizes: int | Sequence[int]) -> list[Batch]:
-    """Cut into pieces of the given sizes (zero allowed), which add up to the batch; an int is the size of every piece but the last."""
+    """Cut into pieces of the given sizes (zero allowed), which add up to the batch.
+
+    An int is the size of every piece but the last.
+    """
     total = num_samples(x)
     if isinstance(sizes, int) and not isinstance(sizes, bool):
         step = check_positive_int(sizes, "sizes")
@@ -58,7 +61,7 @@ def split(x: Batch, sizes: int | Sequence[int]) -> list[Batch]:
 
 
 def chunk(x: Batch, chunks: int) -> list[Batch]:
-    """Cut into exactly `chunks` pieces whose sizes differ by at most one, larger ones first; empty ones when samples run out."""
+    """Cut into exactly `chunks` pieces whose sizes differ by at most one, larger ones first; the last may be empty."""
     count = check_positive_int(chunks, "chunks")
     size, larger = divmod(num_samples(x), count)
     return split(x, [size + 1] * larger + [size] * (count - larger))
@@ -74,7 +77,7 @@ def unbind(x: Batch) -> list[Batch]:
 
 
 def concat(xs: Sequence[Batch]) -> Batch:
-    """Join batches along the samples. ValueError names a key that is missing in one of them, or samples that do not fit."""
+    """Join batches along the samples. ValueError names a key missing in one of them, or samples that do not fit."""
     batches = list(xs)
     if not batches:
         raise ValueError("concat needs at least one batch")
@@ -91,7 +94,7 @@ def concat(xs: Sequence[Batch]) -> Batch:
     for key in keys:
         column = [leaf(batch, key) for batch in batches]
         try:
-            joined[key] = sum(column, []) if isinstance(column[0], list) else concat(column)
+            joined[key] = list(chain(*column)) if isinstance(column[0], list) else concat(column)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"key {key!r} cannot be concatenated: {error}") from error
     return build(joined, sum(sizes))
@@ -100,7 +103,8 @@ def concat(xs: Sequence[Batch]) -> Batch:
 def to_padded(x: Batch, value: float | Mapping[str, float] = 0, length: int | None = None) -> Batch:
     """Return `x` with every jagged tensor padded at its end to the longest sample, or to `length`.
 
-    `value` fills; for a TensorDict it may be a mapping by key (0 for keys it does not name). Dense tensors pass unchanged.
+    `value` fills; for a TensorDict it may be a mapping by key (0 for keys it does not name). Dense tensors pass
+    unchanged.
     """
     if isinstance(x, Tensor):
         if isinstance(value, Mapping):
@@ -118,8 +122,10 @@ def to_padded(x: Batch, value: float | Mapping[str, float] = 0, length: int | No
     return build(filled, size)
 
 
-def from_padded(x: Batch, lengths: Sequence[int] | Tensor, ragged_dim: int = -1, keys: Sequence[str] | None = None) -> Batch:
-    """Cut row i to its first `lengths[i]` entries along `ragged_dim` (a dimension of one sample): the inverse of `to_padded`.
+def from_padded(
+    x: Batch, lengths: Sequence[int] | Tensor, ragged_dim: int = -1, keys: Sequence[str] | None = None
+) -> Batch:
+    """Cut row i to its first `lengths[i]` entries along `ragged_dim` (a dimension of one sample): undoes `to_padded`.
 
     Of a TensorDict the per-token keys of the schema are cut, or exactly `keys`; the rest passes unchanged.
     """

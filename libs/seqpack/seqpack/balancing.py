@@ -29,7 +29,10 @@ class BalancePlan:
 
 
 def balance(costs: Sequence[float], num_parts: int, equal_size: bool = False) -> BalancePlan:
-    """Deal the costs into `num_parts` parts of nearly equal sums; `equal_size` makes their counts differ by at most one."""
+    """Deal the costs into `num_parts` parts of nearly equal sums.
+
+    With `equal_size` their counts differ by at most one. Deterministic. ValueError names the cost that is not finite.
+    """
     count = check_positive_int(num_parts, "num_parts")
     values = check_costs(costs)
     order = sorted(range(len(values)), key=values.__getitem__, reverse=True)

@@ -9,8 +9,8 @@ def balance_capped(
 ) -> list[list[int]]:
     """Return `slots` lists of items, none above `cap` in size, with nearly equal costs.
 
-    `start` is any feasible packing into at most `slots` bins; it is the fallback when balancing by cost runs out of room, so the
-    cap holds by construction.
+    `start` is any feasible packing into at most `slots` bins; it is the fallback when balancing by cost runs out of
+    room, so the cap holds by construction.
     """
     greedy = _heaviest_first(sizes, costs, slots, cap)
     if greedy is not None:

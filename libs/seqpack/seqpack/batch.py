@@ -1,4 +1,4 @@
-"""Build and check the batch that every other library exchanges: a TensorDict of jagged tensors (see `seqpack.schema`)."""
+"""Build and check the batch that all libraries exchange: a TensorDict of jagged tensors (see `seqpack.schema`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ __all__ = ["check_batch", "jagged", "lengths", "make_batch"]
 def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
     """Build the batch of the given samples: one mapping each, all with the same keys, `input_ids` among them.
 
-    Tensors (or lists of numbers, for keys of the schema) of one or more dimensions are per token along their last dimension and
-    as long as `input_ids`, but media keys, which are jagged along their first. Numbers and scalar tensors become one dense value
-    a sample, everything else (text, messages) stays as it is. Raises ValueError naming the sample and key that do not fit.
+    Tensors (or lists of numbers, for keys of the schema) of one or more dimensions are per token along their last
+    dimension and as long as `input_ids`, but media keys, which are jagged along their first. Numbers and scalar
+    tensors become one dense value a sample, everything else (text, messages) stays as it is. Raises ValueError
+    naming the sample and key that do not fit.
     """
     if not samples:
         raise ValueError("make_batch needs at least one sample")
@@ -42,12 +43,14 @@ def lengths(batch: "TensorDict") -> list[int]:
     if ids is None:
         raise ValueError("the batch has no key 'input_ids'")
     if not is_jagged(ids):
-        raise ValueError("input_ids is not jagged; build the batch with make_batch, or cut a padded one with from_padded")
+        raise ValueError(
+            "input_ids is not jagged; build the batch with make_batch, or cut a padded one with from_padded"
+        )
     return ragged(ids).lengths
 
 
 def check_batch(batch: "TensorDict") -> None:
-    """Raise ValueError naming the key that breaks the schema: type, layout, lengths, or a first token that is trained."""
+    """Raise ValueError naming the key that breaks the schema: type, layout, lengths, or a trained first token."""
     if not is_tensordict(batch):
         raise ValueError(f"a batch is a TensorDict, got {type(batch).__name__}")
     size = size_of(batch)
@@ -68,7 +71,9 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
     if expected is not None and (not isinstance(value, Tensor) or value.dtype != expected):
         raise ValueError(f"{key} must be a tensor of {expected}, got {getattr(value, 'dtype', type(value).__name__)}")
     if key in TOKEN_KEYS and not is_jagged(value):
-        raise ValueError(f"{key} must be jagged, one value a token; build it with seqpack.jagged or cut it with from_padded")
+        raise ValueError(
+            f"{key} must be jagged, one value a token; build it with seqpack.jagged or cut it with from_padded"
+        )
     if key in SAMPLE_KEYS and value.shape != (len(sizes),):
         raise ValueError(f"{key} must have shape ({len(sizes)},), got {tuple(value.shape)}")
     if not is_jagged(value):
@@ -79,7 +84,9 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
     if key in MEDIA_KEYS:
         return
     if parts.dim != parts.values.dim() - 1 and key in TOKEN_KEYS:
-        raise ValueError(f"{key} is ragged along dimension {parts.dim} of a sample, not along its last; rebuild it with seqpack.jagged")
+        raise ValueError(
+            f"{key} is ragged along dimension {parts.dim} of a sample, not its last; rebuild it with seqpack.jagged"
+        )
     if key == "position_ids":
         _check_positions(parts.values)
     elif key in TOKEN_KEYS and parts.values.dim() != 1:
@@ -91,7 +98,9 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
 
 def _check_positions(values: Tensor) -> None:
     if values.dim() > 2 or (values.dim() == 2 and values.shape[0] not in (3, 4)):
-        raise ValueError(f"position_ids must be (B, j), (B, 3, j) or (B, 4, j), got values of shape {tuple(values.shape)}")
+        raise ValueError(
+            f"position_ids must be (B, j), (B, 3, j) or (B, 4, j), got values of shape {tuple(values.shape)}"
+        )
 
 
 def _check_first_tokens(loss_mask: Tensor) -> None:

@@ -27,7 +27,9 @@ def check_lengths(lengths: Any, cap: int | None = None, name: str = "lengths", m
         if length < minimum:
             raise ValueError(f"{name}[{index}] must be at least {minimum}, got {length}")
         if cap is not None and length > cap:
-            raise ValueError(f"{name}[{index}] = {length} does not fit in a capacity of {cap}; drop it, cut it, or raise the capacity")
+            raise ValueError(
+                f"{name}[{index}] = {length} does not fit in {cap}: cut it, leave it out, or raise the limit"
+            )
     return items
 
 

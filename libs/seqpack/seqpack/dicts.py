@@ -1,4 +1,4 @@
-"""The edge to tensordict: an optional package, imported where it is used, and refused when it is too old to be trusted."""
+"""The edge to tensordict: an optional package, imported where it is used, and refused when it is too old."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def require_tensordict() -> Any:
         import tensordict
     except ModuleNotFoundError as error:
         raise ImportError("batches of several keys need tensordict: pip install 'tensordict>=0.15'") from error
-    check_version(tensordict.__version__)
+    check_version(str(tensordict.__version__))
     return tensordict
 
 
@@ -26,7 +26,7 @@ def check_version(version: str) -> None:
     major, minor = (int("".join(c for c in part if c.isdigit()) or 0) for part in (version + ".0").split(".")[:2])
     if (major, minor) < OLDEST:
         raise ImportError(
-            f"tensordict {version} loses data: it resets the ragged dimension of (B, 3, j) tensors when a batch is indexed, "
+            f"tensordict {version} loses data: it resets the ragged dimension of (B, 3, j) when a batch is indexed, "
             "concatenated, consolidated or pickled. Install tensordict>=0.15"
         )
 

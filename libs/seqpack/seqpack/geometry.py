@@ -12,8 +12,8 @@ from seqpack.checks import check_lengths, check_positive_int
 class PackedGeometry:
     """The layout of a packed row of `total` tokens.
 
-    `lengths` are true lengths, `aligned` what each sequence occupies, `cu_seqlens` the n + 1 boundaries (n + 2 when there is a
-    trailing pad of `padding` tokens, which is a sequence of its own).
+    `lengths` are true lengths, `aligned` what each sequence occupies, `cu_seqlens` the n + 1 boundaries (n + 2 when
+    there is a trailing pad of `padding` tokens, which is a sequence of its own).
     """
 
     lengths: tuple[int, ...]
@@ -42,8 +42,8 @@ def packed_geometry(
 ) -> PackedGeometry:
     """Lay sequences out one after another, each rounded up to a multiple of `align`, the row to a bucket.
 
-    `bucket` is a multiple to round the row up to, or the sizes to choose from (the smallest that fits is taken). Buckets must be
-    multiples of `align`. ValueError when the row is longer than the largest bucket.
+    `bucket` is a multiple to round the row up to, or the sizes to choose from (the smallest that fits is taken).
+    Buckets must be multiples of `align`. ValueError when the row is longer than the largest bucket.
     """
     sizes = check_lengths(lengths)
     step = check_positive_int(align, "align")

@@ -1,12 +1,13 @@
 """One canonical jagged layout, whatever the lengths happen to be.
 
-torch chooses the ragged dimension of a NestedTensor by looking at whether the sizes differ, so a batch of equal lengths (or of
-one sample) gets another layout than its neighbour. Here the caller names the dimension, and everything is read back through the
-public `values()`, `offsets()`, `lengths()` and `shape`.
+torch chooses the ragged dimension of a NestedTensor by looking at whether the sizes differ, so a batch of equal
+lengths (or of one sample) gets another layout than its neighbour. Here the caller names the dimension, and
+everything is read back through the public `values()`, `offsets()`, `lengths()` and `shape`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ def is_jagged(x: object) -> bool:
 def jagged(tensors: Sequence[Tensor], ragged_dim: int = -1) -> Tensor:
     """Join samples that differ along `ragged_dim` (a dimension of one sample) into a jagged NestedTensor.
 
-    The result has one dimension more than a sample: (j,) samples give (B, j), (3, j) samples give (B, 3, j). Differentiable.
-    Raises ValueError for no samples, or for the first sample that differs from sample 0 in rank, dtype, device or another size.
+    The result has one dimension more than a sample: (j,) samples give (B, j), (3, j) samples give (B, 3, j).
+    Differentiable. Raises ValueError for no samples, or for the first sample that differs from sample 0 in rank,
+    dtype, device or another size.
     """
     samples = list(tensors)
     if not samples:
@@ -44,7 +46,9 @@ def jagged(tensors: Sequence[Tensor], ragged_dim: int = -1) -> Tensor:
     dim = check_ragged_dim(ragged_dim, first.dim())
     for index, sample in enumerate(samples):
         same_rank = sample.dim() == first.dim()
-        if not same_rank or any(a != b for d, (a, b) in enumerate(zip(sample.shape, first.shape, strict=True)) if d != dim):
+        if not same_rank or any(
+            a != b for d, (a, b) in enumerate(zip(sample.shape, first.shape, strict=True)) if d != dim
+        ):
             raise ValueError(
                 f"sample {index} has shape {tuple(sample.shape)}, which differs from {tuple(first.shape)} of sample 0 "
                 f"outside the ragged dimension {dim}"
@@ -61,7 +65,9 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int], ragged_dim: int =
     sizes = check_lengths(lengths, minimum=0)
     dim = check_ragged_dim(ragged_dim, values.dim())
     if sum(sizes) != values.shape[dim]:
-        raise ValueError(f"lengths add up to {sum(sizes)}, but values {tuple(values.shape)} hold {values.shape[dim]} along dimension {dim}")
+        raise ValueError(
+            f"lengths add up to {sum(sizes)}, but dimension {dim} of values is {values.shape[dim]}"
+        )
     offsets = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(values.device)
     # Explicit bounds: without them torch pads to the wrong width when the ragged dimension is not the first.
     return torch.nested.nested_tensor_from_jagged(
@@ -70,17 +76,20 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int], ragged_dim: int =
 
 
 def ragged(x: Tensor) -> Ragged:
-    """Take a jagged NestedTensor apart; tolerates holes (`narrow`) and a ragged dimension that was relabelled wrongly."""
+    """Take a jagged NestedTensor apart; tolerates holes (`narrow`) and a ragged dimension with the wrong label."""
     if not is_jagged(x):
         raise ValueError(f"expected a NestedTensor of layout torch.jagged, got {_describe(x)}")
-    values, offsets, lengths = x.values(), x.offsets().tolist(), x.lengths()
-    sizes = [b - a for a, b in zip(offsets, offsets[1:], strict=False)] if lengths is None else lengths.tolist()
+    nested: Any = x  # the stubs of Tensor do not know the accessors of the jagged layout
+    values, offsets, lengths = nested.values(), nested.offsets().tolist(), nested.lengths()
+    sizes = [b - a for a, b in pairwise(offsets)] if lengths is None else lengths.tolist()
     labelled = [d - 1 for d, size in enumerate(x.shape) if d > 0 and not isinstance(size, int)]
     dim = labelled[0] if labelled else 0
     if lengths is None and values.shape[dim] != offsets[-1]:
         fitting = [d for d, size in enumerate(values.shape) if size == offsets[-1]]
         if len(fitting) != 1:
-            raise ValueError(f"offsets end at {offsets[-1]}, which is the size of no single dimension of values {tuple(values.shape)}")
+            raise ValueError(
+                f"offsets end at {offsets[-1]}, the size of no single dimension of values {tuple(values.shape)}"
+            )
         dim = fitting[0]
     return Ragged(values, offsets[: len(sizes)], sizes, dim)
 
@@ -107,7 +116,9 @@ def select(x: Tensor, indices: Sequence[int]) -> Tensor:
     elif touching:
         values = parts.values.narrow(parts.dim, starts[0], sum(sizes))
     else:
-        values = torch.cat([parts.values.narrow(parts.dim, s, n) for s, n in zip(starts, sizes, strict=True)], dim=parts.dim)
+        values = torch.cat(
+            [parts.values.narrow(parts.dim, s, n) for s, n in zip(starts, sizes, strict=True)], dim=parts.dim
+        )
     return jagged_from_values(values, sizes, parts.dim)
 
 
@@ -122,7 +133,9 @@ def join(xs: Sequence[Tensor]) -> Tensor:
         raise ValueError(f"inputs have samples of different ranks: {sorted(ranks)}")
     if len({_layout(p) for p in parts}) == 1 and all(_dense(p) for p in parts):
         dim = parts[0].dim
-        return jagged_from_values(torch.cat([p.values for p in parts], dim=dim), [n for p in parts for n in p.lengths], dim)
+        return jagged_from_values(
+            torch.cat([p.values for p in parts], dim=dim), [n for p in parts for n in p.lengths], dim
+        )
     samples = [s for x in xs for s in samples_of(x)]
     if not samples:
         return xs[0]
@@ -135,7 +148,7 @@ def join(xs: Sequence[Tensor]) -> Tensor:
 
 
 def pad(x: Tensor, value: float = 0, length: int | None = None) -> Tensor:
-    """Return the dense (B, ...) tensor of the samples, padded at the end of the ragged dimension with `value` to `length`."""
+    """Return the dense (B, ...) tensor of the samples, each padded with `value` at its end to `length`."""
     parts = ragged(x)
     longest = max(parts.lengths, default=0)
     width = longest if length is None else length
@@ -194,4 +207,6 @@ def _layout(parts: Ragged) -> tuple[object, ...]:
 
 
 def _describe(x: object) -> str:
-    return f"a dense tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
+    return (
+        f"a dense tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
+    )

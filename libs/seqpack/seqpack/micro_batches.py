@@ -18,8 +18,8 @@ Cost = Callable[[int], float] | Sequence[float]
 class MicroBatchPlan:
     """`ranks[dp_rank][micro_batch]` holds indices; every rank has the same number of micro-batches, some may be empty.
 
-    `lengths` are the true lengths, of which none takes more than its multiple of `align` in a micro-batch; `costs` what was
-    balanced. `split_groups` names the groups that were too long for one micro-batch.
+    `lengths` are the true lengths, of which none takes more than its multiple of `align` in a micro-batch; `costs`
+    what was balanced. `split_groups` names the groups that were too long for one micro-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -42,7 +42,9 @@ class MicroBatchPlan:
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:
         """Aligned tokens by rank and micro-batch."""
-        return tuple(tuple(sum(aligned_length(self.lengths[i], self.align) for i in mb) for mb in rank) for rank in self.ranks)
+        return tuple(
+            tuple(sum(aligned_length(self.lengths[i], self.align) for i in mb) for mb in rank) for rank in self.ranks
+        )
 
     @property
     def loads(self) -> tuple[tuple[float, ...], ...]:
@@ -77,11 +79,12 @@ def plan_micro_batches(
     align: int = 1,
     count_multiple: int = 1,
 ) -> MicroBatchPlan:
-    """Plan one step: every sample in one micro-batch of at most `max_tokens`, in as few as possible, ranks equally loaded.
+    """Plan one step: few micro-batches of at most `max_tokens`, each sample in one of them, ranks equally loaded.
 
-    `cost` is a function of the length, or one cost a sample (tokens when None). Samples with the same number in `groups` share a
-    micro-batch; a group longer than the cap is split (and reported) or refused. Lengths count as multiples of `align`. The number
-    of micro-batches of a rank is a multiple of `count_multiple`. Deterministic. ValueError names the sample over the cap.
+    `cost` is a function of the length, or one cost a sample (tokens when None). Samples with the same number in
+    `groups` share a micro-batch; a group longer than the cap is split (and reported) or refused. Lengths count as
+    multiples of `align`. The number of micro-batches of a rank is a multiple of `count_multiple`. Deterministic.
+    ValueError names the sample over the cap.
     """
     cap, ranks = check_positive_int(max_tokens, "max_tokens"), check_positive_int(dp_size, "dp_size")
     step, multiple = check_positive_int(align, "align"), check_positive_int(count_multiple, "count_multiple")
@@ -130,16 +133,16 @@ def _items(
             items.append(tuple(indices))
             continue
         if long_groups == "refuse":
-            raise ValueError(f"group {name} has {tokens} tokens, more than max_tokens={cap}; allow long_groups='split' or raise the cap")
+            raise ValueError(
+                f"group {name} has {tokens} tokens, over max_tokens={cap}; allow long_groups='split' or raise the cap"
+            )
         split_groups.append(name)
         items.extend(tuple(indices[i] for i in piece) for piece in pack([aligned[i] for i in indices], cap).bins)
     return items, tuple(split_groups)
 
 
-def _deal(
-    batches: list[tuple[int, ...]], costs: list[float], ranks: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Give each rank one micro-batch of every level of cost: neighbours in cost run at the same time, totals even out."""
+def _deal(batches: list[tuple[int, ...]], costs: list[float], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Give each rank one micro-batch of every level of cost: equals run at the same time, and totals even out."""
     loads = {batch: sum(costs[i] for i in batch) for batch in batches}
     order = sorted(batches, key=lambda batch: (-loads[batch], batch))
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 class PackedBatch:
     """Sequences one after another in a row of T tokens.
 
-    `values`: per-token tensors of T tokens along their token dimension (the last: (T,) or (4, T), unless `token_dims` says
-    otherwise), per-sample tensors (n, ...), media concatenated along dimension 0.
-    `cu_seqlens`: int32 boundaries; alignment padding belongs to its sequence, a trailing bucket pad is one more sequence.
+    `values`: per-token tensors of T tokens along their token dimension (the last: (T,) or (4, T), unless
+    `token_dims` says otherwise), per-sample tensors (n, ...), media concatenated along dimension 0. `cu_seqlens`:
+    int32 boundaries; alignment padding belongs to its sequence, a trailing bucket pad is one more sequence.
     `max_seqlen`: the longest stretch between two boundaries. `position_ids`: int64 (T,), from 0 in each sequence.
-    `lengths`: the n true lengths. `indices`: the rows of the source batch. `extras`: per-sample Python values by key.
+    `lengths`: the n true lengths. `indices`: the rows of the source batch. `extras`: per-sample Python values by
+    key.
     """
 
     values: dict[str, Tensor]
@@ -70,7 +71,9 @@ class PackedBatch:
         """Return this row with more (or other) per-token tensors, each with T tokens along its last dimension."""
         for key, value in tokens.items():
             if value.dim() < 1 or value.shape[-1] != self.num_tokens:
-                raise ValueError(f"{key} has shape {tuple(value.shape)}, its last dimension must be {self.num_tokens} tokens")
+                raise ValueError(
+                    f"{key} has shape {tuple(value.shape)}, its last dimension must be {self.num_tokens} tokens"
+                )
         dims = {**self.token_dims, **{key: value.dim() - 1 for key, value in tokens.items()}}
         return replace(self, values={**self.values, **tokens}, token_dims=dims)
 
@@ -85,8 +88,9 @@ def pack_sequences(
 ) -> PackedBatch:
     """Pack the samples at `indices` (all when None) into one row; `unpack_sequences` is its exact inverse.
 
-    `align` and `bucket` as in `packed_geometry`. `keys` chooses what to carry (everything when None). Padding is 0 (False in the
-    masks), or the value that `pad_values` names for a key. Raises ValueError as `check_batch` does, and for keys that are missing.
+    `align` and `bucket` as in `packed_geometry`. `keys` chooses what to carry (everything when None). Padding is 0
+    (False in the masks), or the value that `pad_values` names for a key. Raises ValueError as `check_batch` does,
+    and for keys that are missing.
     """
     check_batch(batch)
     sizes = batch_lengths(batch)
@@ -132,7 +136,9 @@ def unpack_tokens(packed: PackedBatch, values: Tensor, token_dim: int = -1) -> T
     """Cut a tensor of T tokens back into a jagged one of the n true sequences; differentiable."""
     dim = token_dim % values.dim()
     if values.shape[dim] != packed.num_tokens:
-        raise ValueError(f"dimension {dim} of {tuple(values.shape)} must hold the {packed.num_tokens} tokens of the row")
+        raise ValueError(
+            f"dimension {dim} of {tuple(values.shape)} must hold the {packed.num_tokens} tokens of the row"
+        )
     if packed.lengths != packed.geometry.aligned or packed.geometry.padding:
         values = values.index_select(dim, packed.token_mask.nonzero().squeeze(1))
     return jagged_from_values(values, packed.lengths, dim)

@@ -24,6 +24,13 @@ SAMPLE_KEYS: dict[str, torch.dtype] = {"reward": torch.float32, "group": torch.i
 """Dense, one value a sample."""
 
 MEDIA_KEYS = frozenset(
-    {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features", "feature_attention_mask"}
+    {
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "input_features",
+        "feature_attention_mask",
+    }
 )
 """Jagged along a sample's first dimension, with lengths of their own."""
