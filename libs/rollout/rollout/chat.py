@@ -1,0 +1,95 @@
+"""Between messages and tokens, for episodes: token in, token out. What the model sampled is never tokenised again."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollout.environment import Message, Reply, ToolCall
+from rollout.tools import Tool
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Messages to text."""
+        ...
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        """Text to token ids."""
+        ...
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """Token ids to text."""
+        ...
+
+
+class Chat:
+    """A tokenizer with its chat template and the format of its tool calls.
+
+    `end_of_turn` is the token that closes an assistant turn (the one to stop sampling at); `options` are handed to the
+    template (such as `enable_thinking`).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, end_of_turn: str = "<|im_end|>", tool_format: str = "qwen3_5", **options: Any
+    ) -> None:
+        ids = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ValueError(
+                f"end_of_turn {end_of_turn!r} is {len(ids)} tokens; name the single token that ends a turn"
+            )
+        self.tokenizer = tokenizer
+        self.end_of_turn = end_of_turn
+        self.end_of_turn_id = int(ids[0])
+        self.tool_format = tool_format
+        self.options = options
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a conversation up to where the assistant begins."""
+        return self._encode(self._text(messages, tools, add_generation_prompt=True))
+
+    def after_turn(self, new_messages: Sequence[Message]) -> list[int]:
+        """Token ids that follow an assistant turn's end-of-turn token: the new messages and the next turn's opening.
+
+        They are the difference of two renderings of a stand-in conversation, so the real turn is not touched.
+        ValueError: the template writes earlier turns differently once messages follow.
+        """
+        stand_in: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        before = self._text(stand_in, (), add_generation_prompt=False)
+        after = self._text([*stand_in, *new_messages], (), add_generation_prompt=True)
+        turn = before[: before.rfind(self.end_of_turn) + len(self.end_of_turn)]
+        if not turn or not after.startswith(turn):
+            raise ValueError(
+                "the chat template rewrites earlier turns; episodes of several turns need one that keeps them"
+            )
+        return self._encode(after[len(turn) :])
+
+    def read(self, ids: Sequence[int], finished: bool, tools: Sequence[Tool] = ()) -> Reply:
+        """One sampled turn as content, reasoning and tool calls; a `finished` turn's last token is its stop token."""
+        from chat_tools.parse import parse
+
+        text = self.tokenizer.decode(list(ids[:-1] if finished else ids), skip_special_tokens=False)
+        parsed = parse(text, self.tool_format, tools=[t.schema for t in tools])
+        return Reply(
+            text=text,
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=tuple(ToolCall(c.name, c.arguments) for c in parsed.tool_calls),
+            problems=tuple(m.reason for m in parsed.malformed),
+            finished=finished,
+        )
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
+        schemas = [t.schema for t in tools] or None
+        return str(
+            self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=schemas,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.options,
+            )
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

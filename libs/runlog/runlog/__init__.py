@@ -1,0 +1,32 @@
+"""What a run tells people: metrics, episodes, live progress, a summary table and one HTML report."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runlog.display import Progress as Progress
+    from runlog.display import summary_table as summary_table
+    from runlog.report import write_report as write_report
+    from runlog.run import RunLog as RunLog
+    from runlog.store import read_episodes as read_episodes
+    from runlog.store import read_metrics as read_metrics
+
+_EXPORTS = {
+    "Progress": "runlog.display",
+    "RunLog": "runlog.run",
+    "read_episodes": "runlog.store",
+    "read_metrics": "runlog.store",
+    "summary_table": "runlog.display",
+    "write_report": "runlog.report",
+}
+__all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_EXPORTS)

@@ -1,0 +1,271 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const root = document.documentElement;
+
+  // An element with a class and text. Text only ever becomes a text node.
+  function el(tag, className, text) {
+    const node = document.createElement(tag);
+    if (className) node.className = className;
+    if (text !== undefined && text !== null) node.textContent = text;
+    return node;
+  }
+  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const short = (v) => (v === null || v === undefined ? "none" : String(Math.round(v * 1000) / 1000));
+
+  // ---- theme: the system's until the reader chooses -------------------------------------------------------------
+  const wanted = new URLSearchParams(location.search).get("theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = wanted === "dark" || wanted === "light" ? wanted : null;
+  function applyTheme() {
+    root.dataset.theme = chosen || (system.matches ? "dark" : "light");
+  }
+  applyTheme();
+  system.addEventListener("change", () => { applyTheme(); drawAll(); });
+  $("theme").addEventListener("click", () => {
+    chosen = root.dataset.theme === "dark" ? "light" : "dark";
+    applyTheme();
+    drawAll();
+  });
+
+  // ---- curves ---------------------------------------------------------------------------------------------------
+  const plots = [];
+  function figure(chart) {
+    const accent = css("--accent"), dim = css("--dim"), line = css("--line"), card = css("--card");
+    const traces = [];
+    const few = chart.marks || chart.x.length < 12;
+    traces.push({
+      x: chart.x, y: chart.y, mode: few ? "lines+markers" : "lines", name: chart.name,
+      line: { color: accent, width: few ? 2 : chart.smooth.length ? 1 : 1.6 }, marker: { size: 7, color: accent },
+      opacity: chart.smooth.length ? 0.32 : 1, hovertemplate: "step %{x}: %{y:.5~g}<extra></extra>",
+    });
+    if (chart.smooth.length) {
+      traces.push({ x: chart.x, y: chart.smooth, mode: "lines", name: "smoothed", line: { color: accent, width: 2.2 }, hoverinfo: "skip" });
+    }
+    const notes = [];
+    if (chart.marks && chart.x.length > 1) {
+      const last = chart.x.length - 1;
+      notes.push({ x: chart.x[0], y: chart.y[0], text: "before " + chart.first, xanchor: "left", yshift: 13, xshift: -4 });
+      notes.push({ x: chart.x[last], y: chart.y[last], text: "after " + chart.last, xanchor: "right", yshift: 13, xshift: 4 });
+    }
+    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { size: 11, color: dim }, automargin: true, fixedrange: false };
+    return [traces, {
+      margin: { l: 44, r: 10, t: chart.marks ? 22 : 8, b: 28 }, showlegend: false, paper_bgcolor: card, plot_bgcolor: card, hovermode: "x",
+      font: { family: "system-ui, sans-serif", size: 12, color: css("--text") },
+      hoverlabel: { bgcolor: card, bordercolor: line, font: { color: css("--text") } },
+      xaxis: { ...axis, showgrid: false, nticks: 6 }, yaxis: { ...axis, nticks: 5, tickformat: ".4~g" },
+      annotations: notes.map((n) => ({ ...n, showarrow: false, font: { size: 11, color: dim } })),
+    }];
+  }
+  function draw(plot) {
+    const [traces, layout] = figure(plot.chart);
+    Plotly.react(plot.node, traces, layout, { displayModeBar: false, responsive: true });
+  }
+  function drawAll() { plots.forEach((p) => { if (p.drawn) draw(p); }); }
+  // A chart is drawn when it comes near the screen: a page of fifty opens as fast as a page of five.
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const plot = plots.find((p) => p.node === entry.target);
+      if (entry.isIntersecting && !plot.drawn) { plot.drawn = true; draw(plot); seen.unobserve(entry.target); }
+    }
+  }, { rootMargin: "400px" });
+  function addChart(parent, chart) {
+    const card = el("div", "chart");
+    const head = el("div", "head");
+    const name = el("span", "name", chart.title);
+    name.title = chart.name;
+    head.append(name, el("span", "unit", chart.unit), el("span", "last", chart.last));
+    const node = el("div", "plot");
+    card.append(head, node);
+    parent.append(card);
+    plots.push({ node, chart, drawn: false });
+    seen.observe(node);
+  }
+  const others = data.charts.filter((c) => !c.known);
+  data.charts.filter((c) => c.known).forEach((c) => addChart($("charts"), c));
+  const box = others.length > 6 || $("charts").children.length === 0 ? $("more-charts") : $("charts");
+  others.forEach((c) => addChart(box, c));
+  if ($("more-charts").children.length) {
+    $("more").hidden = false;
+    $("more").open = $("charts").children.length === 0;
+    $("more").querySelector("summary").textContent = "All other metrics (" + others.length + ")";
+  }
+
+  // ---- episodes -------------------------------------------------------------------------------------------------
+  const PAGE = 200;  // rows in the list; the filters find the rest
+  const state = { shown: [], selected: null, colour: "mask" };
+  const rewards = data.episodes.map((e) => e.reward).filter((r) => r !== null);
+  const middle = rewards.length ? (Math.min(...rewards) + Math.max(...rewards)) / 2 : 0;
+  const flat = rewards.length ? Math.min(...rewards) === Math.max(...rewards) : true;
+  function pill(reward) {
+    const tone = reward === null || flat ? "" : reward > middle ? " good" : " bad";
+    return el("span", "pill" + tone, reward === null ? "no reward" : short(reward));
+  }
+  for (const e of data.episodes) {
+    e.plain = e.tokens.length ? e.tokens.join("") : e.messages.map((m) => m.content).join("\n");
+    e.answer = lastTurn(e);
+  }
+  function lastTurn(e) {
+    const said = e.messages.filter((m) => m.role === "assistant");
+    if (said.length) return said[said.length - 1].content;
+    return e.mask ? e.tokens.filter((_, i) => e.mask[i]).join("") : e.plain;
+  }
+  const limit = (id, fallback) => ($(id).value === "" ? fallback : Number($(id).value));
+  function filtered() {
+    const low = limit("step-min", -Infinity), high = limit("step-max", Infinity);
+    const worst = limit("reward-min", -Infinity), best = limit("reward-max", Infinity);
+    const bounded = $("reward-min").value !== "" || $("reward-max").value !== "";
+    const text = $("search").value.toLowerCase();
+    const [key, direction] = $("sort").value.split("-");
+    const sign = direction === "asc" ? 1 : -1;
+    return data.episodes
+      .filter((e) => e.step >= low && e.step <= high)
+      .filter((e) => !bounded || (e.reward !== null && e.reward >= worst && e.reward <= best))
+      .filter((e) => !text || e.plain.toLowerCase().includes(text))
+      .sort((a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity)) || a.id - b.id);
+  }
+  function refresh() {
+    state.shown = filtered();
+    const all = data.episodes.length;
+    let count = state.shown.length === all ? all + " shown" : state.shown.length + " of " + all + " shown";
+    if (data.episodes_logged > all) count += ", a sample of " + data.episodes_logged;
+    $("episode-count").textContent = count;
+    const list = $("list");
+    list.replaceChildren();
+    if (!state.shown.length) list.append(el("p", "empty", all ? "No episode matches these filters." : "This run kept no episodes."));
+    for (const e of state.shown.slice(0, PAGE)) list.append(row(e));
+    if (state.shown.length > PAGE) list.append(el("p", "empty", "The first " + PAGE + " are listed; narrow the filters for the rest."));
+    if (!state.shown.includes(state.selected)) select(state.shown[0] || null);
+  }
+  function row(e) {
+    const node = el("div", "row");
+    node.setAttribute("role", "option");
+    node.setAttribute("aria-selected", String(e === state.selected));
+    node.dataset.id = e.id;
+    const where = "step " + e.step + (e.group === null || e.group === undefined ? "" : " \u00b7 group " + e.group);
+    node.append(el("span", "where", where), el("span", "size", e.length + " tokens"), pill(e.reward), el("span", "text", e.answer.trim() || "(empty answer)"));
+    node.addEventListener("click", () => select(e));
+    return node;
+  }
+  function select(e) {
+    state.selected = e;
+    for (const node of $("list").querySelectorAll(".row")) {
+      node.setAttribute("aria-selected", String(e !== null && node.dataset.id === String(e.id)));
+    }
+    showDetail();
+  }
+  $("list").addEventListener("keydown", (event) => {
+    const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!move || !state.shown.length) return;
+    event.preventDefault();
+    const at = Math.min(Math.max(state.shown.indexOf(state.selected) + move, 0), Math.min(state.shown.length, PAGE) - 1);
+    select(state.shown[at]);
+    $("list").querySelector('[aria-selected="true"]').scrollIntoView({ block: "nearest" });
+  });
+
+  // ---- one episode ----------------------------------------------------------------------------------------------
+  const COLOURS = { mask: "Mask", advantage: "Advantage", log_probs: "Log-prob", versions: "Weights" };
+  const usable = (e, key) => Array.isArray(e[key]);
+  function shade(e, key, i) {
+    if (key === "mask") return e.mask[i] ? css("--sampled") : css("--given");
+    const value = e[key][i];
+    if (value === null || value === undefined) return "transparent";
+    if (key === "advantage") {
+      if (!value) return "transparent";
+      const most = Math.max(...e.advantage.map((a) => Math.abs(a || 0)), 1e-9);
+      return "rgba(" + css(value > 0 ? "--pos" : "--neg") + "," + (0.12 + 0.5 * Math.abs(value) / most) + ")";
+    }
+    if (key === "log_probs") return value === 0 ? "transparent" : "rgba(" + css("--neg") + "," + Math.min(0.7, -value / 6) + ")";
+    return value < 0 ? "transparent" : "hsla(" + ((value * 67) % 360) + ",65%,50%,0.28)";
+  }
+  function legend(key) {
+    const node = el("span", "legend");
+    const entry = (colour, text) => {
+      const item = el("span"), swatch = el("b");
+      swatch.style.background = colour;
+      item.append(swatch, text);
+      node.append(item);
+    };
+    if (key === "mask") { entry(css("--sampled"), "sampled, trained"); entry("transparent", "given"); }
+    if (key === "advantage") { entry("rgba(" + css("--pos") + ",.5)", "positive"); entry("rgba(" + css("--neg") + ",.5)", "negative"); entry("transparent", "none"); }
+    if (key === "log_probs") entry("rgba(" + css("--neg") + ",.6)", "unlikely when it was sampled");
+    if (key === "versions") node.append("one colour for each version of the weights");
+    return node;
+  }
+  function hint(e, i) {
+    const parts = ["token " + (i >= (e.head ?? Infinity) ? i + e.cut : i)];
+    if (usable(e, "mask")) parts.push(e.mask[i] ? "sampled, trained" : "given");
+    if (usable(e, "advantage") && e.advantage[i] !== null) parts.push("advantage " + short(e.advantage[i]));
+    if (usable(e, "log_probs") && (!e.mask || e.mask[i])) parts.push("log-prob " + short(e.log_probs[i]));
+    if (usable(e, "versions") && e.versions[i] >= 0) parts.push("weights " + e.versions[i]);
+    return parts.join("\n");
+  }
+  function tokenNodes(e, key) {
+    const pane = el("div", "tokens");
+    e.tokens.forEach((text, i) => {
+      if (e.cut && i === e.head) pane.append(el("div", "gap", "\u2026 " + e.cut + " tokens left out \u2026"));
+      const node = el("span", "tok");
+      node.title = hint(e, i);
+      if (usable(e, key)) node.style.background = shade(e, key, i);
+      node.dataset.trained = e.mask ? e.mask[i] : "";
+      const lines = text.split("\n");
+      lines.forEach((part, j) => {
+        node.append(part);
+        if (j < lines.length - 1) { node.append(el("span", "nl", "\u21b5"), "\n"); }
+      });
+      pane.append(node);
+    });
+    return pane;
+  }
+  function messageNode(m) {
+    const node = el("div", "msg " + (["user", "assistant", "tool", "system"].includes(m.role) ? m.role : ""));
+    node.append(el("div", "role", m.role));
+    if (m.reasoning) node.append(el("div", "thought", m.reasoning));
+    if (m.content) node.append(el("div", "body", m.content));
+    for (const call of m.calls || []) {
+      const box = el("div", "call");
+      box.append(el("b", "", call.name), " " + call.arguments);
+      node.append(box);
+    }
+    return node;
+  }
+  function showDetail() {
+    const pane = $("detail"), e = state.selected;
+    pane.replaceChildren();
+    if (!e) { pane.append(el("p", "empty", "Nothing selected.")); return; }
+    const heading = el("div", "heading");
+    heading.append(el("strong", "", "Step " + e.step + (e.group === null || e.group === undefined ? "" : ", group " + e.group)), pill(e.reward));
+    const facts = [e.length + " tokens"];
+    if (e.trained !== null) facts.push(e.trained + " trained");
+    if (e.calls) facts.push(e.calls + (e.calls === 1 ? " tool call" : " tool calls"));
+    for (const [name, value] of Object.entries(e.metadata)) facts.push(name.replaceAll("_", " ") + " " + value);
+    facts.forEach((f) => heading.append(el("span", "fact", f)));
+    pane.append(heading);
+    if (e.tokens.length) {
+      const bar = el("div", "colouring"), modes = el("div", "modes");
+      const keys = Object.keys(COLOURS).filter((k) => usable(e, k));
+      const key = keys.includes(state.colour) ? state.colour : keys[0];
+      for (const k of keys) {
+        const button = el("button", "", COLOURS[k]);
+        button.type = "button";
+        button.dataset.colour = k;
+        button.setAttribute("aria-pressed", String(k === key));
+        button.addEventListener("click", () => { state.colour = k; showDetail(); });
+        modes.append(button);
+      }
+      if (keys.length) bar.append(modes, legend(key));
+      pane.append(bar, tokenNodes(e, key));
+    }
+    if (e.messages.length) {
+      pane.append(el("h3", "", "Conversation"));
+      e.messages.forEach((m) => pane.append(messageNode(m)));
+    }
+  }
+  $("filters").addEventListener("input", refresh);
+  $("filters").addEventListener("submit", (event) => event.preventDefault());
+  $("filters").addEventListener("reset", () => setTimeout(refresh));
+  const draws = drawAll;
+  $("theme").addEventListener("click", () => { draws(); showDetail(); });
+  refresh();
+})();

@@ -1,0 +1,150 @@
+"""Metrics as curves: which there are, what they are called, how long ones are thinned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runlog.display import clock_time, shown
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the report speaks of a metric. `match`: full names, or last parts of names; `marks`: drawn as points with
+    first and last named (measured seldom, such as held-out accuracy).
+    """
+
+    title: str
+    match: tuple[str, ...]
+    unit: str = ""
+    marks: bool = False
+
+
+KINDS = (
+    Kind("Reward", ("reward", "reward_mean", "mean_reward"), "mean of the step's episodes"),
+    Kind(
+        "Held-out accuracy", ("eval/accuracy", "held_out_accuracy", "eval_accuracy", "heldout/accuracy"), "greedy", True
+    ),
+    Kind("Loss", ("loss",)),
+    Kind(
+        "Sampler against trainer",
+        ("log_prob_difference", "log_prob_difference_mean", "logprob_difference_mean"),
+        "mean |log-prob difference|, nats",
+    ),
+    Kind("KL", ("kl",), "nats"),
+    Kind("Throughput", ("tokens_per_second",), "tokens/s"),
+    Kind("Gradient norm", ("grad_norm",)),
+    Kind("Entropy", ("entropy",), "nats a token"),
+    Kind("Learning rate", ("lr", "learning_rate")),
+)
+HIDDEN = ("step", "time")
+
+
+def kind_of(name: str) -> Kind | None:
+    """The known kind of a metric, by its full name first, then by its last part."""
+    for key in (name, name.rsplit("/", 1)[-1]):
+        for kind in KINDS:
+            if key in kind.match:
+                return kind
+    return None
+
+
+def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values of every numeric metric, where it was logged."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in metrics:
+        for name, value in row.items():
+            if name in HIDDEN or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            steps, values = found.setdefault(name, ([], []))
+            steps.append(int(row["step"]))
+            values.append(float(value))
+    return found
+
+
+def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
+    """At most `limit` points: means of equal stretches, placed at each stretch's last step."""
+    if len(steps) <= limit:
+        return list(steps), list(values)
+    xs, ys = [], []
+    for i in range(limit):
+        low, high = i * len(steps) // limit, (i + 1) * len(steps) // limit
+        xs.append(steps[high - 1])
+        ys.append(sum(values[low:high]) / (high - low))
+    return xs, ys
+
+
+def smooth(values: Sequence[float], span: int) -> list[float]:
+    """Exponential mean over about `span` points, without the pull towards the first value (bias corrected)."""
+    keep = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    out = []
+    for value in values:
+        total, weight = total * keep + value, weight * keep + 1
+        out.append(total / weight)
+    return out
+
+
+def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
+    """The report's charts: known kinds first, in their order, then the others by name. A metric that never changes is
+    left out unless it is a known one.
+    """
+    made = []
+    for name, (steps, values) in series(metrics).items():
+        kind = kind_of(name)
+        if kind is None and len(set(values)) < 2:
+            continue
+        xs, ys = thin(steps, values, max_points)
+        marks = kind.marks if kind else name.startswith("eval/")
+        made.append(
+            {
+                "name": name,
+                "title": kind.title if kind else name,
+                "unit": kind.unit if kind else "",
+                "known": kind is not None,
+                "marks": marks,
+                "x": xs,
+                "y": [_short(y) for y in ys],
+                "smooth": [] if marks or len(ys) < 12 else [_short(y) for y in smooth(ys, max(5, len(ys) // 20))],
+                "first": shown(ys[0]),
+                "last": shown(ys[-1]),
+            }
+        )
+    order = {kind.title: i for i, kind in enumerate(KINDS)}
+    made.sort(key=lambda c: (not c["known"], order.get(c["title"], 0), c["name"]))
+    return made
+
+
+def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:
+    """The few numbers at the top of the page: label, value, a word beneath."""
+    found = series(metrics)
+    by_title = {kind.title: found[name] for name in reversed(found) if (kind := kind_of(name))}
+    tiles = []
+    if held := by_title.get("Held-out accuracy"):
+        first, last = held[1][0], held[1][-1]
+        tiles.append(
+            _tile("Held-out accuracy", _percent(last), f"{_percent(first)} before, {100 * (last - first):+.1f} points")
+        )
+    if reward := by_title.get("Reward"):
+        tenth = max(1, len(reward[1]) // 10)
+        start, end = (sum(part) / len(part) for part in (reward[1][:tenth], reward[1][-tenth:]))
+        tiles.append(_tile("Reward", shown(end), f"{shown(start)} at the start; means of {tenth} steps"))
+    tiles.append(_tile("Steps", f"{metrics[-1]['step']:,}", f"{episodes:,} episodes kept"))
+    if rate := by_title.get("Throughput"):
+        ordered = sorted(rate[1])
+        tiles.append(_tile("Tokens per second", shown(float(round(ordered[len(ordered) // 2]))), "median step"))
+    times = [float(row["time"]) for row in metrics if isinstance(row.get("time"), int | float)]
+    if len(times) > 1:
+        tiles.append(_tile("Time", clock_time(times[-1] - times[0]), "first to last step"))
+    return tiles
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

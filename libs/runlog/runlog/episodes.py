@@ -1,0 +1,92 @@
+"""Sampled episodes as the report shows them.
+
+Keys that an episode may have (only `step` is needed, the rest is shown where present):
+`tokens` list of the tokens' text; `mask` list of bool, true where a token is trained; `advantage` one number, or one a
+token; `log_probs` the sampler's, one a token; `versions` one a token, -1 where no policy made it; `reward`; `group`;
+`messages` the conversation as role/content mappings (`tool_calls`, `reasoning_content` as chat templates know them);
+`metadata` any small mapping.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PER_TOKEN = ("mask", "advantage", "log_probs", "versions")
+
+
+def view(episode: Mapping[str, Any], number: int, max_tokens: int) -> dict[str, Any]:
+    """One episode in the form the page reads. ValueError when its token lists differ in length."""
+    tokens = [str(t) for t in episode.get("tokens") or []]
+    shown: dict[str, Any] = {
+        "id": number,
+        "step": int(episode["step"]),
+        "reward": _number(episode.get("reward")),
+        "group": episode.get("group"),
+        "length": len(tokens),
+        "messages": [_message(m) for m in episode.get("messages") or []],
+        "metadata": {str(k): str(v) for k, v in (episode.get("metadata") or {}).items()},
+        "tokens": tokens,
+        "cut": 0,
+    }
+    for key in PER_TOKEN:
+        values = episode.get(key)
+        if key == "advantage" and values is not None and not isinstance(values, Sequence):
+            values = [float(values) if on else 0.0 for on in episode.get("mask") or [True] * len(tokens)]
+        if values is not None and len(values) != len(tokens):
+            raise ValueError(f"episode {number} (step {shown['step']}): {len(values)} {key} for {len(tokens)} tokens")
+        shown[key] = values
+    if shown["mask"] is not None:
+        shown["mask"] = [int(bool(m)) for m in shown["mask"]]
+    for key in ("advantage", "log_probs"):
+        if shown[key] is not None:
+            shown[key] = [None if v is None else round(float(v), 4) for v in shown[key]]
+    shown["trained"] = sum(shown["mask"]) if shown["mask"] else None
+    shown["calls"] = sum(len(m.get("calls", ())) for m in shown["messages"])
+    return _cut(shown, max_tokens)
+
+
+def sample(episodes: Sequence[dict[str, Any]], max_episodes: int, max_total_tokens: int) -> list[dict[str, Any]]:
+    """At most that many episodes and tokens, evenly spread over the run, the first and the last among them."""
+    chosen = _spread(episodes, max_episodes)
+    total = sum(len(e["tokens"]) for e in chosen)
+    while total > max_total_tokens and len(chosen) > 1:
+        chosen = _spread(chosen, max(1, int(len(chosen) * min(0.9, max_total_tokens / total))))
+        total = sum(len(e["tokens"]) for e in chosen)
+    return chosen
+
+
+def _spread(items: Sequence[Any], count: int) -> list[Any]:
+    if len(items) <= count:
+        return list(items)
+    if count <= 1:
+        return list(items[-1:])
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _cut(shown: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Keep the first and the last tokens of a long episode; `cut` counts what is missing, `head` where."""
+    extra = len(shown["tokens"]) - max_tokens
+    if extra > 0:
+        head = max_tokens // 2
+        tail = len(shown["tokens"]) - (max_tokens - head)
+        for key in ("tokens", *PER_TOKEN):
+            if shown[key] is not None:
+                shown[key] = [*shown[key][:head], *shown[key][tail:]]
+        shown["cut"], shown["head"] = extra, head
+    return shown
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if not isinstance(content, str):  # a list of typed parts
+        content = "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in content)
+    shown: dict[str, Any] = {"role": str(message.get("role", "")), "content": content[:20_000]}
+    if message.get("reasoning_content"):
+        shown["reasoning"] = str(message["reasoning_content"])[:20_000]
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    if calls:
+        shown["calls"] = [{"name": str(c.get("name", "")), "arguments": str(c.get("arguments", ""))} for c in calls]
+    return shown
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,115 @@
+"""RunLog: the one object a training app talks to."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+
+from runlog import store
+from runlog.display import Progress, summary_table
+
+
+class RunLog:
+    """Writes a run folder: `config.json`, `metrics.jsonl`, `episodes.jsonl` and TensorBoard events under `tensorboard/`.
+
+    Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
+    resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
+    needs the extra `runlog[tensorboard]`. Every line is flushed as it is written.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        config: Mapping[str, Any] | None = None,
+        resume_step: int | None = None,
+        tensorboard: bool = True,
+        console: Console | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.console = console or Console(highlight=False)
+        self._resume_step = resume_step
+        self._config = config
+        self._tensorboard = tensorboard
+        self._writer: Any = None
+        self._files: dict[str, IO[str]] = {}
+        self._last_step = -1
+
+    def __enter__(self) -> "RunLog":
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        paths = [self.run_dir / store.METRICS, self.run_dir / store.EPISODES]
+        if self._resume_step is None:
+            taken = next((p for p in paths if p.exists() and p.stat().st_size), None)
+            if taken:
+                raise ValueError(f"{taken} exists already; resume that run, or choose another folder")
+        else:
+            for path in paths:
+                store.cut_after(path, self._resume_step)
+            self._last_step = max((int(r["step"]) for r in store.read_lines(paths[0])), default=-1)
+        if self._config is not None:
+            text = json.dumps(store.plain(self._config), indent=2, ensure_ascii=False)
+            (self.run_dir / store.CONFIG).write_text(text + "\n", encoding="utf-8")
+        for path in paths:
+            self._files[path.name] = path.open("a", encoding="utf-8", newline="\n")
+        if self._tensorboard:
+            self._writer = _event_writer(self.run_dir / "tensorboard", self._resume_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """One row of metrics. Steps go upwards, one row each (ValueError otherwise); numbers also go to TensorBoard."""
+        if step <= self._last_step:
+            raise ValueError(
+                f"metrics of step {step} after those of step {self._last_step}; log each step once, upwards"
+            )
+        self._write(store.METRICS, {"step": step, **values})
+        self._last_step = step
+        if self._writer is not None:
+            for name, value in values.items():
+                number = store.plain(value)
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    self._writer.add_scalar(name, number, step)
+            self._writer.flush()
+
+    def episode(self, episode: Mapping[str, Any]) -> None:
+        """One sampled episode, for the report's browser; see `runlog.episodes` for the keys it understands."""
+        if "step" not in episode:
+            raise ValueError("an episode needs its step")
+        self._write(store.EPISODES, episode)
+
+    def progress(self, total: int, label: str = "training", start: int = 0, every: float = 5.0) -> Progress:
+        """A live display on this log's console; use it as a context manager."""
+        return Progress(total, label, start, every, self.console)
+
+    def summary_table(self, rows: Iterable[Sequence[Any]], title: str = "Summary") -> None:
+        """Print the closing table: the rows given, then the paths this run has written."""
+        written = [(p.name, str(p)) for p in sorted(self.run_dir.iterdir())] if self.run_dir.exists() else []
+        summary_table([*rows, *written], title, self.console)
+
+    def _write(self, name: str, row: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            raise ValueError("the log is closed; write inside its `with` block")
+        self._files[name].write(store.encode(row))
+        self._files[name].flush()
+
+
+def _event_writer(folder: Path, resume_step: int | None) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            'TensorBoard events need "runlog[tensorboard]"; install it or pass tensorboard=False'
+        ) from error
+    purge = {} if resume_step is None else {"purge_step": resume_step + 1}
+    return SummaryWriter(str(folder), **purge)

@@ -1,0 +1,75 @@
+"""The files of a run: one JSON object a line, appended, safe to read while the run goes on and after a kill."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+EPISODES = "episodes.jsonl"
+CONFIG = "config.json"
+
+
+def plain(value: Any) -> Any:
+    """The value as json can hold it: numbers of any library as int or float, NaN and infinities as None, tensors and
+    arrays as lists, paths as text. TypeError names a type it cannot hold.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # torch and numpy, without importing either
+        return plain(value.tolist())
+    raise TypeError(f"cannot log a {type(value).__name__}; give numbers, text, lists or mappings")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete objects of a jsonl file; a last line that a kill cut short is left out. Nothing if it is absent."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}); remove the line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: expected an object; remove the line")
+            yield row
+
+
+def cut_after(path: Path, step: int) -> int:
+    """Drop the rows later than `step`, and a last line cut short; return how many rows stay. For a resumed run: it
+    repeats the steps after its checkpoint, and each step must stand in the file once.
+    """
+    kept = [row for row in read_lines(path) if int(row.get("step", 0)) <= step]
+    if path.exists():
+        partial = path.with_suffix(".tmp")
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(encode(row) for row in kept)
+        partial.replace(path)
+    return len(kept)
+
+
+def encode(row: Mapping[str, Any]) -> str:
+    """One line of a jsonl file."""
+    return json.dumps(plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """All rows of a run's metrics, in order; each has a `step`."""
+    return list(read_lines(Path(run_dir) / METRICS))
+
+
+def read_episodes(run_dir: Path | str) -> list[dict[str, Any]]:
+    """All sampled episodes of a run, in order."""
+    return list(read_lines(Path(run_dir) / EPISODES))
