@@ -1,0 +1,146 @@
+"""Softmax attention over packed sequences, each attending to itself alone."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpack.ops.probe import Request, choose
+from seqpack.ops.rows import lengths_of, positions_of, put_rows, take_rows
+
+_BUCKET_FILL = 0.75  # sequences at least this long relative to a bucket's longest are padded into it
+_BUCKET_SMALL = 32  # up to this length everything is one bucket
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    max_seqlen: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend within each packed sequence.
+
+    Args:
+        q: [T, Hq, D].
+        k: [T, Hkv, D]; Hq is a multiple of Hkv, and query head h reads key head h // (Hq // Hkv).
+        v: [T, Hkv, D].
+        cu_seqlens: int32 [n + 1].
+        scale: factor on the scores; D ** -0.5 where None.
+        causal: token i sees tokens up to i.
+        window: token i sees the last `window` tokens, itself included; needs causal=True. None for all.
+        max_seqlen: longest sequence, for the fused kernel; taken from cu_seqlens (a wait for the device) where None.
+        backend: "auto", "naive", "torch" or "varlen" (see `seqpack.ops.backends`).
+
+    Returns:
+        [T, Hq, D] in the dtype of q.
+
+    Raises:
+        ValueError: shapes that disagree, or a backend that cannot run here, with the reason.
+    """
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"q must be [T, Hq, D], k and v [T, Hkv, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
+    request = Request.of("attention", q, k, v, head_dim=q.shape[2])
+    run = choose(request, backend)
+    return run(q, k, v, cu_seqlens, q.shape[2] ** -0.5 if scale is None else scale, causal, window, max_seqlen)
+
+
+def attention_naive(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool, window: int | None, max_seqlen: int | None  # noqa: ARG001
+) -> Tensor:
+    """Compute softmax(scale q k^T) v for one query token at a time: the oracle."""
+    groups, outputs, start = q.shape[1] // k.shape[1], [], 0
+    for length in lengths_of(cu_seqlens, q.shape[0]):
+        for t in range(start, start + length):
+            first = start if window is None else max(start, t - window + 1)
+            last = t + 1 if causal else start + length
+            keys, values = (x[first:last].repeat_interleave(groups, 1) for x in (k, v))
+            weights = (torch.einsum("hd,jhd->hj", q[t], keys) * scale).softmax(-1)
+            outputs.append(torch.einsum("hj,jhd->hd", weights, values))
+        start += length
+    return torch.stack(outputs) if outputs else torch.zeros_like(q)
+
+
+def attention_torch(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool, window: int | None, max_seqlen: int | None  # noqa: ARG001
+) -> Tensor:
+    """Compute it with scaled_dot_product_attention over buckets of sequences of similar length."""
+    lengths = lengths_of(cu_seqlens, q.shape[0])
+    sequence, position = positions_of(torch.tensor(lengths, device=q.device))
+    plan = buckets(lengths)
+    if not plan:
+        return q.clone()
+    if len(plan) == 1:
+        return _bucket(q, k, v, lengths, plan[0], sequence, position, scale, causal, window)
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    out, places = [], []
+    for members in plan:
+        tokens = torch.cat([torch.arange(starts[i], starts[i + 1], device=q.device) for i in members])
+        inner, at = positions_of(torch.tensor([lengths[i] for i in members], device=q.device))
+        picked = (_pick(x, tokens) for x in (q, k, v))
+        out.append(_bucket(*picked, [lengths[i] for i in members], range(len(members)), inner, at, scale, causal, window))
+        places.append(tokens)
+    joined = torch.cat(places)
+    back = torch.empty_like(joined)
+    back[joined] = torch.arange(joined.numel(), device=q.device)
+    return _pick(torch.cat(out), back)
+
+
+def buckets(lengths: Sequence[int]) -> list[list[int]]:
+    """Group the indices of non-empty sequences so that padding to the longest of a group wastes little."""
+    ranked = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for index in ranked:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (longest <= _BUCKET_SMALL or lengths[index] >= _BUCKET_FILL * longest):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _pick(x: Tensor, tokens: Tensor) -> Tensor:
+    """Select distinct tokens of [T, H, D] (take_rows: its gradient is a copy)."""
+    return take_rows(x[None].transpose(1, 2), torch.zeros_like(tokens), tokens)
+
+
+def _bucket(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    members: Sequence[int],
+    rows: Tensor,
+    columns: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Attend for packed tokens whose place in the padded [rows, longest] form is (rows, columns)."""
+    longest = max(lengths[i] for i in members)
+    padded = (put_rows(x, rows, columns, len(lengths), longest) for x in (q, k, v))
+    mask = None
+    if window is not None and window < longest:
+        place = torch.arange(longest, device=q.device)
+        gap = place[:, None] - place
+        mask = ((gap >= 0) & (gap < window))[None, None]
+    elif not causal:
+        ends = torch.tensor(lengths, device=q.device)
+        mask = (torch.arange(longest, device=q.device) < ends[:, None].clamp(min=1))[:, None, None]
+    out = F.scaled_dot_product_attention(
+        *padded, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return take_rows(out, rows, columns)

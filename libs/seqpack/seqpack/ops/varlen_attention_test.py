@@ -1,0 +1,81 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqpack.ops.varlen_attention import attention, buckets
+
+LENGTHS = st.lists(st.one_of(st.just(1), st.integers(0, 50)), min_size=1, max_size=5).filter(lambda x: 0 < sum(x) < 90)
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def inputs(lengths, heads=1, groups=1, dim=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads * groups, heads, heads)
+    return [torch.randn(sum(lengths), h, dim, generator=generator, dtype=dtype).requires_grad_() for h in counts]
+
+
+def run(tensors, lengths, **options):
+    o = attention(*tensors, cumulative(lengths), **options)
+    return o, *torch.autograd.grad((o * torch.arange(o.numel(), dtype=o.dtype).reshape(o.shape).cos()).sum(), tensors)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([(True, None), (True, 3), (True, 60), (False, None)]))
+def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
+    tensors = inputs(lengths, heads, groups)
+    options = {"causal": kind[0], "window": kind[1], "scale": 0.7}
+    for a, b in zip(
+        run(tensors, lengths, backend="torch", **options), run(tensors, lengths, backend="naive", **options), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_gradcheck():
+    lengths = [40, 1, 3]
+    tensors = inputs(lengths, 1, 2, 2)
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, cumulative(lengths)).reshape(44, -1)[[0, 39, 40, 42]], tensors)
+
+
+def test_nothing_crosses_a_boundary_not_even_nan():
+    lengths = [40, 5, 38]
+    for options in ({}, {"window": 4}, {"causal": False}):
+        tensors = inputs(lengths, 2, 2, dtype=torch.float32)
+        with torch.no_grad():
+            before = attention(*tensors, cumulative(lengths), **options)
+            for t in tensors:
+                t[40:45] = float("nan")
+            after = attention(*tensors, cumulative(lengths), **options)
+        assert torch.equal(before[:40], after[:40])
+        assert torch.equal(before[45:], after[45:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 5000), max_size=40))
+def test_buckets_hold_every_sequence_once_and_waste_little(lengths):
+    groups = buckets(lengths)
+    assert sorted(i for g in groups for i in g) == [i for i, n in enumerate(lengths) if n]
+    for group in groups:
+        longest = max(lengths[i] for i in group)
+        assert longest <= 32 or min(lengths[i] for i in group) >= 0.75 * longest
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"k": torch.randn(5, 3, 8), "v": torch.randn(5, 3, 8)}, "4 query heads are no multiple of the 3 key heads"),
+        ({"v": torch.randn(5, 2, 4)}, "q must be"),
+        ({"window": 3, "causal": False}, "window must be at least 1 and needs causal=True"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"cu_seqlens": cumulative([6])}, "ends at 6, but there are 5"),
+        ({"backend": "varlen"}, "cannot run with backend 'varlen': needs a CUDA device"),
+        ({"backend": "flash"}, "no backend 'flash'; choose from auto, varlen, torch, naive"),
+    ],
+)
+def test_bad_calls_are_named(change, text):
+    call = {"q": torch.randn(5, 4, 8), "k": torch.randn(5, 2, 8), "v": torch.randn(5, 2, 8), "cu_seqlens": cumulative([5])}
+    with pytest.raises(ValueError, match=text):
+        attention(**{**call, **change})
