@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from dyncp.collectives import gathered
 from dyncp.plan_types import DynamicPlan
 
 
@@ -14,11 +15,8 @@ def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -
     if world != plan.world_size:
         raise ValueError(f"the plan is for {plan.world_size} ranks, this process group has {world}")
     number = int.from_bytes(bytes.fromhex(plan.hash), "big", signed=True)
-    device = communication_device(group)
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    everyone = torch.empty(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    hashes = everyone.tolist()
+    mine = torch.tensor([number], dtype=torch.int64, device=communication_device(group))
+    hashes = gathered(mine, group).tolist()
     common = max(set(hashes), key=lambda value: (hashes.count(value), -hashes.index(value)))
     odd = [rank for rank, value in enumerate(hashes) if value != common]
     if odd:

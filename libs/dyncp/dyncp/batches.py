@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from dyncp.agreement import communication_device
+from dyncp.collectives import gathered
 from dyncp.plan_types import DynamicPlan
 from dyncp.rows import KeyForm, Row, from_rows, key_forms, to_rows
 
@@ -115,13 +116,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_bytes(data: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Every rank's bytes, of any number a rank. Two all-gathers: the sizes, and the bytes padded to the largest."""
-    world = dist.get_world_size(group)
-    sizes = torch.empty(world, dtype=torch.int64, device=data.device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()], device=data.device), group=group)
-    counts = sizes.tolist()
+    counts = gathered(torch.tensor([data.numel()], device=data.device), group).tolist()
     largest = max(*counts, 1)
     padded = torch.zeros(largest, dtype=torch.uint8, device=data.device)
     padded[: data.numel()] = data
-    everyone = torch.empty(world * largest, dtype=torch.uint8, device=data.device)
-    dist.all_gather_into_tensor(everyone, padded, group=group)
+    everyone = gathered(padded, group)
     return [everyone[rank * largest :][:count] for rank, count in enumerate(counts)]

@@ -26,12 +26,12 @@ def make_batch(lengths: list[int]) -> TensorDict:
         for n in lengths
     ]
     forms = {
-        "input_ids": KeyForm("int64", -1),
-        "loss_mask": KeyForm("bool", -1),
-        "position_ids": KeyForm("int64", -1),
-        "hidden": KeyForm("bfloat16", -2),
-        "reward": KeyForm("float32", 0),
-        "vector": KeyForm("float64", 0),
+        "input_ids": KeyForm("int64", 0),
+        "loss_mask": KeyForm("bool", 0),
+        "position_ids": KeyForm("int64", 1),
+        "hidden": KeyForm("bfloat16", 0),
+        "reward": KeyForm("float32", None),
+        "vector": KeyForm("float64", None),
     }
     return from_rows(rows, forms)
 

@@ -1,0 +1,49 @@
+"""Ulysses attention: exchange tokens for heads, attend to whole sequences, exchange back (Jacobs et al. 2023).
+
+Keys and values with fewer heads than ranks are repeated, only as often as the ranks need.
+"""
+
+import torch
+import torch.distributed as dist
+
+from dyncp.collectives import all_to_all
+from dyncp.layout import Sharding
+
+
+def check_heads(query_heads: int, kv_heads: int, cp_size: int) -> None:
+    """ValueError where the heads cannot be dealt evenly over the group."""
+    if query_heads % cp_size:
+        raise ValueError(
+            f"Ulysses deals {query_heads} query heads over {cp_size} ranks, which does not divide: use method ring or "
+            "all_gather, or a group size that divides the heads"
+        )
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads must be a multiple of the {kv_heads} key heads")
+
+
+def kv_repeats(query_heads: int, kv_heads: int, cp_size: int) -> int:
+    """How often each key head must be repeated so that every rank's query heads find theirs: the fewest possible."""
+    check_heads(query_heads, kv_heads, cp_size)
+    per_kv = query_heads // kv_heads
+    return next(n for n in range(1, per_kv + 1) if per_kv % n == 0 and kv_heads * n % cp_size == 0)
+
+
+def to_heads(x: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup) -> torch.Tensor:
+    """[local tokens, H, D] -> [all tokens in stream order, H / cp_size, D]."""
+    size = dist.get_world_size(group)
+    tokens, heads, dim = x.shape
+    received = all_to_all(x.view(tokens, size, heads // size, dim).transpose(0, 1).contiguous(), group)
+    stream = received.view(size * tokens, heads // size, dim)
+    order = sharding.gathered_order
+    return stream if order is None else stream[torch.as_tensor(order, device=x.device)]
+
+
+def to_tokens(x: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup) -> torch.Tensor:
+    """[all tokens in stream order, H / cp_size, D] -> [local tokens, H, D]: the inverse of `to_heads`."""
+    size = dist.get_world_size(group)
+    order = sharding.gathered_order
+    if order is not None:
+        x = x[torch.as_tensor(order.argsort(), device=x.device)]
+    total, heads, dim = x.shape
+    received = all_to_all(x.view(size, total // size, heads, dim).contiguous(), group)
+    return received.transpose(0, 1).reshape(total // size, size * heads, dim)
