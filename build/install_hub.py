@@ -5,7 +5,6 @@ and caches hold); what is ours is the split into one folder a package and the de
 """
 
 import argparse
-import compileall
 import email.parser
 import hashlib
 import os
@@ -15,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT_BUILD = """package(default_visibility = ["//visibility:public"])
@@ -199,6 +199,11 @@ def split(together: Path, target: Path) -> list[str]:
     return names
 
 
+def compile_source(path: Path) -> None:
+    """Byte code that is never checked against its source; what is no Python 3.11 (templates) stays as it is."""
+    py_compile.compile(str(path), quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+
+
 def install(pip: list[str], target: Path) -> list[str]:
     """Installs all wheels, splits them and compiles them (test sandboxes cannot write byte code)."""
     together = target / "together"
@@ -206,10 +211,10 @@ def install(pip: list[str], target: Path) -> list[str]:
     options = ["--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "-q"]
     run_pip([*pip, "install", *options, "--target", str(together), *wheels], "pip could not install the wheels.")
     names = split(together, target)
-    for name in names:
-        site = target / label_name(name) / "site"
-        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-        compileall.compile_dir(site, quiet=2, workers=0, invalidation_mode=mode)
+    sources = [path for path in target.glob("*/site/**/*.py") if path.is_file()]
+    with ProcessPoolExecutor() as pool:
+        for _ in pool.map(compile_source, sources, chunksize=200):
+            pass
     return names
 
 

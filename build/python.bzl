@@ -25,7 +25,11 @@ toolchain(
 )
 """
 
-_PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); print(getattr(sys, '_base_executable', sys.executable))"
+_PROBE = """
+import os, sys
+print("%d.%d" % sys.version_info[:2])
+print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+"""
 
 def _candidates(ctx, version):
     chosen = ctx.os.environ.get("TESSERA_PYTHON")
@@ -65,6 +69,5 @@ python_interpreter = repository_rule(
     implementation = _python_interpreter_impl,
     attrs = {"version": attr.string(mandatory = True)},
     doc = "Finds Python `version` ($TESSERA_PYTHON, pythonX.Y, python3, python) and makes an empty virtual environment of it.",
-    environ = ["TESSERA_PYTHON", "PATH"],
-    local = False,
+    environ = ["TESSERA_PYTHON"],
 )
