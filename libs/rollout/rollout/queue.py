@@ -77,7 +77,7 @@ class BatchingQueue(Generic[Request, Answer]):
     async def _answer(self, batch: list[tuple[Request, "asyncio.Future[Answer]"]]) -> None:
         if not batch:
             return
-        task = asyncio.create_task(asyncio.to_thread(self._run, [request for request, _ in batch]))
+        task = asyncio.get_running_loop().run_in_executor(None, self._run, [request for request, _ in batch])
         await asyncio.wait([task])
         error = task.exception()
         for i, (_, future) in enumerate(batch):

@@ -8,14 +8,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
 class Piece(Protocol):
-    """A run of one tensor's elements: `flat` holds elements `offset .. offset + flat.numel()` of the flattened tensor."""
+    """A run of one tensor's elements: `flat` holds `offset .. offset + flat.numel()` of the flattened tensor."""
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ def checksum(pieces: Iterable[Piece]) -> str:
     """A hex digest of names, shapes, types and bits. It depends neither on the order of the tensors nor on how they
     were cut, as long as each tensor's own pieces come in ascending order of offset (ValueError otherwise).
     """
-    digests: dict[str, hashlib._Hash] = {}
+    digests: dict[str, Any] = {}
     seen: dict[str, int] = {}
     for p in pieces:
         if p.name not in digests:

@@ -110,8 +110,7 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
             }
         )
     order = {kind.title: i for i, kind in enumerate(KINDS)}
-    made.sort(key=lambda c: (not c["known"], order.get(c["title"], 0), c["name"]))
-    return made
+    return sorted(made, key=lambda c: (not c["known"], order.get(str(c["title"]), 0), str(c["name"])))
 
 
 def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from runlog.display import Progress, summary_table
 
 
 class RunLog:
-    """Writes a run folder: `config.json`, `metrics.jsonl`, `episodes.jsonl` and TensorBoard events under `tensorboard/`.
+    """Writes a run folder: `config.json`, `metrics.jsonl`, `episodes.jsonl`, TensorBoard events in `tensorboard/`.
 
     Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
     resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
