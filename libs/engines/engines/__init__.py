@@ -1,0 +1,50 @@
+"""Training engines behind one protocol: packed FSDP2 steps, checkpoints, weight export, and the start of ranks."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engines.build import build_engine as build_engine
+    from engines.capability import No as No
+    from engines.capability import Yes as Yes
+    from engines.config import EngineConfig as EngineConfig
+    from engines.packed_model import Adaptation as Adaptation
+    from engines.packed_model import PackedContext as PackedContext
+    from engines.packed_model import adapt_for_packing as adapt_for_packing
+    from engines.protocol import TrainEngine as TrainEngine
+    from engines.weights import WeightPiece as WeightPiece
+
+_EXPORTS = {
+    "Adaptation": "engines.packed_model",
+    "EngineConfig": "engines.config",
+    "No": "engines.capability",
+    "PackedContext": "engines.packed_model",
+    "TrainEngine": "engines.protocol",
+    "WeightPiece": "engines.weights",
+    "Yes": "engines.capability",
+    "adapt_for_packing": "engines.packed_model",
+    "build_engine": "engines.build",
+}
+__all__ = [
+    "Adaptation",
+    "EngineConfig",
+    "No",
+    "PackedContext",
+    "TrainEngine",
+    "WeightPiece",
+    "Yes",
+    "adapt_for_packing",
+    "build_engine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that holds `name` on first use."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(_EXPORTS)

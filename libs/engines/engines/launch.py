@@ -1,0 +1,221 @@
+"""Start ranks: the only place that does. In this process for one, spawned over loopback for more, or joining
+torchrun's."""
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_STOP_SECONDS = 5.0
+_GRACE_SECONDS = 0.2
+
+
+class RankError(RuntimeError):
+    """A rank failed; the text holds its number and its traceback."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    world_size: int = 1,
+    device: str = "auto",
+    threads: int | None = None,
+) -> Any:
+    """Run fn(*args) on `world_size` ranks with an initialised process group; what rank 0 returned.
+
+    One rank runs in this process. More are spawned on this machine and talk over loopback; `fn`, `args` and the result
+    must then be picklable, and `fn` importable. Under torchrun this process joins as the rank it is, and `world_size`
+    must be 1 or torchrun's. The first rank that raises ends all others and becomes a RankError here; no process
+    outlives the call, nor this process. `threads` sets torch's CPU threads of spawned ranks (1 by default).
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if under_torchrun():
+        given = int(os.environ["WORLD_SIZE"])
+        if world_size not in (1, given):
+            raise ValueError(
+                f"torchrun started {given} ranks, world_size={world_size} was asked for: drop one of the two"
+            )
+        return _in_process(fn, args, device)
+    if world_size == 1:
+        return _in_process(fn, args, device)
+    if dist.is_initialized():
+        raise ValueError("this process is in a process group already: launch more ranks from outside of it")
+    return _spawn(fn, args, world_size, device, threads or 1)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or anything that sets its variables) started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def ensure_group(device: str = "auto") -> bool:
+    """Initialise the process group where there is none: torchrun's, or a group of one. True where it did."""
+    if dist.is_initialized():
+        return False
+    if under_torchrun():
+        _set_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+        dist.init_process_group(_backend(device))
+    else:
+        _set_device(device, 0)
+        with _loopback():
+            dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str) -> Any:
+    made = ensure_group(device)
+    try:
+        return fn(*args)
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def _spawn(fn: Callable[..., Any], args: Sequence[Any], world_size: int, device: str, threads: int) -> Any:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        processes, pipes = [], []
+        try:
+            for rank in range(world_size):
+                here, there = context.Pipe()
+                job = (fn, tuple(args), rank, world_size, device, threads, str(Path(folder) / "store"), there)
+                process = context.Process(target=_rank_main, args=job, daemon=True, name=f"rank{rank}")
+                process.start()
+                there.close()
+                processes.append(process)
+                pipes.append(here)
+            return _await(processes, pipes)
+        finally:
+            _stop(processes)
+            for pipe in pipes:
+                pipe.close()
+
+
+def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
+    """Rank 0's result once all have answered; RankError for the first that fails or dies silently."""
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    result = None
+    while open_pipes:
+        for ready in wait(list(open_pipes)):
+            rank = open_pipes[ready]  # type: ignore[index]
+            try:
+                kind, value = ready.recv()  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join(_STOP_SECONDS)
+                code = processes[rank].exitcode
+                raise RankError(f"rank {rank} died with exit code {code} and said nothing") from None
+            if kind == "error":
+                raise _first_error(rank, value, open_pipes)
+            result = value if rank == 0 else result
+            del open_pipes[ready]  # type: ignore[arg-type]
+    for process in processes:
+        process.join(_STOP_SECONDS)
+    return result
+
+
+def _first_error(rank: int, error: tuple[float, str], pipes: Mapping[Connection, int]) -> RankError:
+    """The earliest of the errors that arrive together: the others are often its consequence (a lost peer)."""
+    errors = [(*error, rank)]
+    for pipe, other in pipes.items():
+        if other != rank and pipe.poll(_GRACE_SECONDS):
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                continue
+            if kind == "error":
+                errors.append((*value, other))
+    _, text, first = min(errors)
+    return RankError(f"rank {first} failed:\n{text}")
+
+
+def _stop(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(_STOP_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    device: str,
+    threads: int,
+    store: str,
+    pipe: Connection,
+) -> None:
+    _end_with_parent(pipe)
+    torch.set_num_threads(threads)
+    _set_device(device, rank)
+    with _loopback():
+        dist.init_process_group(
+            _backend(device), store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+    try:
+        answer = ("ok", fn(*args))
+    except BaseException:  # noqa: BLE001 (handed to the parent, whatever it is: torch's checkpoint errors are no Exception)
+        pipe.send(("error", (time.monotonic(), traceback.format_exc())))
+        os._exit(1)  # the other ranks may wait for this one in a collective: no orderly end
+    dist.barrier()
+    dist.destroy_process_group()
+    pipe.send(answer if rank == 0 else ("ok", None))
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """A thread that ends this process when the parent's end of the pipe closes, however the parent ended."""
+
+    def watch() -> None:
+        try:
+            pipe.poll(None)
+            pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _backend(device: str) -> str:
+    return "cpu:gloo,cuda:nccl" if _kind(device) == "cuda" else "gloo"
+
+
+def _kind(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _set_device(device: str, rank: int) -> None:
+    if _kind(device) == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """gloo and NCCL bind to the loopback interface while a group is made; the environment is as before afterwards."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: os.environ.get(name, "lo") for name in names})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,67 @@
+"""Add metrics up over micro-batches and ranks. What a key means follows from its shape and name alone, see protocol."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class MetricSum:
+    """Collects an objective's metrics; every micro-batch of every rank must give the same keys."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: dict[str, Tensor], share: float = 1.0) -> None:
+        """Add one micro-batch's metrics, each times `share` (maxima are not scaled)."""
+        if self._sums and metrics.keys() != self._sums.keys():
+            odd = sorted(metrics.keys() ^ self._sums.keys())
+            raise ValueError(
+                f"an objective must return the same metrics for every micro-batch; {odd[0]!r} is not in all"
+            )
+        for key, value in metrics.items():
+            value = value.detach().double()
+            if value.shape not in ((), (2,)) or (key.endswith("/max") and value.shape != ()):
+                raise ValueError(
+                    f"metric {key!r} must be a scalar or a (sum, count) pair, its shape is {tuple(value.shape)}"
+                )
+            if key.endswith("/max"):
+                self._sums[key] = torch.maximum(self._sums.get(key, value), value)
+            else:
+                self._sums[key] = self._sums.get(key, torch.zeros_like(value)) + value * share
+
+    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Collective: the values over all ranks. A pair becomes sum / count, 0 where nothing was counted."""
+        keys = sorted(self._sums)
+        added = [key for key in keys if not key.endswith("/max")]
+        largest = [key for key in keys if key.endswith("/max")]
+        out: dict[str, float] = {}
+        if added:
+            flat = torch.cat([self._sums[key].reshape(-1) for key in added])
+            values = iter(_all_reduce(flat, dist.ReduceOp.SUM, group))
+            for key in added:
+                first = next(values)
+                out[key] = first if self._sums[key].ndim == 0 else first / (next(values) or 1.0)
+        if largest:
+            flat = torch.stack([self._sums[key] for key in largest])
+            out |= dict(zip(largest, _all_reduce(flat, dist.ReduceOp.MAX, group), strict=True))
+        return out
+
+
+def _all_reduce(values: Tensor, op: "dist.ReduceOp.RedOpType", group: dist.ProcessGroup | None) -> list[float]:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, op=op, group=group)
+    return values.tolist()
+
+
+def check_agreement(number: int, what: str, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """RuntimeError on every rank unless all ranks hold the same number: an error instead of a hang."""
+    if dist.get_world_size(group) == 1:
+        return
+    # Maximum and minimum in one exchange; 52 bits are exact in float64.
+    pair = torch.tensor([float(number), -float(number)], dtype=torch.float64, device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    high, low = pair.tolist()
+    if high != -low:
+        raise RuntimeError(
+            f"ranks disagree on {what}: every rank must be given the same global batch in the same order"
+        )
