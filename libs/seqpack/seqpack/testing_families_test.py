@@ -1,0 +1,57 @@
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from seqpack.testing import assert_packing_isolated, check_packing
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2))
+
+
+def qwen(kinds):
+    torch.manual_seed(0)
+    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config = Qwen3_5TextConfig(**SIZES, **linear, head_dim=16, num_hidden_layers=len(kinds), layer_types=kinds)
+    return Qwen3_5ForCausalLM(config)
+
+
+def test_full_attention_passes_with_positions_that_start_again():
+    assert_packing_isolated(llama())
+
+
+def test_full_attention_of_qwen_passes():
+    assert_packing_isolated(qwen(["full_attention", "full_attention"]))
+
+
+def test_stock_qwen_without_fused_kernels_leaks_through_its_linear_attention():
+    report = check_packing(qwen(["full_attention", "linear_attention", "full_attention"]))
+    assert not report.isolated
+    assert not report.grads_equal
+    assert report.moved
+    assert (report.origin.name, report.origin.kind) == ("model.layers.1.linear_attn", "Qwen3_5GatedDeltaNet")
+
+
+@pytest.mark.parametrize(
+    "flags", [{"use_cache": True}, {"use_cache": False, "attention_mask": True}, {"use_cache": False, "position_ids": None}]
+)
+def test_full_attention_leaks_with_other_flags(flags):
+    def packed(model, row):
+        ids = row.values["input_ids"][None]
+        call = {"position_ids": row.position_ids[None], **flags}
+        if call.get("attention_mask"):
+            call["attention_mask"] = torch.ones_like(ids)
+        return model(input_ids=ids, **call).logits
+
+    assert not check_packing(llama(), packed).isolated
+
+
+def test_one_sequence_a_call_is_isolated_for_the_hybrid_too():
+    def packed(model, row):
+        pieces = row.values["input_ids"].split(list(row.lengths))
+        return torch.cat([model(input_ids=piece[None], use_cache=False).logits[0] for piece in pieces])
+
+    assert_packing_isolated(qwen(["linear_attention", "full_attention"]), packed)
