@@ -1,0 +1,228 @@
+"""Values from text that a model wrote: JSON first, then Python-like literals. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+MAX_DEPTH = 100
+_MAX_DIGITS = 4000  # Python refuses to convert longer integers; they stay text
+
+
+class LiteralError(ValueError):
+    """The text is neither JSON nor a literal."""
+
+
+def loads(text: str, notes: list[str] | None = None) -> Any:
+    """Return the value of `text`, JSON or else a literal. LiteralError if it is neither.
+
+    Only values that JSON can say come back: numbers are finite (others stay text), keys are strings, tuples become
+    lists. `notes` collects what was unusual: "duplicate key 'a'", "number 1e999 kept as text".
+    """
+    notes = [] if notes is None else notes
+    first: list[str] = []
+    try:
+        value = json.loads(
+            text,
+            strict=False,
+            parse_constant=_refuse,
+            parse_float=lambda digits: _number(digits, first),
+            parse_int=lambda digits: _number(digits, first),
+            object_pairs_hook=lambda pairs: _object(pairs, first),
+        )
+    except (ValueError, RecursionError):
+        value = LiteralParser(text, notes).whole()
+    else:
+        notes.extend(first)
+    return value
+
+
+def dumps(value: Any) -> str:
+    """Return `value` as JSON text that encodes to UTF-8."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if _SURROGATE.search(text):
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]], notes: list[str]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                notes.append(f"duplicate key {key!r}: the last one counts")
+            seen.add(key)
+    return result
+
+
+def _number(digits: str, notes: list[str]) -> int | float | str:
+    if len(digits) <= _MAX_DIGITS:
+        if re.fullmatch(r"[+-]?[0-9_]+", digits):
+            return int(digits)
+        value = float(digits)
+        if math.isfinite(value):
+            return value
+    notes.append(f"number {digits[:20]} kept as text")
+    return digits
+
+
+_SPACE = re.compile(r"\s*")
+_STRING = re.compile(
+    r"""[uU]?(?:'''(?P<a>(?:[^\\]|\\[\s\S])*?)'''|\"\"\"(?P<b>(?:[^\\]|\\[\s\S])*?)\"\"\""""
+    r"""|'(?P<c>(?:[^'\\]|\\[\s\S])*)'|"(?P<d>(?:[^"\\]|\\[\s\S])*)")"""
+)
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
+_WORD = re.compile(r"[A-Za-z_][\w.\-]*")
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(\r\n|[\s\S]))")
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "a": "\a",
+    "v": "\v",
+    "0": "\0",
+    "\n": "",
+    "\r\n": "",
+}
+
+
+def unescape(text: str) -> str:
+    r"""Replace the backslash escapes of JSON and Python strings; an unknown one stays as it is written."""
+    if "\\" not in text:
+        return text
+    return _ESCAPE.sub(_unescape_one, text)
+
+
+def _unescape_one(match: re.Match[str]) -> str:
+    for code in match.group(1, 2, 3):
+        if code:
+            return chr(int(code, 16)) if int(code, 16) <= 0x10FFFF else match.group()
+    letter = match.group(4)
+    if letter in "\"'\\/":
+        return letter
+    return _ESCAPES.get(letter, match.group())
+
+
+class LiteralParser:
+    """A recursive reader of literals: strings, numbers, words, lists, tuples, dicts. Depth is bounded.
+
+    `quote` adds a string delimiter that knows no escapes; with `bare_keys`, dict keys may be plain words.
+    """
+
+    def __init__(self, text: str, notes: list[str], pos: int = 0, quote: str = "", bare_keys: bool = False) -> None:
+        self.text = text
+        self.pos = pos
+        self.notes = notes
+        self.quote = quote
+        self.bare_keys = bare_keys
+
+    def whole(self) -> Any:
+        """Read one value that is all of the text."""
+        value = self.value(0)
+        self.skip()
+        if self.pos != len(self.text):
+            raise LiteralError(f"unexpected {self.text[self.pos : self.pos + 10]!r} after the value")
+        return value
+
+    def skip(self) -> None:
+        """Skip white space."""
+        match = _SPACE.match(self.text, self.pos)
+        assert match is not None
+        self.pos = match.end()
+
+    def take(self, literal: str) -> bool:
+        """Skip white space and, if it comes next, the literal."""
+        self.skip()
+        if self.text.startswith(literal, self.pos):
+            self.pos += len(literal)
+            return True
+        return False
+
+    def value(self, depth: int) -> Any:
+        """Read one value."""
+        if depth > MAX_DEPTH:
+            raise LiteralError(f"nested deeper than {MAX_DEPTH}")
+        if self.take("{"):
+            return self.dict(depth + 1)
+        if self.take("["):
+            return self.items("]", depth + 1)
+        if self.take("("):
+            return self.parenthesis(depth + 1)
+        return self.scalar()
+
+    def scalar(self) -> Any:
+        """Read a string, number or word."""
+        if self.quote and self.take(self.quote):
+            end = self.text.find(self.quote, self.pos)
+            if end < 0:
+                raise LiteralError("string not closed")
+            value, self.pos = self.text[self.pos : end], end + len(self.quote)
+            return value
+        if match := _STRING.match(self.text, self.pos):
+            self.pos = match.end()
+            return unescape(next(group for group in match.groups() if group is not None))
+        if match := _NUMBER.match(self.text, self.pos):
+            self.pos = match.end()
+            try:
+                return _number(match.group(), self.notes)
+            except ValueError as error:
+                raise LiteralError(f"not a number: {match.group()[:20]!r}") from error
+        match = _WORD.match(self.text, self.pos)
+        if match and match.group() in _WORDS:
+            self.pos = match.end()
+            return _WORDS[match.group()]
+        raise LiteralError(f"no value at {self.text[self.pos : self.pos + 10]!r}")
+
+    def items(self, close: str, depth: int) -> list[Any]:
+        """Read values up to the closing bracket; a comma may follow the last."""
+        values: list[Any] = []
+        while not self.take(close):
+            values.append(self.value(depth))
+            if not self.take(","):
+                if not self.take(close):
+                    raise LiteralError(f"expected ',' or {close!r} at {self.text[self.pos : self.pos + 10]!r}")
+                break
+        return values
+
+    def parenthesis(self, depth: int) -> Any:
+        """Read a tuple (as a list), or a value in parentheses."""
+        start = self.pos
+        values = self.items(")", depth)
+        is_tuple = len(values) != 1 or self.text[start : self.pos - 1].rstrip().endswith(",")
+        return values if is_tuple else values[0]
+
+    def dict(self, depth: int) -> dict[str, Any]:
+        """Read the pairs of a dict; keys that are not strings are written as JSON writes them."""
+        pairs: list[tuple[str, Any]] = []
+        while not self.take("}"):
+            key = self.key()
+            if not self.take(":"):
+                raise LiteralError(f"expected ':' at {self.text[self.pos : self.pos + 10]!r}")
+            pairs.append((key, self.value(depth)))
+            if not self.take(","):
+                if not self.take("}"):
+                    raise LiteralError(f"expected ',' or '}}' at {self.text[self.pos : self.pos + 10]!r}")
+                break
+        return _object(pairs, self.notes)
+
+    def key(self) -> str:
+        """Read a key."""
+        self.skip()
+        if self.bare_keys and (match := _WORD.match(self.text, self.pos)):
+            self.pos = match.end()
+            return match.group()
+        key = self.scalar()
+        return key if isinstance(key, str) else json.dumps(key)

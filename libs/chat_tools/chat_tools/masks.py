@@ -1,0 +1,152 @@
+"""Which characters of a rendered conversation the assistant wrote, proven by rendering it with other words.
+
+A message is replaced by a text that stands nowhere else, and the conversation is rendered again: what the two
+renderings share before and after it is not the message's. The turn begins where the generation prompt ends, and ends
+with the template's end-of-turn token, since both are how the model will meet them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chat_tools.chat_template import ChatTemplate, Message, content_like, template_errors, unused
+
+_REPLACED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Characters `start:end` that message number `message` wrote; its end-of-turn token begins at `body_end`."""
+
+    message: int
+    start: int
+    body_end: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template puts around an assistant turn: before it, the generation prompt; after it, the end of turn."""
+
+    prompt: str
+    closing: str
+
+
+def find_frame(template: ChatTemplate, like: Message) -> Frame:
+    """Find the frame by differences of renderings of a one-question conversation."""
+    mark = unused([])
+    question = {"role": "user", "content": content_like(like, "x")}
+    answer = {"role": "assistant", "content": content_like(like, mark)}
+    try:
+        asked = template.text([question])
+        prompted = template.text([question], add_generation_prompt=True)
+        answered = template.text([question, answer])
+    except template_errors():
+        return Frame("", "")
+    prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
+    return Frame(prompt, answered.partition(mark)[2])
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Return the length of the common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def common_suffix(a: str, b: str) -> int:
+    """Return the length of the common suffix."""
+    return common_prefix(a[::-1], b[::-1])
+
+
+def find_region(
+    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool, frame: Frame, lower: int
+) -> Region | str:
+    """Find what message `index` wrote in `text`, the rendering of all messages; or say why that cannot be proven."""
+    mark = unused([text])
+    other = _replaced(template, messages, index, mark, prompted)
+    if other is None:
+        return f"message {index}: the template refuses it with other words, so its tokens cannot be told apart"
+    before = common_prefix(text, other)
+    after = common_suffix(text[before:], other[before:])
+    body_end = len(text) - after
+    if mark not in other[before : len(other) - after]:
+        return f"message {index}: the template does not render its content"
+    start = _turn_start(text, before, frame.prompt, lower)
+    if start is None or start < lower:
+        return f"message {index}: its beginning cannot be told from the message before"
+    return Region(index, start, max(body_end, start), _turn_end(template.tokenizer, text, body_end, frame.closing))
+
+
+def _replaced(template: ChatTemplate, messages: Sequence[Message], index: int, mark: str, prompted: bool) -> str | None:
+    """Render with one message's words replaced; its calls stay only if the template needs them."""
+    message = messages[index]
+    plain = {k: v for k, v in message.items() if k not in _REPLACED}
+    plain["content"] = content_like(message, mark)
+    kept = {**plain, "tool_calls": [_renamed(call, mark) for call in message.get("tool_calls") or ()]}
+    for candidate in (plain, kept) if kept["tool_calls"] else (plain,):
+        try:
+            return template.text([*messages[:index], candidate, *messages[index + 1 :]], prompted)
+        except template_errors():
+            continue
+    return None
+
+
+def _renamed(call: Any, mark: str) -> Any:
+    """Return the call with other arguments (and the id that a tool message may ask for)."""
+    function = call.get("function", call)
+    changed = {**function, "arguments": {mark: mark} if not isinstance(function.get("arguments"), str) else mark}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _turn_start(text: str, before: int, prompt: str, lower: int) -> int | None:
+    """Return where the generation prompt (or as much of it as history keeps) ends, at or near `before`."""
+    if not prompt:  # the turn begins without any header: white space before it is the model's
+        return lower + len(text[lower:before].rstrip())
+    at = text.rfind(prompt, lower, before + len(prompt))
+    if at >= 0:
+        return at + len(prompt)
+    for length in range(len(prompt) - 1, len(prompt) // 3, -1):
+        at = text.rfind(prompt[:length], lower, before)
+        if at >= 0:
+            return at + length
+    return before
+
+
+def _turn_end(tokenizer: Any, text: str, body_end: int, closing: str) -> int:
+    """Return where the end-of-turn token ends; the separator after it is not the model's."""
+    marker = closing.rstrip()
+    if marker and text.startswith(marker, body_end):
+        return body_end + len(marker)
+    if marker:  # history may close a turn with another token than the last turn
+        for token in sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True):
+            if token and text.startswith(token, body_end):
+                return body_end + len(token)
+    return body_end
+
+
+def find_regions(
+    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool
+) -> tuple[list[Region], list[str]]:
+    """Find the regions of all assistant messages, in order, and say which could not be proven."""
+    regions: list[Region] = []
+    problems: list[str] = []
+    frame: Frame | None = None
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        frame = frame or find_frame(template, message)
+        lower = regions[-1].end if regions else 0
+        found = find_region(template, messages, index, text, prompted, frame, lower)
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            regions.append(found)
+    return regions, problems

@@ -1,0 +1,132 @@
+"""A text that grows, read by coroutines: each `yield` means "I need more text"."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+Wait = Generator[None, None, T]
+
+# Rereading (a value read as nested that turns out not to be) may cost this many times the text read so far, then it is
+# refused; this alone makes every parse linear.
+REREAD_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What to look for: a pattern, the length of its longest match, and the characters a match can begin with."""
+
+    pattern: re.Pattern[str]
+    longest: int
+    first: re.Pattern[str]
+
+    @classmethod
+    def of(cls, literals: Iterable[str], others: Iterable[str] = (), longest: int = 0) -> Marks:
+        """Compile literals, and other patterns that begin with the first character of one of the literals."""
+        known = sorted({literal for literal in literals if literal}, key=len, reverse=True)
+        first = "".join(sorted({re.escape(literal[0]) for literal in known}))
+        pattern = "|".join([*others, *map(re.escape, known)])
+        return cls(re.compile(pattern), max([longest, *map(len, known)]), re.compile(f"[{first}]"))
+
+
+class Reader:
+    """Positions are characters from the beginning of the text. `operations` counts the characters examined."""
+
+    def __init__(self) -> None:
+        self.pos = 0
+        self.end = 0
+        self.final = False
+        self.operations = 0
+        self.reread = 0
+        self._store = io.StringIO(newline="")
+        self._window = ""
+        self._base = 0
+
+    def append(self, text: str) -> None:
+        """Add text at the end; costs the new text and the few characters not consumed yet."""
+        self._store.write(text)
+        self._window = self._window[self.pos - self._base :] + text
+        self._base = self.pos
+        self.end += len(text)
+        self.operations += len(self._window)
+
+    def slice(self, start: int, end: int) -> str:
+        """Return the characters `start:end`."""
+        self.operations += end - start
+        if start >= self._base:
+            return self._window[start - self._base : end - self._base]
+        self._store.seek(start)
+        text = self._store.read(end - start)
+        self._store.seek(0, io.SEEK_END)
+        return text
+
+    def text(self) -> str:
+        """Return all of it."""
+        return self._store.getvalue()
+
+    def rewind(self, pos: int) -> None:
+        """Go back to `pos`."""
+        self.reread += self.pos - pos
+        if pos < self._base:
+            window = self.slice(pos, self.end)
+            self._window, self._base = window, pos
+        self.pos = pos
+
+    def may_reread(self) -> bool:
+        """Say whether the budget for going back still holds; depends on the text alone, not on how it was cut."""
+        return self.reread <= REREAD_FACTOR * self.pos
+
+    def search(self, marks: Marks) -> Wait[re.Match[str] | None]:
+        """Move to the next mark, or to the end of the text (None)."""
+        while True:
+            match = marks.pattern.search(self._window, self.pos - self._base)
+            if match:
+                self.operations += self._base + match.end() - self.pos
+                self.pos = self._base + match.start()
+                return match
+            self.operations += self.end - self.pos
+            if self.final:
+                self.pos = self.end
+                return None
+            tail = max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
+            begun = marks.first.search(self._window, tail - self._base)
+            self.pos = self._base + begun.start() if begun else self.end
+            yield
+
+    def space(self) -> Wait[None]:
+        """Skip white space."""
+        yield from self.search(_NOT_SPACE)
+
+    def at(self, literals: Sequence[str]) -> Wait[str | None]:
+        """Return which of the literals stands here, "" for none, None at the end of the text. Does not move."""
+        while True:
+            start = self.pos - self._base
+            for literal in literals:
+                if self._window.startswith(literal, start):
+                    self.operations += len(literal)
+                    return literal
+            if self.final:
+                return "" if self.pos < self.end else None
+            here = self._window[start : start + 256]
+            if here and not any(literal.startswith(here) for literal in literals):
+                self.operations += 1
+                return ""
+            yield
+
+    def need(self, count: int) -> Wait[str]:
+        """Return the next `count` characters, fewer only at the end of the text. Does not move."""
+        while self.end - self.pos < count and not self.final:
+            yield
+        start = self.pos - self._base
+        return self._window[start : start + count]
+
+    def at_line_start(self, pos: int) -> bool:
+        """Say whether `pos` is the first position of a line."""
+        return pos == 0 or self.slice(pos - 1, pos) == "\n"
+
+
+_NOT_SPACE = Marks(re.compile(r"\S"), 1, re.compile(r"\S"))

@@ -1,0 +1,140 @@
+"""The tiles of a parse: what is taken always begins where the last tile ended, so nothing is lost or doubled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from chat_tools.message import (
+    CallFinished,
+    Event,
+    Kind,
+    Malformed,
+    MalformedFound,
+    ParsedMessage,
+    Retracted,
+    Segment,
+    TextDelta,
+    ToolCall,
+)
+
+
+@dataclass(slots=True)
+class _Tile:
+    kind: Kind
+    start: int
+    end: int
+    inner_start: int
+    inner_end: int
+    call: ToolCall | None = None
+    reason: str = ""
+
+
+class Recorder:
+    """Collects tiles and events. Positions before `offset` are the prompt's own text and are not reported."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.cursor = 0
+        self.tiles: list[_Tile] = []
+        self.events: list[Event] = []
+        self.calls = 0
+
+    def text(self, kind: Kind, end: int, text: str) -> None:
+        """Take the characters up to `end` as text of `kind`, reported as a delta."""
+        if end == self.cursor:
+            return
+        if text and end > self.offset:
+            visible = text[max(0, self.offset - self.cursor) :]
+            self.events.append(TextDelta("reasoning" if kind == "reasoning" else "content", visible))
+        last = self.tiles[-1] if self.tiles else None
+        if last is not None and last.kind == kind and last.end == last.inner_end == self.cursor:
+            last.end = last.inner_end = end
+        else:
+            self.tiles.append(_Tile(kind, self.cursor, end, self.cursor, end))
+        self.cursor = end
+
+    def marker(self, kind: Kind, end: int, opens: bool = False) -> None:
+        """Take the characters up to `end` as a marker: part of a tile of `kind`, no part of its text."""
+        last = self.tiles[-1] if self.tiles else None
+        if not opens and kind == "reasoning" and last is not None and last.kind == kind:
+            last.end = end
+        else:
+            self.tiles.append(_Tile(kind, self.cursor, end, end, end))
+        self.cursor = end
+
+    def call(self, end: int, name: str, arguments: str, notes: Sequence[str], identifier: str | None = None) -> None:
+        """Take the characters up to `end` as a complete call."""
+        span = (max(self.cursor - self.offset, 0), end - self.offset)
+        call = ToolCall(name, arguments, span, identifier, tuple(notes))
+        self.tiles.append(_Tile("call", self.cursor, end, self.cursor, end, call=call))
+        self.cursor = end
+        if end > self.offset:
+            self.calls += 1
+            self.events.append(CallFinished(call))
+
+    def malformed(self, end: int, reason: str) -> None:
+        """Take the characters up to `end` as malformed."""
+        if end == self.cursor:
+            return
+        self.tiles.append(_Tile("malformed", self.cursor, end, self.cursor, end, reason=reason))
+        if end > self.offset:
+            self.events.append(
+                MalformedFound(Malformed((max(self.cursor - self.offset, 0), end - self.offset), reason))
+            )
+        self.cursor = end
+
+    def extend(self, end: int) -> None:
+        """Add the characters up to `end` (a closing wrapper) to the last tile."""
+        self.tiles[-1].end = end
+        self.cursor = end
+
+    def note(self, note: str) -> None:
+        """Add a diagnostic to the last call, if the last tile is one."""
+        last = self.tiles[-1]
+        if last.call is not None:
+            last.call = replace(last.call, diagnostics=(*last.call.diagnostics, note))
+
+    def retract(self, end: int, text_end: int, text: str) -> None:
+        """Make all characters up to `end` one block of reasoning, whose text ends at `text_end`."""
+        self.tiles = [_Tile("reasoning", 0, end, 0, text_end)]
+        self.cursor = end
+        self.calls = 0
+        self.events.append(Retracted(text))
+
+    def message(self, text: str, operations: int) -> ParsedMessage:
+        """Put the result together; `text` is all of it, with what stands before the offset."""
+        assert self.cursor == len(text), "every character is taken"
+        tiles = [tile for tile in self.tiles if tile.end > self.offset]
+        spans = [(max(t.start - self.offset, 0), t.end - self.offset) for t in tiles]
+        return ParsedMessage(
+            text=text[self.offset :],
+            content=_content(text, tiles, self.offset),
+            reasoning="\n".join(
+                r for t in tiles if t.kind == "reasoning" and (r := _inner(text, t, self.offset).strip())
+            ),
+            tool_calls=tuple(replace(t.call, span=s) for t, s in zip(tiles, spans, strict=True) if t.call is not None),
+            malformed=tuple(Malformed(s, t.reason) for t, s in zip(tiles, spans, strict=True) if t.kind == "malformed"),
+            segments=tuple(
+                Segment(t.kind, *s, max(t.inner_start - self.offset, s[0]), max(t.inner_end - self.offset, s[0]))
+                for t, s in zip(tiles, spans, strict=True)
+            ),
+            operations=operations,
+        )
+
+
+def _inner(text: str, tile: _Tile, offset: int) -> str:
+    return text[max(tile.inner_start, offset) : max(tile.inner_end, offset)]
+
+
+def _content(text: str, tiles: Sequence[_Tile], offset: int) -> str:
+    """Join the text of the content tiles, trimmed at a side where a block stands."""
+    parts = [t for t in tiles if t.kind == "content" and t.inner_end > t.inner_start]
+    if not parts:
+        return ""
+    content = "".join(_inner(text, t, offset) for t in parts)
+    if parts[0].start > offset:
+        content = content.lstrip()
+    if parts[-1].end < len(text):
+        content = content.rstrip()
+    return content

@@ -1,0 +1,205 @@
+"""Read a call whose arguments are tagged values, such as `<parameter=KEY>VALUE</parameter>`.
+
+A value may hold anything, markup of this very kind too. It is first read with tags nested in it counted; when that
+comes to a contradiction (a tag closed that was not opened, or the end of the text), the call is read again with every
+tag taken at its word, which is how a missing closing tag is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from chat_tools.arguments import ToolSet
+from chat_tools.grammar import Format, Tagged
+from chat_tools.literals import dumps
+from chat_tools.reader import Marks, Reader, Wait
+from chat_tools.recorder import Recorder
+
+_HEADER = 200  # the longest name of a tag that is looked for inside values
+
+
+class TaggedTables:
+    """What one format's tags compile to."""
+
+    def __init__(self, fmt: Format) -> None:
+        assert isinstance(fmt.body, Tagged)
+        self.body = fmt.body
+        pairs = {"p": (fmt.body.key[0], fmt.body.value[1]), "f": fmt.call}
+        if fmt.section:
+            pairs["s"] = fmt.section
+        self.close = {closing: kind for kind, (_, closing) in pairs.items()}
+        self.open = {opening: kind for kind, (opening, _) in pairs.items()}
+        name = rf"[^<>\n]{{1,{_HEADER}}}"
+        opens = [
+            (fmt.body.key[0], name + re.escape(fmt.body.key[1])),
+            (fmt.call[0], name + re.escape(fmt.body.name_end) if fmt.body.name_end != "\n" else ""),
+            (fmt.section[0] if fmt.section else "", ""),
+        ]
+        others = [f"(?P<close>{'|'.join(map(re.escape, self.close))})"]
+        others += [f"{re.escape(opening)}{rest}" for opening, rest in opens if opening]
+        marks = [*self.close, *self.open]
+        self.in_value = Marks.of(
+            marks, others, _HEADER + 2 * max(map(len, [*marks, fmt.body.key[1], fmt.body.name_end]))
+        )
+        self.in_value = replace(self.in_value, pattern=re.compile("|".join(others)))
+        self.marks = marks
+        self.between = Marks.of(m for m in marks if m != fmt.body.value[1])
+        self.name_stop = Marks.of([fmt.body.name_end, "\n", "<"])
+        self.key_stop = Marks.of([fmt.body.key[1], "\n", "<"])
+        self.after_value = [m for m in self.marks if m != fmt.body.value[1]]
+        self.after_call = [m for kind, pair in pairs.items() if kind != "p" for m in pair]
+
+
+@dataclass(slots=True)
+class TaggedReader:
+    """Reads one call; the position is after its opening marker."""
+
+    reader: Reader
+    recorder: Recorder
+    tables: TaggedTables
+    tools: ToolSet
+    always_flat: bool = False
+    flat: bool = False
+    notes: list[str] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+
+    def read(self) -> Wait[str | None]:
+        """Read to the end of the call and record it; or return why it is malformed, the position being there."""
+        self.flat, self.notes, self.pairs = self.always_flat, [], []
+        name = yield from self._header(self.tables.name_stop, self.tables.body.name_end)
+        if name is None:
+            return "the tool's name is not closed"
+        if not name:
+            return "the tool's name is empty"
+        properties = (self.tools.get(name) or {}).get("properties")
+        while True:
+            start = self.reader.pos
+            match = yield from self.reader.search(self.tables.between)
+            if self.reader.slice(start, self.reader.pos).strip():
+                self.notes.append("text between the arguments was left out")
+            if match is None:
+                return "the text ends inside the call"
+            mark = match.group()
+            if self.tables.open.get(mark) == "p":
+                reason = yield from self._parameter(properties if isinstance(properties, Mapping) else None)
+                if reason:
+                    return reason
+                continue
+            kind = self.tables.close.get(mark)
+            if kind == "f":
+                self.reader.pos += len(mark)
+            elif kind is None and not self.reader.at_line_start(self.reader.pos):
+                self.reader.pos += len(mark)  # an opening marker within a line is text
+                continue
+            else:
+                self.notes.append("the call's closing tag is missing")
+            arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes))
+            self.recorder.call(self.reader.pos, name, arguments, self.notes)
+            return None
+
+    def _header(self, stop: Marks, end: str) -> Wait[str | None]:
+        """Read a name up to `end`; None if the line ends before, or another tag begins."""
+        start = self.reader.pos
+        match = yield from self.reader.search(stop)
+        name = self.reader.slice(start, self.reader.pos).strip().strip("\"'")
+        if match is None or match.group() != end:
+            return None
+        self.reader.pos += len(end)
+        return name
+
+    def _parameter(self, properties: Mapping[str, object] | None) -> Wait[str | None]:
+        body = self.tables.body
+        self.reader.pos += len(body.key[0])
+        start = self.reader.pos
+        key = yield from self._header(self.tables.key_stop, body.key[1])
+        if key is None:  # the tag itself is broken: at a line's end the line is the key
+            key = self.reader.slice(start, self.reader.pos).strip().strip("\"'")
+            if (yield from self.reader.at(["\n"])) != "\n":
+                return "an argument's name is not closed"
+            self.notes.append(f"the tag of argument {key!r} is not closed")
+        if not key:
+            return "an argument's name is empty"
+        if body.value[0]:
+            yield from self.reader.space()
+            if not (yield from self.reader.at([body.value[0]])):
+                return f"argument {key!r} has no value"
+            self.reader.pos += len(body.value[0])
+        begin = self.reader.pos
+        end = None
+        if not self.flat:
+            end = yield from self._nested_value()
+            if end is None:
+                self.flat = True
+                self.always_flat = self.always_flat or not self.reader.may_reread()
+                self.reader.rewind(begin)
+        if end is None:
+            end = yield from self._flat_value(properties)
+        if end is None:
+            return f"argument {key!r} is not closed"
+        value = self.reader.slice(begin, end)
+        if body.newlines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        self.pairs.append((key, value))
+        return None
+
+    def _nested_value(self) -> Wait[int | None]:
+        """Find the end of a value, counting tags inside it; None on a contradiction."""
+        reader, tables = self.reader, self.tables
+        opened: list[str] = []
+        while True:
+            match = yield from reader.search(tables.in_value)
+            if match is None:
+                return None
+            mark, at = match.group(), reader.pos
+            reader.pos += len(mark)
+            if match.lastgroup != "close":
+                opened.append(next(kind for opening, kind in tables.open.items() if mark.startswith(opening)))
+                continue
+            kind = tables.close[mark]
+            if opened:
+                if opened.pop() != kind:
+                    return None
+            elif kind != "p":
+                return None
+            elif (yield from self._plausible(kind)):
+                return at
+
+    def _flat_value(self, properties: Mapping[str, object] | None) -> Wait[int | None]:
+        """Find the end of a value with every tag taken at its word; None if it has none before the next call."""
+        reader, tables = self.reader, self.tables
+        while True:
+            match = yield from reader.search(tables.in_value)
+            if match is None:
+                return None
+            mark, at = match.group(), reader.pos
+            if match.lastgroup == "close":
+                kind = tables.close[mark]
+                reader.pos += len(mark)
+                if kind == "p":
+                    return at
+                if kind == "f" and not (yield from self._plausible(kind)):
+                    continue
+            else:
+                kind = next(kind for opening, kind in tables.open.items() if mark.startswith(opening))
+                if not reader.at_line_start(at) or (kind == "p" and not self._known(mark, properties)):
+                    reader.pos += len(mark)
+                    continue
+                if kind != "p":
+                    return None
+            self.notes.append("an argument's closing tag is missing")
+            reader.rewind(at)
+            return at
+
+    def _known(self, mark: str, properties: Mapping[str, object] | None) -> bool:
+        key, (opening, closing) = mark, self.tables.body.key
+        return not properties or key.removeprefix(opening).removesuffix(closing).strip() in properties
+
+    def _plausible(self, kind: str) -> Wait[bool]:
+        """Say whether what follows a closing tag can follow it; moves over white space only."""
+        yield from self.reader.space()
+        if kind == "s":
+            return (yield from self.reader.at([m for m, k in self.tables.open.items() if k == "s"])) != ""
+        following = self.tables.after_value if kind == "p" else self.tables.after_call
+        return (yield from self.reader.at(following)) != ""
