@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # torch 2.13 gave these two a new name and warns about the old one; 2.11 has the old one only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,20 +1,18 @@
 """Causal attention over a packed stream whose tokens lie on several ranks: one call, three ways to communicate."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from seqpack.ops.varlen_attention import attention as local_attention
 
+from dyncp.cp_methods import METHODS, Method
 from dyncp.gather_kv import all_gather_attention
+from dyncp.heads import kv_repeats
 from dyncp.layout import Sharding
 from dyncp.ring import ring_attention
 from dyncp.sizes import Layout
-from dyncp.ulysses import kv_repeats, to_heads, to_tokens
-
-Method = Literal["ring", "ulysses", "all_gather"]
-METHODS: tuple[Method, ...] = ("ring", "ulysses", "all_gather")
+from dyncp.ulysses import to_heads, to_tokens
+from seqpack.ops.varlen_attention import attention as local_attention
 
 
 def attention(

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from seqpack.ops.conv import causal_conv1d as local_conv1d
-from seqpack.ops.delta_rule import gated_delta_rule as local_delta_rule
 
 from dyncp.collectives import gathered, reduce_scattered
 from dyncp.layout import Run, Sharding
 from dyncp.sizes import Layout
+from seqpack.ops.conv import causal_conv1d as local_conv1d
+from seqpack.ops.delta_rule import gated_delta_rule as local_delta_rule
 
 
 def check_delta_layout(layout: str) -> None:
@@ -172,7 +172,7 @@ class _AffineScan(torch.autograd.Function):
         anchor: torch.Tensor,
         first: int,
         rank: int,
-        group: dist.ProcessGroup,  # noqa: ARG004
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         pairs = gathered(pair, group).view(-1, *pair.shape)
         dk = pair.shape[1]

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from seqpack.jagged import is_jagged, jagged, ragged, samples_of
 from tensordict import TensorDict, is_tensor_collection
+
+from seqpack.jagged import is_jagged, jagged, ragged, samples_of
 
 Row = dict[str, torch.Tensor]
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from seqpack.packed import PackedBatch, pack_sequences
 from tensordict import TensorDict
 
 from dyncp.collectives import all_gather
 from dyncp.layout import Sharding
 from dyncp.rows import KeyForm, from_rows, key_forms, to_rows
 from dyncp.sizes import Layout, ceil_div, sequence_align
+from seqpack.packed import PackedBatch, pack_sequences
 
 
 @dataclass(frozen=True)

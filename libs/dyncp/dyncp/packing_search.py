@@ -1,0 +1,238 @@
+"""The combinatorial part of planning: sequences into groups, groups into steps. Plain Python over floats, made to be quick."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from dyncp.cost import Coefficients
+from dyncp.sizes import Layout
+
+
+@dataclass(slots=True)
+class Bin:
+    """A group in the making: `size` ranks, `room` tokens left (of the whole group), `seconds` so far without the base."""
+
+    size: int
+    room: int
+    seconds: float = 0.0
+    samples: list[int] = field(default_factory=list)
+
+
+class Shape(NamedTuple):
+    """One candidate plan: bins of every step (idle ranks not listed), and its time."""
+
+    steps: list[list[Bin]]
+    seconds: list[float]
+
+    @property
+    def total(self) -> float:
+        """Predicted seconds of all steps."""
+        return sum(self.seconds)
+
+
+class Problem:
+    """Lengths, sizes and coefficients, with everything a search asks for computed once.
+
+    sizes: the allowed group sizes, ascending. table[s]: coefficients of size s.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], world_size: int, cap: int, layout: Layout, table: dict[int, Coefficients]
+    ) -> None:
+        self.world_size, self.cap, self.layout, self.table = world_size, cap, layout, table
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.pairs = self.lengths.astype(np.float64) ** 2 / 2
+        self.order = np.argsort(-self.lengths, kind="stable").tolist()
+        self.sizes = sorted(table)
+        self._columns: dict[int, tuple[list[int], list[float]]] = {}
+
+    def column(self, size: int) -> tuple[list[int], list[float]]:
+        """(tokens, seconds) of every sequence in a group of this size; tokens include the layout's padding."""
+        if size not in self._columns:
+            tokens, seconds = self.columns_array(size)
+            self._columns[size] = tokens.tolist(), seconds.tolist()
+        return self._columns[size]
+
+    def columns_array(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same as arrays."""
+        align = 2 * size if self.layout == "zigzag" and size > 1 else 1
+        factors = self.table[size]
+        return -(-self.lengths // align) * align, factors.token * self.lengths + factors.pair * self.pairs
+
+    def room(self, size: int) -> int:
+        """Tokens a group of this size can hold."""
+        return size * (self.cap // 2 * 2 if self.layout == "zigzag" and size > 1 else self.cap)
+
+    def smallest_sizes(self) -> np.ndarray:
+        """For every sequence the smallest allowed size that can hold it; 0 where none can."""
+        smallest = np.zeros(len(self.lengths), dtype=np.int64)
+        for size in reversed(self.sizes):
+            smallest[self.columns_array(size)[0] <= self.room(size)] = size
+        return smallest
+
+    def step_seconds(self, bins: Sequence[Bin]) -> float:
+        """A step lasts as long as its slowest group; idle ranks still run a dummy."""
+        return max((self.table[b.size].base + b.seconds for b in bins), default=self.table[1].base)
+
+
+def static_shape(problem: Problem, size: int) -> Shape:
+    """Every group of one size, in as few steps as the cap allows; groups of like time share a step."""
+    groups = problem.world_size // size
+    tokens, _ = problem.column(size)
+    fewest = max(1, -(-sum(tokens) // (problem.room(size) * groups)))
+    for steps in (fewest, fewest + 1):
+        bins = _balance(problem, problem.order, [Bin(size, problem.room(size)) for _ in range(steps * groups)])
+        if bins is not None:
+            return _cut(problem, bins, groups)
+    return _cut(problem, _first_fit(problem, size), groups)
+
+
+def dynamic_shape(problem: Problem, target: float, smallest: np.ndarray) -> Shape:
+    """Groups as small as `target` seconds a step allows: long sequences spread over many ranks, short ones stay whole."""
+    wanted = _wanted_sizes(problem, target, smallest)
+    steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
+    short = [i for i in problem.order if wanted[i] == 1]
+    steps = _place_short(problem, short, steps)
+    for step in steps:
+        _grow(problem, step)
+    return Shape(steps, [problem.step_seconds(step) for step in steps])
+
+
+def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[Bin] | None:
+    """Longest first, each into the least loaded bin with room; None where one finds no room."""
+    columns = {size: problem.column(size) for size in {b.size for b in bins}}
+    base = {size: problem.table[size].base for size in columns}
+    heap = [(base[b.size] + b.seconds, i) for i, b in enumerate(bins)]
+    heapify(heap)
+    for sample in samples:
+        passed = []
+        while heap:
+            loaded, i = heappop(heap)
+            b = bins[i]
+            need, seconds = columns[b.size][0][sample], columns[b.size][1][sample]
+            if need <= b.room:
+                b.room -= need
+                b.seconds += seconds
+                b.samples.append(sample)
+                heappush(heap, (loaded + seconds, i))
+                break
+            passed.append((loaded, i))
+        else:
+            return None
+        for entry in passed:
+            heappush(heap, entry)
+    return bins
+
+
+def _first_fit(problem: Problem, size: int) -> list[Bin]:
+    """Longest first into the first bin with room: always ends, whatever the cap."""
+    tokens, seconds = problem.column(size)
+    bins: list[Bin] = []
+    for sample in problem.order:
+        target = next((b for b in bins if b.room >= tokens[sample]), None)
+        if target is None:
+            target = Bin(size, problem.room(size))
+            bins.append(target)
+        target.room -= tokens[sample]
+        target.seconds += seconds[sample]
+        target.samples.append(sample)
+    return bins
+
+
+def _cut(problem: Problem, bins: list[Bin], groups: int) -> Shape:
+    """Bins sorted by time, `groups` of them a step: the sum of the steps' maxima is least so."""
+    bins = sorted((b for b in bins if b.samples), key=lambda b: -b.seconds)
+    steps = [bins[i : i + groups] for i in range(0, len(bins), groups)] or [[]]
+    return Shape(steps, [problem.step_seconds(step) for step in steps])
+
+
+def _wanted_sizes(problem: Problem, target: float, smallest: np.ndarray) -> list[int]:
+    """For every sequence the smallest size that holds it and meets the target; else the fastest that holds it."""
+    wanted = np.zeros(len(problem.lengths), dtype=np.int64)
+    best = np.full(len(problem.lengths), np.inf)
+    for size in reversed(problem.sizes):
+        tokens, seconds = problem.columns_array(size)
+        total = seconds + problem.table[size].base
+        fits = (tokens <= problem.room(size)) & (size >= smallest)
+        better = fits & ((total <= target) | (total < best))
+        wanted[better] = size
+        best[better] = np.minimum(best[better], np.maximum(total[better], target))
+    return wanted.tolist()
+
+
+def _place_long(problem: Problem, samples: list[int], wanted: list[int], target: float) -> list[list[Bin]]:
+    """Widest first: into an open group that stays within the target, else a new group in the first step with ranks left."""
+    samples.sort(key=lambda i: -wanted[i])
+    steps: list[list[Bin]] = []
+    free: list[int] = []
+    opened: list[Bin] = []
+    shortest = min((int(problem.lengths[i]) for i in samples), default=0)
+    for sample in samples:
+        size = wanted[sample]
+        for b in opened:
+            tokens, seconds = problem.column(b.size)
+            if tokens[sample] <= b.room and problem.table[b.size].base + b.seconds + seconds[sample] <= target:
+                break
+        else:
+            b = Bin(size, problem.room(size))
+            place = next((i for i, ranks in enumerate(free) if ranks >= size), len(steps))
+            if place == len(steps):
+                steps.append([])
+                free.append(problem.world_size)
+            steps[place].append(b)
+            free[place] -= size
+            opened.append(b)
+            tokens, seconds = problem.column(size)
+        b.room -= tokens[sample]
+        b.seconds += seconds[sample]
+        b.samples.append(sample)
+        if b.room < shortest:
+            opened.remove(b)
+    return steps
+
+
+def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -> list[list[Bin]]:
+    """Short sequences over the ranks that are left (and the room in wide groups), one more step at a time until they fit."""
+    wide = [(b.room, b.seconds, list(b.samples)) for step in steps for b in step]
+    total = int(problem.lengths[samples].sum()) if samples else 0
+    while True:
+        singles = sum(problem.world_size - sum(b.size for b in step) for step in steps)
+        spare = singles * problem.cap + sum(room for room, _, _ in wide)
+        bins: list[Bin] | None = None
+        if total <= spare:
+            for b, (room, seconds, members) in zip((b for step in steps for b in step), wide, strict=True):
+                b.room, b.seconds, b.samples = room, seconds, list(members)
+            new = [Bin(1, problem.room(1)) for _ in range(singles)]
+            bins = _balance(problem, samples, [b for step in steps for b in step] + new)
+        if bins is not None:
+            break
+        steps.append([])
+    singles_left = sorted(bins[len(wide) :], key=lambda b: b.seconds)
+    for step in sorted(steps, key=problem.step_seconds, reverse=True):
+        for _ in range(problem.world_size - sum(b.size for b in step)):
+            step.append(singles_left.pop())
+    kept = [[b for b in step if b.samples] for step in steps]
+    return [step for step in kept if step] or [[]]
+
+
+def _grow(problem: Problem, step: list[Bin]) -> None:
+    """Give idle ranks to the slowest group as long as that makes it faster."""
+    idle = problem.world_size - sum(b.size for b in step)
+    while idle and step:
+        slowest = max(step, key=lambda b: problem.table[b.size].base + b.seconds)
+        now = problem.table[slowest.size].base + slowest.seconds
+        best: tuple[float, int] = (now, slowest.size)
+        for size in problem.sizes:
+            if slowest.size < size <= slowest.size + idle:
+                tokens, seconds = problem.column(size)
+                if sum(tokens[i] for i in slowest.samples) <= problem.room(size):
+                    best = min(best, (problem.table[size].base + sum(seconds[i] for i in slowest.samples), size))
+        if best[1] == slowest.size:
+            return
+        tokens, seconds = problem.column(best[1])
+        idle -= best[1] - slowest.size
+        slowest.size, slowest.seconds = best[1], sum(seconds[i] for i in slowest.samples)
+        slowest.room = problem.room(best[1]) - sum(tokens[i] for i in slowest.samples)
