@@ -25,7 +25,15 @@ def test_gsm8k_reference_is_read_after_the_hashes():
 
 @pytest.mark.parametrize(
     ("given", "expected", "equal"),
-    [("1,200", "1200", True), ("18.0", "18", True), ("$18", "18", True), ("18", "81", False), ("x+1", "x+1", True), ("", "0", False), ("nan", "nan ", True)],
+    [
+        ("1,200", "1200", True),
+        ("18.0", "18", True),
+        ("$18", "18", True),
+        ("18", "81", False),
+        ("x+1", "x+1", True),
+        ("", "0", False),
+        ("nan", "nan ", True),
+    ],
 )
 def test_same_answer(given, expected, equal):
     assert same_answer(given, expected) is equal

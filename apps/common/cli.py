@@ -34,7 +34,11 @@ def parse(kind: type[C], recipes: Mapping[str, C], argv: Sequence[str], prog: st
     recipe = _peek(argv, "--recipe") or next(iter(recipes))
     if recipe not in recipes:
         near = difflib.get_close_matches(recipe, recipes, n=1)
-        _refuse(f"no recipe {recipe!r}" + (f", perhaps you meant {near[0]!r}" if near else "") + f"; there are {', '.join(recipes)}")
+        _refuse(
+            f"no recipe {recipe!r}"
+            + (f", perhaps you meant {near[0]!r}" if near else "")
+            + f"; there are {', '.join(recipes)}"
+        )
     default = recipes[recipe]
     if "--resume" in argv:
         default = _earlier_run(kind, _peek(argv, "--run-dir"), runs)

@@ -83,7 +83,7 @@ def test_nothing_to_resume_is_said(tmp_path, capsys):
 
 def test_a_file_of_another_version_lists_what_does_not_fit(tmp_path):
     path = tmp_path / CONFIG_NAME
-    path.write_text("steps: 3\nsteppes: 4\n")
+    path.write_text('{"steps": 3, "steppes": 4}')
     with pytest.raises(ValueError, match="steppes"):
         load_config(Config, path)
 

@@ -1,14 +1,14 @@
-"""Configurations as files: nested frozen dataclasses to YAML and back, nothing lost and nothing unknown accepted."""
+"""Configurations as files: nested frozen dataclasses to JSON and back, nothing lost and nothing unknown accepted."""
 
+import json
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cattrs
-import yaml
-from cattrs.preconf.pyyaml import make_converter
+from cattrs.preconf.json import make_converter
 
 C = TypeVar("C")
-CONFIG_NAME = "config.yaml"
+CONFIG_NAME = "config.json"
 
 
 def _converter() -> cattrs.Converter:
@@ -24,8 +24,8 @@ def as_plain(config: Any) -> dict[str, Any]:
 
 
 def dump_config(config: Any) -> str:
-    """The configuration as YAML text, fields in their order of definition."""
-    return yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
+    """The configuration as JSON text, fields in their order of definition."""
+    return json.dumps(as_plain(config), indent=2, ensure_ascii=False) + "\n"
 
 
 def load_config(kind: type[C], path: Path) -> C:
@@ -35,7 +35,7 @@ def load_config(kind: type[C], path: Path) -> C:
         ValueError: the file doesn't fit `kind`; the text lists every field that is unknown, missing or of a wrong type.
     """
     try:
-        return _converter().structure(yaml.safe_load(path.read_text(encoding="utf-8")), kind)
-    except (cattrs.BaseValidationError, yaml.YAMLError) as error:
+        return _converter().structure(json.loads(path.read_text(encoding="utf-8")), kind)
+    except (cattrs.BaseValidationError, json.JSONDecodeError) as error:
         reasons = cattrs.transform_error(error) if isinstance(error, cattrs.BaseValidationError) else [str(error)]
         raise ValueError(f"{path} doesn't describe a run of this version: {'; '.join(reasons)}") from error

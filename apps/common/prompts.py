@@ -32,7 +32,11 @@ def read_prompts(path: Path, prompt_column: str, answer_column: str) -> list[Pro
     """
     rows = read_rows(path)
     return [
-        Prompt(_messages(path, i, prompt_column, _field(path, i, row, prompt_column)), _reference(path, i, row, answer_column), i)
+        Prompt(
+            _messages(path, i, prompt_column, _field(path, i, row, prompt_column)),
+            _reference(path, i, row, answer_column),
+            i,
+        )
         for i, row in enumerate(rows, start=1)
     ]
 
@@ -44,7 +48,9 @@ def read_rows(path: Path) -> list[Row]:
         ValueError: the file is missing, of another kind, empty, or not what its name says.
     """
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], n=1)
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], n=1
+        )
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"no such data file: {path}{hint}")
     if path.suffix in (".jsonl", ".ndjson"):
@@ -109,7 +115,11 @@ def _field(path: Path, number: int, row: Row, column: str) -> Any:
 def _messages(path: Path, number: int, column: str, value: Any) -> tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
-    if isinstance(value, list) and value and all(isinstance(m, dict) and m.get("role") in ROLES and "content" in m for m in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(m, dict) and m.get("role") in ROLES and "content" in m for m in value)
+    ):
         return tuple(value)
     raise ValueError(
         f"{path}, row {number}, column {column!r}: expected a text or a list of messages with role and content, got {_describe(value)}"
@@ -119,7 +129,9 @@ def _messages(path: Path, number: int, column: str, value: Any) -> tuple[Message
 def _reference(path: Path, number: int, row: Row, column: str) -> str:
     value = _field(path, number, row, column)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise ValueError(f"{path}, row {number}, column {column!r}: expected a text or a number, got {_describe(value)}")
+        raise ValueError(
+            f"{path}, row {number}, column {column!r}: expected a text or a number, got {_describe(value)}"
+        )
     return str(value)
 
 

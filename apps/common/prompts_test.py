@@ -13,7 +13,9 @@ def write(path, rows):
 
 
 def test_gsm8k_rows(tmp_path):
-    path = write(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "two\n#### 2"}, {"question": "2+2?", "answer": 4}])
+    path = write(
+        tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "two\n#### 2"}, {"question": "2+2?", "answer": 4}]
+    )
     first, second = read_prompts(path, "question", "answer")
     assert first.messages == ({"role": "user", "content": "1+1?"},)
     assert (first.reference, second.reference, second.row) == ("two\n#### 2", "4", 2)
@@ -35,7 +37,11 @@ def test_parquet_with_messages_and_a_nested_answer(tmp_path):
         ("a.jsonl", "{", "line 1: not JSON"),
         ("a.jsonl", "[1]", "expected an object"),
         ("a.jsonl", '{"question": "x", "anser": "1"}', "no column 'answer'.*'anser'"),
-        ("a.jsonl", '{"question": 3, "answer": "1"}', "row 1, column 'question': expected a text or a list of messages"),
+        (
+            "a.jsonl",
+            '{"question": 3, "answer": "1"}',
+            "row 1, column 'question': expected a text or a list of messages",
+        ),
         ("a.jsonl", '{"question": "x", "answer": [1]}', "row 1, column 'answer': expected a text or a number"),
         ("a.jsonl", '{"question": [{"role": "usr", "content": "x"}], "answer": "1"}', "list of messages"),
         ("a.csv", "question,answer", "ending in .jsonl or .parquet"),

@@ -1,6 +1,6 @@
 """Sums with a marked answer: made on the fly, checked exactly, held-out problems apart from the trained ones by a hash.
 
-The stream of problems has no end: `max_operand` sets how many different ones there are. Whether a problem is held out
+The stream of problems has no end: `digits` sets how many different ones there are. Whether a problem is held out
 depends on the problem alone, so no seed, shard or restart can mix the two sides.
 """
 
@@ -41,16 +41,17 @@ def is_held_out(problem: Problem) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_PARTS == 0
 
 
-def problems(rng: random.Random, max_operand: int, held_out: bool = False) -> Iterator[Problem]:
-    """An endless stream of sums of two numbers in 0..max_operand, all held out or none.
+def problems(rng: random.Random, digits: int, held_out: bool = False) -> Iterator[Problem]:
+    """An endless stream of sums of two numbers of `digits` digits each, all held out or none.
 
     Raises:
-        ValueError: max_operand is below 9, where one side could be empty.
+        ValueError: digits is below 1.
     """
-    if max_operand < 9:
-        raise ValueError(f"max_operand must be at least 9 so that some problems can be held out, got {max_operand}")
+    if digits < 1:
+        raise ValueError(f"digits must be at least 1, got {digits}")
+    low, high = 10 ** (digits - 1), 10**digits - 1
     while True:
-        problem = addition(rng.randint(0, max_operand), rng.randint(0, max_operand))
+        problem = addition(rng.randint(low, high), rng.randint(low, high))
         if is_held_out(problem) == held_out:
             yield problem
 
@@ -67,6 +68,6 @@ def distinct(stream: Iterator[Problem], count: int, tries: int = 1000) -> list[P
         problem = next(stream)
         misses = misses + 1 if problem.question in found else 0
         if misses > tries:
-            raise ValueError(f"asked for {count} different problems, found {len(found)}: raise max_operand")
+            raise ValueError(f"asked for {count} different problems, found {len(found)}: raise digits")
         found[problem.question] = problem
     return list(found.values())

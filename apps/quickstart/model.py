@@ -1,14 +1,18 @@
 """A Qwen3.5 of 0.2 million parameters: gated delta net and full attention in turn, like its big siblings."""
 
+import math
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
 
 
-def tiny_config(vocab_size: int, pad_token_id: int, eos_token_id: int, hidden: int = 64, layers: int = 4) -> Qwen3_5TextConfig:
+def tiny_config(
+    vocab_size: int, pad_token_id: int, eos_token_id: int, hidden: int = 64, layers: int = 4
+) -> Qwen3_5TextConfig:
     """The tiny hybrid's configuration: every second layer attends in full, the others are gated delta nets."""
     heads = 4
     return Qwen3_5TextConfig(
@@ -36,7 +40,22 @@ def tiny_config(vocab_size: int, pad_token_id: int, eos_token_id: int, hidden: i
         pad_token_id=pad_token_id,
         eos_token_id=eos_token_id,
         bos_token_id=None,
+        initializer_range=0.06,  # narrow layers want a wider start than the 0.02 of large ones
     )
+
+
+def set_time_steps(model: nn.Module) -> None:
+    """Start every gated delta net with time steps spread over 0.001..0.1, so that its state lasts as long as a prompt.
+
+    This is the initialisation of Mamba-2 (arXiv 2405.21060) that the gated delta net took over (arXiv 2412.06464);
+    transformers leaves the parameters at 1, with which most heads forget everything within one token.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            low, high = math.log(0.001), math.log(0.1)
+            steps = torch.exp(low + (high - low) * torch.rand_like(parameter))
+            with torch.no_grad():
+                parameter.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
 
 
 def save_tiny_model(directory: Path, seed: int) -> Path:
@@ -46,6 +65,7 @@ def save_tiny_model(directory: Path, seed: int) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3_5ForCausalLM(tiny_config(len(tokenizer), ids[PAD], ids[TURN_END]))
+        set_time_steps(model)
     model.generation_config.eos_token_id = ids[TURN_END]
     model.generation_config.pad_token_id = ids[PAD]
     model.save_pretrained(directory)

@@ -1,0 +1,32 @@
+"""The few things an app does across ranks; everything else is collective inside the engine."""
+
+import random
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and how many there are; (0, 1) outside any group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather_lists(mine: list[T]) -> list[T]:
+    """The lists of all ranks, joined in order of rank, on every rank."""
+    rank, world = rank_and_world()
+    if world == 1:
+        return mine
+    lists: list[list[T]] = [[] for _ in range(world)]
+    lists[rank] = mine
+    dist.all_gather_object(lists, mine)
+    return [item for part in lists for item in part]
+
+
+def settle(threads: int, seed: int) -> None:
+    """Threads and global seeds of this rank, before anything is built."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    random.seed(seed)

@@ -1,0 +1,59 @@
+"""A run's log on rank 0 and silence on the others, so that the loops need not ask who they are."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from runlog.display import Progress
+from runlog.report import write_report
+from runlog.run import RunLog
+
+from apps.common.ranks import rank_and_world
+
+
+class Reporter:
+    """Metrics, episodes and live progress of a loop of `total` steps; a context manager."""
+
+    def __init__(
+        self, run_dir: Path, config: Mapping[str, Any], total: int, label: str, resume_step: int | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        self._log = RunLog(run_dir, config, resume_step) if rank_and_world()[0] == 0 else None
+        self._total, self._label, self._start = total, label, resume_step or 0
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> "Reporter":
+        if self._log is not None:
+            self._stack.enter_context(self._log)
+            self._progress = self._stack.enter_context(self._log.progress(self._total, self._label, start=self._start))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
+        """One row of metrics; `shown` is what the progress line says."""
+        if self._log is not None and self._progress is not None:
+            self._log.metrics(step, metrics)
+            self._progress.update(step, shown)
+
+    def episode(self, episode: Mapping[str, Any]) -> None:
+        """One sampled episode for the report's browser."""
+        if self._log is not None:
+            self._log.episode(episode)
+
+    def note(self, text: str) -> None:
+        """A line above the progress."""
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def close(self, rows: Iterable[Sequence[Any]], title: str) -> None:
+        """After the loop: write the report and print the closing table with the paths."""
+        if self._log is not None:
+            write_report(self.run_dir)
+            self._log.summary_table(rows, title)

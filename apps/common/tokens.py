@@ -1,0 +1,33 @@
+"""Between text on disk and the tokenizer of a model directory."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face directory.
+
+    Raises:
+        ValueError: no such directory, or no tokenizer or chat template in it.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"no model directory {directory}; --model takes a local Hugging Face directory")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ValueError(f"{directory} has no tokenizer.json; put the model's tokenizer files beside its weights")
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory")
+    return tokenizer
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token that closes an assistant's turn: <|im_end|> where the vocabulary has it, else the end-of-sequence token.
+
+    Raises:
+        ValueError: the tokenizer has neither.
+    """
+    token = "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
+    if not token:
+        raise ValueError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
+    return token

@@ -1,0 +1,145 @@
+"""Every setting of a GRPO run, one frozen dataclass a concern."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from engines.config import EngineConfig
+from objectives.grpo import GRPO
+from rollout.engine import Sampling
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is asked: a made task, or a file of prompts with reference answers."""
+
+    data: Path | None = None
+    """Training prompts, .jsonl or .parquet; without it the recipe's own task is used."""
+    eval_data: Path | None = None
+    """Held-out prompts; without it a share of --data is held out."""
+    prompt_column: str = "question"
+    """Holds a text, or a list of messages; dots reach into nested objects."""
+    answer_column: str = "answer"
+    """Holds the reference: a text, a number, or a solution that marks its answer by #### or \\boxed{}."""
+    eval_share: float = 0.05
+    """Share of --data that is held out where there is no --eval-data."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are skipped and counted."""
+    task: Literal["arithmetic", "calculator"] = "arithmetic"
+    """The made task: a sum in one turn, or a sum too long to guess with a calculator to call."""
+    digits: int = 2
+    """Digits of a made task's numbers."""
+    eval_prompts: int = 256
+    """How many held-out prompts an evaluation asks."""
+
+    def __post_init__(self) -> None:
+        if self.eval_data is not None and self.data is None:
+            raise ValueError("--eval-data goes with --data")
+        if not 0 < self.eval_share < 1:
+            raise ValueError(f"--eval-share must lie between 0 and 1, got {self.eval_share}")
+        if self.digits < 1 or self.eval_prompts < 1 or self.max_prompt_tokens < 1:
+            raise ValueError("--digits, --eval-prompts and --max-prompt-tokens must be at least 1")
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Supervised steps on demonstrations of the made task before GRPO, through the code of the sft app."""
+
+    steps: int = 0
+    """At most so many; 0 starts from the model as it is."""
+    until_accuracy: float = 1.0
+    """Stop as soon as held-out greedy accuracy reaches this."""
+    eval_every: int = 20
+    batch_size: int = 64
+    lr: float = 3e-3
+    warmup_steps: int = 20
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """Train a language model with group relative policy optimisation (GRPO).
+
+    With no flags: a tiny hybrid Qwen3.5 made on the spot learns two-digit sums on a CPU in a few minutes.
+    A real checkpoint on a real file: --model DIR --data FILE.
+    """
+
+    recipe: str = "quickstart"
+    """Named defaults that the other flags override: quickstart, quickstart-tool, math."""
+    model: Path | None = None
+    """A local Hugging Face model directory; without it the recipe's tiny Qwen3.5 is made."""
+    data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
+    run_dir: Path | None = None
+    """Where everything is written; runs/grpo/RECIPE-TIME by default."""
+    resume: bool = False
+    """Go on from the last checkpoint of --run-dir, or of the newest run."""
+    seed: int = 0
+    """Of the model made, the prompts, and the sampling."""
+    processes: int = 1
+    """Ranks started on this machine; under torchrun its ranks are used instead."""
+    threads: int = 1
+    """CPU threads a rank; tiny models run fastest on one."""
+
+    steps: int = 200
+    """GRPO steps."""
+    prompts: int = 64
+    """Prompts a step."""
+    group_size: int = 8
+    """Answers sampled for each prompt."""
+    epochs: int = 1
+    """Times each step's batch is trained on."""
+    mini_batches: int = 1
+    """Optimizer steps an epoch."""
+    advantage: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
+    """Of an answer over its group: divided by the group's standard deviation, plain, or against its siblings' mean."""
+    drop_uniform_groups: bool = True
+    """Leave groups of equal rewards out of the batch: they have no gradient."""
+    control: Literal["none", "shuffled-advantages"] = "none"
+    """A control run: shuffled advantages must teach nothing."""
+    max_turns: int = 4
+    """Assistant turns an episode may take."""
+    max_episode_tokens: int = 4096
+    """Prompt and all turns together."""
+    eval_every: int = 50
+    """GRPO steps between held-out evaluations (also before the first and after the last)."""
+    save_every: int = 100
+    """GRPO steps between checkpoints (also after the last)."""
+    keep_episodes: int = 4
+    """Episodes a step that are kept for the report."""
+
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: Sampling = field(default_factory=Sampling)
+    objective: GRPO = field(default_factory=GRPO)
+
+    def __post_init__(self) -> None:
+        counts = (
+            "steps",
+            "prompts",
+            "group_size",
+            "epochs",
+            "mini_batches",
+            "max_turns",
+            "eval_every",
+            "save_every",
+            "processes",
+            "threads",
+        )
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.group_size == 1 and self.advantage != "dr_grpo":
+            raise ValueError("--group-size 1 has no siblings to compare with: every advantage would be 0")
+        owned = {
+            "engine.model": (self.engine.model, None, "--model"),
+            "engine.temperature": (self.engine.temperature, 1.0, "--sampling.temperature"),
+            "sampling.seed": (self.sampling.seed, None, "--seed"),
+            "sampling.greedy": (self.sampling.greedy, False, "nothing: answers of one group must differ"),
+        }
+        for name, (value, default, instead) in owned.items():
+            if value != default:
+                raise ValueError(f"--{name.replace('_', '-')} is set by the app; use {instead}")
+        if self.objective.kl_coef:
+            raise ValueError(
+                "--objective.kl-coef needs a reference policy, which this app doesn't hold yet; leave it at 0"
+            )

@@ -1,0 +1,80 @@
+"""What every rank of a GRPO run holds: the sampler, the chat format, the tasks; and how they are asked."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engines.protocol import TrainEngine
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.environment import Task
+from rollout.episode import derive_seed, run_episode, run_group
+from rollout.native import NativeEngine
+from rollout.trajectory import Trajectory
+
+from apps.common.ranks import gather_lists, rank_and_world
+from apps.grpo.config import GrpoConfig
+from apps.grpo.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's part of the rollout side. The ranks share the prompts among them and exchange what was sampled."""
+
+    config: GrpoConfig
+    tasks: Tasks
+    chat: Chat
+    sampler: NativeEngine
+    runner: asyncio.Runner
+
+    def sync(self, engine: TrainEngine, version: int) -> None:
+        """Give the sampler the engine's present weights under a new version number."""
+        self.runner.run(self.sampler.update_weights(version, engine.export_weights()))
+
+    def sample(self, step: int) -> list[Trajectory]:
+        """A group of answers to each of the step's prompts, on every rank, in order of the prompts."""
+        config = self.config
+        tasks = self.tasks.train(step, config.prompts)
+        jobs = [
+            run_group(
+                tasks[i],
+                self.sampler,
+                self.chat,
+                replace(config.sampling, seed=derive_seed(config.seed, "sample", step, i)),
+                size=config.group_size,
+                group=i,
+                max_turns=config.max_turns,
+                max_tokens=config.max_episode_tokens,
+            )
+            for i in _mine(len(tasks))
+        ]
+        groups = self.runner.run(_all(jobs))
+        trajectories = gather_lists([trajectory for group in groups for trajectory in group])
+        return sorted(trajectories, key=lambda trajectory: trajectory.group)
+
+    def accuracy(self) -> float:
+        """Mean reward of greedy answers to the held-out prompts."""
+        config, tasks = self.config, self.tasks.held_out
+        greedy = Sampling(greedy=True, max_new_tokens=config.sampling.max_new_tokens)
+        jobs = [
+            run_episode(
+                tasks[i],
+                self.sampler,
+                self.chat,
+                greedy,
+                max_turns=config.max_turns,
+                max_tokens=config.max_episode_tokens,
+            )
+            for i in _mine(len(tasks))
+        ]
+        rewards = gather_lists([trajectory.reward for trajectory in self.runner.run(_all(jobs))])
+        return sum(rewards) / len(rewards)
+
+
+def _mine(count: int) -> range:
+    rank, world = rank_and_world()
+    return range(rank, count, world)
+
+
+async def _all(jobs: Sequence) -> list:  # type: ignore[type-arg]
+    return list(await asyncio.gather(*jobs))

@@ -1,0 +1,21 @@
+"""The supervised loop: batches in, one optimizer step each, until the steps are done or the caller has enough."""
+
+from collections.abc import Callable, Iterator
+
+from engines.protocol import Objective, TrainEngine
+from tensordict import TensorDict
+
+
+def fit(
+    engine: TrainEngine,
+    batch_at: Callable[[int], TensorDict],
+    objective: Objective,
+    steps: int,
+    start: int = 0,
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Train on `batch_at(step)` for step in start..steps-1; yields (steps done, metrics) after each.
+
+    The caller logs, evaluates and saves between the steps, and ends early by not asking for more.
+    """
+    for step in range(start, steps):
+        yield step + 1, engine.train_batch(batch_at(step), objective)

@@ -1,0 +1,38 @@
+"""Conversations as training samples: ids, and a mask that is true on the assistant's tokens alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from chat_tools import render
+from seqpack.batch import make_batch
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+Sample = Mapping[str, Any]
+
+
+def sample_of(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+) -> Sample:
+    """One conversation rendered by the tokenizer's own chat template.
+
+    Raises:
+        ValueError: the template refuses the messages, or nothing in them can be trained.
+    """
+    rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None)
+    return as_sample(rendered.ids, rendered.assistant_mask)
+
+
+def as_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+    """Token ids and their mask as the batch's per-token entries."""
+    return {
+        "input_ids": torch.tensor(ids, dtype=torch.int64),
+        "position_ids": torch.arange(len(ids)),
+        "loss_mask": torch.tensor(mask, dtype=torch.bool),
+    }
+
+
+def batch_of(samples: Sequence[Sample]) -> TensorDict:
+    """Samples as one batch."""
+    return make_batch(samples)
