@@ -1,10 +1,10 @@
 """Validation of user input: every ValueError names the offending index and value."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def check_positive_int(value: Any, name: str) -> int:
@@ -20,28 +20,34 @@ def check_lengths(lengths: Any, cap: int | None = None, name: str = "lengths", m
     Takes any sequence, numpy array or one-dimensional torch tensor of integers.
     """
     items = _as_list(lengths, name)
-    for index, length in enumerate(items):
-        # The first test is the whole cost for the common case of plain ints.
-        if type(length) is not int and (isinstance(length, bool) or not isinstance(length, np.integer)):
-            raise ValueError(f"{name}[{index}] must be an integer, got {length!r}")
-        if length < minimum:
-            raise ValueError(f"{name}[{index}] must be at least {minimum}, got {length}")
-        if cap is not None and length > cap:
-            raise ValueError(
-                f"{name}[{index}] = {length} does not fit in {cap}: cut it, leave it out, or raise the limit"
-            )
+    if not set(map(type, items)) <= {int}:  # one pass in C for the common case
+        for index, length in enumerate(items):
+            if isinstance(length, bool) or not isinstance(length, int | np.integer):
+                raise ValueError(f"{name}[{index}] must be an integer, got {length!r}")
+        items = [int(length) for length in items]
+    if items and min(items) < minimum:
+        index = next(i for i, length in enumerate(items) if length < minimum)
+        raise ValueError(f"{name}[{index}] must be at least {minimum}, got {items[index]}")
+    if items and cap is not None and max(items) > cap:
+        index = next(i for i, length in enumerate(items) if length > cap)
+        raise ValueError(
+            f"{name}[{index}] = {items[index]} does not fit in {cap}: cut it, leave it out, or raise the limit"
+        )
     return items
 
 
-def check_costs(costs: Any, name: str = "costs") -> list[float]:
-    """Return the costs as floats; each must be finite and not negative."""
+def check_costs(costs: Any, name: str = "costs") -> NDArray[np.float64]:
+    """Return the costs as float64; each must be finite and not negative."""
     items = _as_list(costs, name)
-    for index, cost in enumerate(items):
-        if isinstance(cost, bool) or not isinstance(cost, int | float | np.integer | np.floating):
-            raise ValueError(f"{name}[{index}] must be a number, got {cost!r}")
-        if not math.isfinite(cost) or cost < 0:
-            raise ValueError(f"{name}[{index}] must be finite and not negative, got {cost}")
-    return [float(cost) for cost in items]
+    if not set(map(type, items)) <= {int, float}:
+        for index, cost in enumerate(items):
+            if isinstance(cost, bool) or not isinstance(cost, int | float | np.integer | np.floating):
+                raise ValueError(f"{name}[{index}] must be a number, got {cost!r}")
+    values = np.array(items, dtype=np.float64)
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if len(wrong):
+        raise ValueError(f"{name}[{wrong[0]}] must be finite and not negative, got {items[wrong[0]]}")
+    return values
 
 
 def check_indices(indices: Any, size: int, name: str = "indices") -> list[int]:
@@ -56,6 +62,6 @@ def check_indices(indices: Any, size: int, name: str = "indices") -> list[int]:
 def _as_list(values: Any, name: str) -> list[Any]:
     if hasattr(values, "tolist"):  # numpy arrays and torch tensors, to plain numbers in one pass
         values = values.tolist()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence | range):
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise ValueError(f"{name} must be a sequence of numbers, got {type(values).__name__}")
     return list(values)

@@ -1,10 +1,15 @@
 """Certified bin packing: never over capacity, and a lower bound that says how far from optimal the plan can be."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 
+import numpy as np
+
+from seqpack.bounds import Ints, bins_bound
 from seqpack.checks import check_lengths, check_positive_int
+from seqpack.plan_json import from_json, plan_hash, to_json
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,20 @@ class PackPlan:
         """Tokens over the capacity of all bins; 1.0 for no bins."""
         return sum(self.lengths) / (len(self.bins) * self.capacity) if self.bins else 1.0
 
+    @cached_property
+    def hash(self) -> int:
+        """52 bits that ranks compare before they start."""
+        return plan_hash(self.to_json())
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PackPlan":
+        """Read what `to_json` wrote; ValueError for anything else."""
+        return cls(**from_json(text, cls.__name__))
+
 
 def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     """Put the lengths into few bins of `capacity`; deterministic.
@@ -39,24 +58,51 @@ def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     """
     cap = check_positive_int(capacity, "capacity")
     sizes = check_lengths(lengths, cap)
-    bins = best_fit_decreasing(sizes, cap)
-    return PackPlan(tuple(tuple(sorted(items)) for items in bins), cap, -(-sum(sizes) // cap), tuple(sizes))
+    array = np.array(sizes, dtype=np.int64)
+    order = np.argsort(-array, kind="stable")
+    descending = array[order]
+    bins = best_fit(descending, order, cap)
+    return PackPlan(tuple(map(tuple, bins)), cap, bins_bound(descending, cap, len(bins)), tuple(sizes))
 
 
-def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Place items, longest first, each into the fullest bin that still has room."""
-    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, bin), sorted
-    for index in order:
-        size = sizes[index]
-        at = bisect_left(free, (size, -1))
-        if at == len(free):
-            room, target = capacity, len(bins)
-            bins.append([index])
-        else:
-            room, target = free.pop(at)
-            bins[target].append(index)
-        rest = (room - size, target)
-        free.insert(bisect_left(free, rest), rest)
+def best_fit(descending: Ints, names: Ints, capacity: int) -> list[list[int]]:
+    """Place items, longest first, each into the fullest bin that still has room, and return the bins' names.
+
+    Because lengths only fall, the bins with room for the present length form a stack with the fullest on top: a bin
+    that no longer takes this length waits in a heap, and comes back, fuller than all on the stack, when lengths
+    have fallen to its room. Linear after the sort, but for the heap. Equal lengths go in together.
+    """
+    count = len(descending)
+    if not count:
+        return []
+    shift = count.bit_length()  # a bin is one integer: its room above its number, so that it sorts by room
+    mask = (1 << shift) - 1
+    floor = int(descending[-1]) << shift
+    items = names.tolist()
+    # No two lengths above half the capacity share a bin.
+    large = int(np.searchsorted(-descending, -(capacity // 2), side="left"))
+    bins = [[item] for item in items[:large]]
+    waiting = (-((capacity - descending[:large]) << shift | np.arange(large)))[::-1].tolist()
+    ends = [*(np.flatnonzero(np.diff(descending[large:])) + large + 1).tolist(), count] if large < count else []
+    stack: list[int] = []
+    start = large
+    for end in ends:
+        size = int(descending[start])
+        step = size << shift
+        while waiting and waiting[0] <= -step:
+            stack.append(-heappop(waiting))
+        while start < end:
+            if stack:
+                state = stack.pop()
+            else:
+                state = (capacity << shift) | len(bins)
+                bins.append([])
+            taken = 1 if end - start == 1 else min((state >> shift) // size, end - start)
+            bins[state & mask] += items[start : start + taken]
+            start += taken
+            state -= step * taken
+            if state >= step:
+                stack.append(state)
+            elif state >= floor:
+                heappush(waiting, -state)
     return bins
