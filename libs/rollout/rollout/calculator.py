@@ -10,7 +10,7 @@ MAX_DEPTH = 50  # nested parentheses, signs and powers
 MAX_EXPONENT = 64
 MAX_DIGITS = 200  # of a result's numerator or denominator
 
-_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d*)?|\.\d+)|(\*\*|//|[-+*/%^()]))")
+_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d*)?|\.\d+)|(\*\*|//|[-+*/%^()]))", re.ASCII)
 _SPELLINGS = str.maketrans(
     {"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"}
 )  # times, divided by, minus, dot

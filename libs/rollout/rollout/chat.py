@@ -31,7 +31,7 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, end_of_turn: str = "<|im_end|>", tool_format: str = "qwen3_5", **options: Any
+        self, tokenizer: Tokenizer, end_of_turn: str = "<|im_end|>", tool_format: str = "qwen3_xml", **options: Any
     ) -> None:
         ids = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
@@ -66,10 +66,11 @@ class Chat:
 
     def read(self, ids: Sequence[int], finished: bool, tools: Sequence[Tool] = ()) -> Reply:
         """One sampled turn as content, reasoning and tool calls; a `finished` turn's last token is its stop token."""
-        from chat_tools.parse import parse
+        from chat_tools.parser import parse
 
-        text = self.tokenizer.decode(list(ids[:-1] if finished else ids), skip_special_tokens=False)
-        parsed = parse(text, self.tool_format, tools=[t.schema for t in tools])
+        sampled = list(ids[:-1] if finished else ids)
+        text = self.tokenizer.decode(sampled, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parsed = parse(text, self.tool_format, tools=[t.schema for t in tools], prefill=self._prefill())
         return Reply(
             text=text,
             content=parsed.content,
@@ -78,6 +79,12 @@ class Chat:
             problems=tuple(m.reason for m in parsed.malformed),
             finished=finished,
         )
+
+    def _prefill(self) -> str:
+        """What the generation prompt holds of the turn after the line that names the role: "<think>" or nothing."""
+        user: list[Message] = [{"role": "user", "content": "x"}]
+        before = self._text(user, (), add_generation_prompt=False)
+        return self._text(user, (), add_generation_prompt=True)[len(before) :].partition("\n")[2]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
         schemas = [t.schema for t in tools] or None

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,6 +159,7 @@ def _assistant_message(reply: Reply) -> Message:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in reply.tool_calls
+            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            for c in reply.tool_calls
         ]
     return message

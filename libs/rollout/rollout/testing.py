@@ -8,7 +8,7 @@ from rollout.sync import Piece
 
 
 class ScriptedEngine:
-    """A RolloutEngine whose turns are written beforehand: `reply(prompt_ids, turn)` gives the ids of each call's answer.
+    """A RolloutEngine whose turns are written beforehand: `reply(prompt_ids, turn)` gives the ids of each answer.
 
     `turn` counts this engine's calls. An answer that ends in one of the request's stop tokens has stop_reason "stop",
     any other is cut to max_new_tokens and has "length". Log-probs are -0.5 for every token.

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,22 +65,37 @@ async def call_tool(tools: Sequence[Tool], name: str, arguments: str) -> ToolRes
     if problem:
         return ToolResult(name, f"Error: {problem}", ok=False)
     try:
-        answer = await asyncio.wait_for(_run(tool, given), tool.timeout)
-        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        ok, text = await asyncio.wait_for(_run(tool, given), tool.timeout)
     except TimeoutError:
-        return ToolResult(name, f"Error: {name} gave no answer within {tool.timeout:g} s", ok=False)
-    except Exception as error:  # noqa: BLE001  the tool is somebody else's code: its failure is the model's news
-        return ToolResult(name, f"Error: {type(error).__name__}: {error}"[: tool.max_characters], ok=False)
+        ok, text = False, f"Error: {name} gave no answer within {tool.timeout:g} s"
     if len(text) > tool.max_characters:
         text = text[: tool.max_characters] + f" [cut after {tool.max_characters} characters]"
-    return ToolResult(name, text, ok=True)
+    return ToolResult(name, text, ok)
 
 
-def _run(tool: Tool, arguments: dict[str, Any]) -> Awaitable[Any]:
-    if inspect.iscoroutinefunction(tool.run):
-        result: Awaitable[Any] = tool.run(**arguments)
-        return result
-    return asyncio.to_thread(tool.run, **arguments)
+async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the call worked, and what to say of it."""
+    if not inspect.iscoroutinefunction(tool.run):
+        return await asyncio.to_thread(_attempt, tool.run, arguments)
+    try:
+        return True, _as_text(await tool.run(**arguments))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  somebody else's code: its failure is the model's news
+        return False, _as_error(error)
+
+
+def _attempt(run: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, str]:
+    try:
+        return True, _as_text(run(**arguments))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the same
+        return False, _as_error(error)
+
+
+def _as_text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+def _as_error(error: BaseException) -> str:
+    return f"Error: {type(error).__name__}: {error}"
 
 
 def _argument_problem(tool: Tool, given: Any) -> str | None:

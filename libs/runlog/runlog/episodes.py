@@ -7,6 +7,7 @@ token; `log_probs` the sampler's, one a token; `versions` one a token, -1 where 
 `metadata` any small mapping.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         shown["reasoning"] = str(message["reasoning_content"])[:20_000]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     if calls:
-        shown["calls"] = [{"name": str(c.get("name", "")), "arguments": str(c.get("arguments", ""))} for c in calls]
+        shown["calls"] = [
+            {"name": str(c.get("name", "")), "arguments": _arguments(c.get("arguments", ""))} for c in calls
+        ]
     return shown
+
+
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _number(value: Any) -> float | None:

@@ -1,7 +1,7 @@
 """One self-contained page about a run: curves, a browser of sampled episodes, the configuration.
 
-What a model wrote is treated as hostile: it travels as JSON in which `<`, `>` and `&` are escaped, and it
-reaches the page as text nodes alone. Sizes are bounded whatever the run's length; what was left out is said on the page.
+What a model wrote is treated as hostile: it travels as JSON in which `<`, `>` and `&` are escaped, and it reaches the
+page as text nodes alone. Sizes are bounded whatever the run's length, and the page says what was left out.
 """
 
 import json

@@ -1,0 +1,244 @@
+"""Episodes: token in, token out, over turns with tools, bad calls and limits."""
+
+import asyncio
+import json
+
+import pytest
+
+from rollout.calculator import calculator
+from rollout.chat import Chat
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.environment import Outcome, Task
+from rollout.episode import derive_seed, run_episode, run_group
+from rollout.native import NativeEngine
+from rollout.rewards import exact_answer
+from rollout.testing import ScriptedEngine
+from rollout.testing_chat import TEMPLATE, tiny_tokenizer
+from rollout.testing_model import tiny_model
+from rollout.trajectory import NOT_SAMPLED
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+QUESTION = ({"role": "user", "content": "37+58="},)
+CALL = "<tool_call>\n<function=calculator>\n<parameter=expression>\n37+58\n</parameter>\n</function>\n</tool_call>"
+SAMPLING = Sampling(max_new_tokens=200)
+
+
+def encode(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def script(*turns):
+    """An engine that says these turns, each closed unless it ends in "...": then the limit cut it."""
+    texts = [t.removesuffix("...") if t.endswith("...") else t + "<|im_end|>" for t in turns]
+    return ScriptedEngine(lambda prompt, turn: encode(texts[turn]), version=7)
+
+
+def play(engine, task=None, **options):
+    task = task or Task(QUESTION, exact_answer("95"), tools=(calculator(),))
+    return asyncio.run(run_episode(task, engine, Chat(TOKENIZER), SAMPLING, **options))
+
+
+def sampled_text(trajectory):
+    return TOKENIZER.decode([i for i, on in zip(trajectory.ids, trajectory.loss_mask, strict=True) if on])
+
+
+def test_a_single_turn():
+    trajectory = play(script("\\boxed{95}"), Task(QUESTION, exact_answer("95")), group=4)
+    assert TOKENIZER.decode(trajectory.ids) == (
+        "<|im_start|>user\n37+58=<|im_end|>\n<|im_start|>assistant\n\\boxed{95}<|im_end|>"
+    )
+    assert sampled_text(trajectory) == "\\boxed{95}<|im_end|>"
+    assert (trajectory.reward, trajectory.group) == (1.0, 4)
+    assert trajectory.metadata["end"] == "done"
+
+
+def test_two_turns_with_a_tool():
+    engine = script(CALL, "\\boxed{95}")
+    trajectory = play(engine)
+    said = CALL + "<|im_end|>"
+    heard = "\n<|im_start|>user\n<tool_response>\n95\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(trajectory.ids).endswith("assistant\n" + said + heard + "\\boxed{95}<|im_end|>")
+    assert sampled_text(trajectory) == said + "\\boxed{95}<|im_end|>"
+    assert engine.prompts[1] == engine.prompts[0] + encode(said) + encode(heard)
+    assert trajectory.reward == 1.0
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[1]["tool_calls"][0]["function"] == {
+        "name": "calculator",
+        "arguments": {"expression": "37+58"},
+    }
+    assert trajectory.metadata == {"end": "done", "turns": 2, "tool_calls": 1, "tool_errors": 0}
+    for on, log_prob, version in zip(
+        trajectory.loss_mask, trajectory.log_probs, trajectory.policy_versions, strict=True
+    ):
+        assert (log_prob, version) == ((-0.5, 7) if on else (0.0, NOT_SAMPLED))
+
+
+def test_what_is_appended_is_what_the_template_would_write():
+    trajectory = play(script(CALL, "\\boxed{95}"))
+    rendered = TOKENIZER.apply_chat_template(
+        list(trajectory.messages), tools=[calculator().schema], tokenize=False, add_generation_prompt=False
+    )
+    assert TOKENIZER.decode(trajectory.ids) + "\n" == rendered
+
+
+def test_sampled_tokens_are_never_tokenised_again():
+    odd = [
+        encode("<tool_call>")[0],
+        *encode("\n<function="),
+        *encode("calc"),
+        *encode("ulator>\n</function>\n</tool_call>"),
+    ]
+    engine = ScriptedEngine(lambda prompt, turn: [*odd, END] if turn == 0 else [*encode("x"), 300 - 300, END])
+    trajectory = play(engine)
+    first = engine.prompts[0]
+    assert list(trajectory.ids[len(first) : len(first) + len(odd) + 1]) == [*odd, END]
+
+
+@pytest.mark.parametrize(
+    ("turn", "heard"),
+    [
+        (CALL.replace("37+58", "1/0"), "Error: ValueError: division by zero"),
+        (CALL.replace("calculator", "browser"), "Error: there is no tool 'browser'"),
+        (CALL.replace("expression", "text"), "Error: missing argument 'expression'"),
+        ("<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>", "could not be read"),
+    ],
+)
+def test_a_bad_call_is_told_and_may_be_tried_again(turn, heard):
+    engine = script(turn, CALL, "\\boxed{95}")
+    trajectory = play(engine)
+    assert heard in trajectory.messages[2]["content"]
+    assert trajectory.reward == 1.0
+    assert trajectory.metadata["turns"] == 3
+
+
+def test_a_call_cut_off_by_the_limit_is_not_run():
+    trajectory = play(script(CALL[:-14] + "..."))
+    assert trajectory.metadata == {"end": "length", "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    assert trajectory.reward == 0.0
+    assert sampled_text(trajectory) == CALL[:-14]
+
+
+def test_two_calls_in_one_turn_are_answered_in_one_message_each():
+    trajectory = play(script(CALL + "\n" + CALL.replace("58", "60"), "\\boxed{95}"))
+    assert [m.get("content") for m in trajectory.messages[2:4]] == ["95", "97"]
+    assert "</tool_response>\n<tool_response>" in TOKENIZER.decode(trajectory.ids)
+
+
+def test_turns_are_bounded():
+    trajectory = play(script(CALL, CALL, CALL), max_turns=2)
+    assert trajectory.metadata["end"] == "max_turns"
+    assert trajectory.metadata["turns"] == 2
+    assert trajectory.loss_mask[-1]  # nothing follows the last sampled turn
+
+
+def test_tokens_are_bounded():
+    engine = script(CALL, "\\boxed{95}")
+    length = len(play(script(CALL, "\\boxed{95}")).ids)
+    assert play(script(CALL, "\\boxed{95}"), max_tokens=length).metadata["end"] == "done"
+    short = play(script(CALL, "\\boxed{95}"), max_tokens=length - 1)
+    assert short.metadata["end"] == "length"
+    assert len(short.ids) == length - 1
+    none_left = play(engine, max_tokens=length - 20)
+    assert none_left.metadata["end"] == "max_tokens"
+    assert len(none_left.ids) <= length - 20
+    with pytest.raises(ValueError, match="leaves none of max_tokens=5"):
+        play(engine, max_tokens=5)
+
+
+def test_another_stop_token_is_closed_for_the_template():
+    other = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
+    engine = ScriptedEngine(lambda prompt, turn: [*encode(CALL), other] if turn == 0 else [*encode("\\boxed{95}"), END])
+    task = Task(QUESTION, exact_answer("95"), tools=(calculator(),))
+    sampling = Sampling(max_new_tokens=200, stop_token_ids=(other,))
+    trajectory = asyncio.run(run_episode(task, engine, Chat(TOKENIZER), sampling))
+    assert trajectory.reward == 1.0
+    assert CALL + "<|endoftext|><|im_end|>\n<|im_start|>user" in TOKENIZER.decode(trajectory.ids)
+    assert sampled_text(trajectory) == CALL + "<|endoftext|>" + "\\boxed{95}<|im_end|>"
+
+
+def test_an_abort_ends_the_episode():
+    class Aborting(ScriptedEngine):
+        async def generate(self, prompt_ids, sampling, media=None):
+            return Completion(tuple(encode("par")), (-1.0,) * 3, "abort", (0,) * 3)
+
+    trajectory = play(Aborting(lambda prompt, turn: []))
+    assert trajectory.metadata["end"] == "abort"
+    assert sampled_text(trajectory) == "par"
+
+
+def test_thinking_opened_by_the_prompt_is_reasoning():
+    seen = []
+
+    def reward(reply, results):
+        seen.append(reply)
+        return 0.0
+
+    engine = script("because\n</think>\n\n\\boxed{95}")
+    asyncio.run(run_episode(Task(QUESTION, reward), engine, Chat(TOKENIZER, think=True), SAMPLING))
+    assert seen[0].reasoning == "because"
+    assert seen[0].content == "\\boxed{95}"
+
+
+def test_a_template_that_rewrites_turns_is_refused():
+    rewriting = tiny_tokenizer(
+        TEMPLATE.replace("{{ message.content }}\n{%- for call", "{{ loop.length }}\n{%- for call")
+    )
+    engine = script(CALL, "\\boxed{95}")
+    task = Task(QUESTION, exact_answer("95"), tools=(calculator(),))
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        asyncio.run(run_episode(task, engine, Chat(rewriting), SAMPLING))
+
+
+def test_an_environment_of_ones_own():
+    class Guess:
+        tools = ()
+        messages = ({"role": "user", "content": "guess"},)
+
+        def start(self):
+            return Guess()
+
+        async def step(self, reply):
+            right = reply.content == "3"
+            return Outcome(({"role": "user", "content": "no"},), reward=1.0 if right else -0.25, done=right)
+
+    trajectory = play(script("1", "2", "3"), Guess())
+    assert trajectory.reward == 0.5
+    assert trajectory.metadata["turns"] == 3
+
+
+def test_a_group_on_a_real_model():
+    tokenizer = TOKENIZER
+    engine = NativeEngine(tiny_model(len(tokenizer)), pad_token_id=0, max_length=256)
+    assert isinstance(engine, RolloutEngine)
+    task = Task(QUESTION, lambda reply, results: float(len(reply.text) > 3), tools=(calculator(),))
+    sampling = Sampling(max_new_tokens=6, seed=3)
+
+    def group():
+        return asyncio.run(run_group(task, engine, Chat(tokenizer), sampling, size=4, group=2, max_turns=2))
+
+    trajectories = group()
+    assert len({t.ids for t in trajectories}) > 1  # each episode has a seed of its own
+    assert [t.ids for t in group()] == [t.ids for t in trajectories]
+    assert {t.group for t in trajectories} == {2}
+    prompt = Chat(tokenizer).open(task.messages, task.tools)
+    assert engine.prefilled_tokens == 2 * len(prompt)  # once for each group() call
+    for t in trajectories:
+        assert list(t.ids[: len(prompt)]) == prompt
+        assert 1 <= sum(t.loss_mask) <= 6
+        assert json.dumps(list(t.messages))
+
+
+def test_seeds_differ_and_are_stable():
+    assert derive_seed(0, "episode", 1) != derive_seed(0, "turn", 1)
+    assert derive_seed(3, "turn", 0) == derive_seed(3, "turn", 0) < 2**63
+    assert derive_seed(1) == 2122349437186147863
+
+
+def test_user_errors():
+    with pytest.raises(ValueError, match="single token"):
+        Chat(TOKENIZER, end_of_turn="the end")
+    with pytest.raises(ValueError, match="max_turns"):
+        play(script("x"), max_turns=0)
+    with pytest.raises(ValueError, match="at least 1 episode"):
+        asyncio.run(run_group(Task(QUESTION, exact_answer("1")), script("x"), Chat(TOKENIZER), SAMPLING, size=0))
