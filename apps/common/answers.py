@@ -20,7 +20,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer a reply or a reference solution marks: the last \boxed{...}, else what follows the last ####, else None."""
+    r"""The answer that a reply or a reference marks: the last \boxed{...}, else what follows the last ####, else None."""
     found = boxed(text)
     if found is None and "####" in text:
         found = text.rsplit("####", 1)[1]
@@ -37,7 +37,7 @@ def same_answer(given: str, expected: str) -> bool:
 
 
 def exact_reward(reply: str, reference: str) -> float:
-    """1.0 when the reply's marked answer equals the reference's, else 0.0; an unmarked reference is the answer itself."""
+    """1.0 when the reply's marked answer equals the reference's, else 0.0; a reference without a mark is the answer."""
     given = final_answer(reply)
     expected = final_answer(reference)
     return float(given is not None and same_answer(given, expected if expected is not None else reference))

@@ -24,8 +24,8 @@ def user_directory() -> None:
 def parse(kind: type[C], recipes: Mapping[str, C], argv: Sequence[str], prog: str, runs: Path) -> C:
     """The configuration that `argv` asks for.
 
-    `--recipe NAME` picks the defaults; `--resume` takes them from the run in `--run-dir`, or from the newest under `runs`.
-    Every other flag overrides one field. `--print-config` shows the result and ends the program.
+    `--recipe NAME` picks the defaults; `--resume` takes them from the run in `--run-dir`, or from the newest one under
+    `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the program.
 
     Raises:
         SystemExit: with status 2 and a message that names the nearest valid spelling, for anything that can't be taken.

@@ -1,4 +1,4 @@
-"""Prompt files: a question and a reference answer a row, from JSON lines or Parquet, checked in full before any training."""
+"""Prompt files: a question and its reference answer a row, JSON lines or Parquet, checked in full before training."""
 
 import difflib
 import json
@@ -24,11 +24,11 @@ class Prompt:
 def read_prompts(path: Path, prompt_column: str, answer_column: str) -> list[Prompt]:
     """Read every row of a .jsonl or .parquet file.
 
-    A prompt is a string (one user turn) or a list of messages with role and content; a reference is a string or a number.
+    A prompt is a string (one user turn) or a list of messages with role and content, a reference a string or a number.
     A column name with dots reaches into nested objects ("reward_model.ground_truth").
 
     Raises:
-        ValueError: no such file, no rows, a missing column, or a value of the wrong type; the text names row and remedy.
+        ValueError: no such file, no rows, a missing column, or a value of the wrong type; the text names the row.
     """
     rows = read_rows(path)
     return [
@@ -90,12 +90,12 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+        return pq.read_table(path).to_pylist()
+    except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: not a Parquet file ({error})") from error
 
 
@@ -122,7 +122,8 @@ def _messages(path: Path, number: int, column: str, value: Any) -> tuple[Message
     ):
         return tuple(value)
     raise ValueError(
-        f"{path}, row {number}, column {column!r}: expected a text or a list of messages with role and content, got {_describe(value)}"
+        f"{path}, row {number}, column {column!r}: expected a text or a list of messages with role and content, "
+        f"got {_describe(value)}"
     )
 
 

@@ -1,7 +1,7 @@
 import json
 
-import pyarrow
-import pyarrow.parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from apps.common.prompts import read_prompts, split_by_length
@@ -24,7 +24,7 @@ def test_gsm8k_rows(tmp_path):
 def test_parquet_with_messages_and_a_nested_answer(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "7"}}]
     path = tmp_path / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     (prompt,) = read_prompts(path, "prompt", "reward_model.ground_truth")
     assert prompt.messages == ({"role": "user", "content": "hi"},)
     assert prompt.reference == "7"

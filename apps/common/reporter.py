@@ -6,11 +6,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from apps.common.ranks import rank_and_world
 from runlog.display import Progress
 from runlog.report import write_report
 from runlog.run import RunLog
-
-from apps.common.ranks import rank_and_world
 
 
 class Reporter:

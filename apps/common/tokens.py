@@ -22,7 +22,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that closes an assistant's turn: <|im_end|> where the vocabulary has it, else the end-of-sequence token.
+    """The token that closes an assistant's turn: <|im_end|> where the vocabulary has it, else the end of sequence.
 
     Raises:
         ValueError: the tokenizer has neither.

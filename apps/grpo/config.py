@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
 from engines.config import EngineConfig
 from objectives.grpo import GRPO
 from rollout.engine import Sampling

@@ -7,8 +7,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
-from engines.launch import launch, under_torchrun
-
 from apps.common import cli
 from apps.common.checkpoints import last_checkpoint
 from apps.common.run_dir import new_run_dir
@@ -18,6 +16,7 @@ from apps.grpo.recipes import RECIPES
 from apps.grpo.tasks import make_tasks
 from apps.grpo.train import Result, train
 from apps.quickstart.model import save_tiny_model
+from engines.launch import launch, under_torchrun
 
 RUNS = Path("runs/grpo")
 
@@ -43,7 +42,8 @@ def run(config: GrpoConfig) -> Result:
         tasks = make_tasks(config.data, config.seed, load_tokenizer(model))
         if tasks.skipped:
             print(
-                f"skipped {tasks.skipped} prompts longer than {config.data.max_prompt_tokens} tokens (--max-prompt-tokens)"
+                f"skipped {tasks.skipped} prompts of more than {config.data.max_prompt_tokens} tokens "
+                "(--max-prompt-tokens)"
             )
     return launch(train, (config, model, run_dir), config.processes, config.engine.device, config.threads)
 

@@ -1,12 +1,11 @@
-"""Named settings. The two quickstarts were tuned to learn on two CPU cores within four minutes; `math` suits a checkpoint."""
+"""Named settings. The two quickstarts learn on two CPU cores within four minutes; `math` suits a real checkpoint."""
 
 from dataclasses import replace
 
+from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from engines.config import EngineConfig
 from objectives.grpo import GRPO
 from rollout.engine import Sampling
-
-from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 
 QUICKSTART = GrpoConfig(
     recipe="quickstart",

@@ -4,17 +4,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engines.protocol import TrainEngine
-from rollout.chat import Chat
-from rollout.engine import Sampling
-from rollout.environment import Task
-from rollout.episode import derive_seed, run_episode, run_group
-from rollout.native import NativeEngine
-from rollout.trajectory import Trajectory
-
 from apps.common.ranks import gather_lists, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
+from engines.protocol import TrainEngine
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.episode import derive_seed, run_episode, run_group
+from rollout.native import NativeEngine
+from rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

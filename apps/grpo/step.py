@@ -4,15 +4,15 @@ import time
 from dataclasses import dataclass
 
 import torch
+from tensordict import TensorDict
+
+from apps.grpo.config import GrpoConfig
+from apps.grpo.session import Session
 from engines.protocol import TrainEngine
 from objectives import advantages
 from rollout.episode import derive_seed
 from rollout.trajectory import Trajectory, to_batch
 from seqpack import index_select
-from tensordict import TensorDict
-
-from apps.grpo.config import GrpoConfig
-from apps.grpo.session import Session
 
 
 @dataclass(frozen=True)
@@ -86,5 +86,5 @@ def train(batch: TensorDict, scores: torch.Tensor, config: GrpoConfig, engine: T
     return means | {"train/sequences": float(len(rows)), "train/updates": float(len(results))}
 
 
-def _share(rewards: torch.Tensor, group_size: int, test) -> float:  # noqa: ANN001
+def _share(rewards: torch.Tensor, group_size: int, test) -> float:
     return test(rewards.view(-1, group_size)).float().mean().item()

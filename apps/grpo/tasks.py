@@ -5,16 +5,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollout.calculator import calculator
-from rollout.environment import Reply, Task
-from rollout.episode import derive_seed
-from rollout.tools import ToolResult
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.answers import exact_reward
 from apps.common.prompts import Prompt, read_prompts, split_by_length
 from apps.grpo.config import DataConfig
 from apps.quickstart.arithmetic import Problem, distinct, problems
+from rollout.calculator import calculator
+from rollout.environment import Reply, Task
+from rollout.episode import derive_seed
+from rollout.tools import ToolResult
 
 
 @dataclass(frozen=True)

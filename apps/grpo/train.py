@@ -6,12 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engines.build import build_engine
-from engines.config import EngineConfig
-from engines.loading import compute_dtype, load_model, resolve_device
-from engines.protocol import TrainEngine
-from rollout.chat import Chat
-from rollout.native import NativeEngine
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.checkpoints import checkpoint_path, last_checkpoint
@@ -24,6 +18,12 @@ from apps.grpo.session import Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import make_tasks
 from apps.grpo.warm_start import warm_start
+from engines.build import build_engine
+from engines.config import EngineConfig
+from engines.loading import compute_dtype, load_model, resolve_device
+from engines.protocol import TrainEngine
+from rollout.chat import Chat
+from rollout.native import NativeEngine
 
 
 @dataclass(frozen=True)

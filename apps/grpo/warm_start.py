@@ -3,9 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.build import build_engine
-from objectives.sft import SFT
-from rollout.calculator import calculator
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +14,9 @@ from apps.grpo.tasks import made_problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.fit import fit
 from apps.sft.samples import batch_of, sample_of
+from engines.build import build_engine
+from objectives.sft import SFT
+from rollout.calculator import calculator
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from engines.protocol import Objective, TrainEngine
 from tensordict import TensorDict
+
+from engines.protocol import Objective, TrainEngine
 
 
 def fit(

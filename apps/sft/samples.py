@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from chat_tools import render
-from seqpack.batch import make_batch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
+
+from chat_tools import render
+from seqpack.batch import make_batch
 
 Sample = Mapping[str, Any]
 
