@@ -20,8 +20,8 @@ def build(hidden: int, vocab: int) -> Qwen3_5ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=head, full_attention_interval=2, linear_key_head_dim=head, linear_value_head_dim=head,
-        linear_num_key_heads=4, linear_num_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=head, full_attention_interval=2,
+        linear_key_head_dim=head, linear_value_head_dim=head, linear_num_key_heads=4, linear_num_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
                          "mrope_section": [2, 1, 1], "mrope_interleaved": True},
     )  # fmt: skip

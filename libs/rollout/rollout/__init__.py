@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollout.agreement import log_prob_difference as log_prob_difference
-    from rollout.calculator import calculator as calculator
-    from rollout.calculator import evaluate as evaluate
+    from rollout.arithmetic import calculator as calculator
+    from rollout.arithmetic import evaluate as evaluate
     from rollout.chat import Chat as Chat
     from rollout.engine import Completion as Completion
     from rollout.engine import RolloutEngine as RolloutEngine
@@ -42,9 +42,9 @@ _EXPORTS = {
     "Tool": "rollout.tools",
     "Trajectory": "rollout.trajectory",
     "buckets": "rollout.sync",
-    "calculator": "rollout.calculator",
+    "calculator": "rollout.arithmetic",
     "checksum": "rollout.sync",
-    "evaluate": "rollout.calculator",
+    "evaluate": "rollout.arithmetic",
     "log_prob_difference": "rollout.agreement",
     "pieces_of": "rollout.sync",
     "run_episode": "rollout.episode",

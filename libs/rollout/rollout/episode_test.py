@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rollout.calculator import calculator
+from rollout.arithmetic import calculator
 from rollout.chat import Chat
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environment import Outcome, Task

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rollout.calculator import calculator
+from rollout.arithmetic import calculator
 from rollout.tools import Tool, call_tool
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.calculator import MAX_DEPTH, MAX_LENGTH, evaluate, show
+from rollout.arithmetic import MAX_DEPTH, MAX_LENGTH, evaluate, show
 
 
 class Exact:
