@@ -179,7 +179,7 @@ def packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, con
         position_ids=positions,
         # A four-dimensional mask is handed through as it is, so that transformers builds none of T x T; packed layers
         # ignore it.
-        attention_mask=input_ids.new_zeros((1, 1, 1, 1)),
+        attention_mask=input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
         use_cache=False,
         **{CONTEXT_KEY: context},
     )

@@ -1,0 +1,232 @@
+"""The engine in one process: against a plain loop, packed against padded, any micro-batches, and its refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from engines import EngineConfig, build_engine
+from engines.launch import ensure_group
+from engines.tiny import tiny_batch, tiny_config, tiny_model
+from objectives import GRPO, SFT, Totals
+
+LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
+OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.05, off_policy="truncate", aggregation="sequence")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cpu")
+    yield
+    if made:
+        torch.distributed.destroy_process_group()
+
+
+def engine(seed=0, kind="dense", trainable=True, **options):
+    config = EngineConfig(**{"device": "cpu", "lr": 1e-2, "weight_decay": 0.1, **options})
+    return build_engine(config, tiny_model(kind, seed=seed, scale=2.0), trainable=trainable)
+
+
+def weights(built):
+    return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
+
+
+def assert_same_weights(one, other, tolerance=1e-5):
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], value, atol=tolerance, rtol=tolerance, msg=name)
+
+
+def plain_loop(model, batches, temperature=1.0, steps=3):
+    """Rows one by one through the untouched model, torch's AdamW, no packing, no sharding: the oracle of a step."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-8)
+    losses, norms = [], []
+    for batch in batches[:steps]:
+        total = torch.zeros(())
+        count = Totals.of(batch).tokens
+        for ids, mask in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+            chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
+            total = total - (chosen * mask[1:]).sum() / count
+        total.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total))
+    return losses, norms
+
+
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+def test_steps_equal_a_plain_loop(batching):
+    batches = [tiny_batch(LENGTHS, seed=seed) for seed in range(3)]
+    built = engine(batching=batching, max_tokens_per_rank=20, temperature=0.8)
+    oracle = copy.deepcopy(tiny_model("dense", scale=2.0))
+    losses, norms = plain_loop(oracle, batches, temperature=0.8)
+    results = [built.train_batch(batch, SFT()) for batch in batches]
+    assert [r["loss"] for r in results] == pytest.approx(losses, rel=1e-5)
+    assert [r["grad_norm"] for r in results] == pytest.approx(norms, rel=1e-4)
+    assert results[0]["loss"] == pytest.approx(results[0]["nll"], rel=1e-6)
+    assert results[-1]["step"] == 3.0
+    for name, parameter in oracle.named_parameters():
+        torch.testing.assert_close(
+            weights(built)[name].view_as(parameter), parameter.data, atol=2e-4, rtol=2e-4, msg=name
+        )
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_packed_equals_padded_in_any_micro_batches(kind):
+    batch = tiny_batch(LENGTHS)
+    want = engine(kind=kind, max_tokens_per_rank=1000)
+    first = want.train_batch(batch, OBJECTIVE)
+    assert first["micro_batches"] == 1.0
+    for options in (
+        {"max_tokens_per_rank": 15},
+        {"batching": "padded"},
+        {"batching": "padded", "max_tokens_per_rank": 31},
+    ):
+        other = engine(kind=kind, **options)
+        result = other.train_batch(batch, OBJECTIVE)
+        for key in ("loss", "grad_norm", "kl", "entropy", "ratio", "mismatch/abs", "mismatch/abs/max", "policy_loss"):
+            assert result[key] == pytest.approx(first[key], rel=1e-4, abs=1e-6), key
+        assert result["tokens"] == sum(LENGTHS)
+
+
+def test_gradient_checkpointing_and_resharding_change_nothing():
+    batch = tiny_batch(LENGTHS)
+    want = engine(lr=1e-3)
+    want.train_batch(batch, SFT())
+    for options in ({"gradient_checkpointing": True}, {"reshard_after_forward": False}, {"logit_chunk": 3}):
+        other = engine(lr=1e-3, **options)
+        other.train_batch(batch, SFT())
+        assert_same_weights(want, other, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+def test_forward_scores_every_token(batching):
+    batch = tiny_batch(LENGTHS)
+    built = engine(batching=batching, max_tokens_per_rank=16, temperature=0.7)
+    scored = built.forward(batch, entropy=True)
+    for i, ids in enumerate(batch["input_ids"].unbind()):
+        assert scored["log_probs"][i].shape == ids.shape
+        assert scored["log_probs"][i][0] == 0
+    model = tiny_model("dense", scale=2.0)
+    for i, ids in enumerate(batch["input_ids"].unbind()):
+        table = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float() / 0.7, -1)[:-1]
+        torch.testing.assert_close(
+            scored["log_probs"][i][1:], table.gather(1, ids[1:, None])[:, 0], atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(scored["entropy"][i][1:], -(table.exp() * table).sum(-1), atol=1e-4, rtol=1e-4)
+    warmer = built.forward(batch, temperature=1.0)
+    assert set(warmer.keys()) == {"log_probs"}
+    assert not torch.allclose(warmer["log_probs"].values(), scored["log_probs"].values())
+
+
+def test_scores_of_the_engine_are_those_it_trains_on():
+    """old_log_probs from forward() give a ratio of exactly one in the first step."""
+    batch = tiny_batch(LENGTHS)
+    built = engine(max_tokens_per_rank=20)
+    batch["old_log_probs"] = built.forward(batch)["log_probs"]
+    result = built.train_batch(batch, GRPO())
+    assert result["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert result["approx_kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_learning_rate_zero_and_schedule():
+    built = engine(lr=1e-2, warmup_steps=2, lr_schedule="linear", total_steps=4)
+    batch = tiny_batch(LENGTHS)
+    assert [round(built.train_batch(batch, SFT())["lr"], 6) for _ in range(5)] == [0.005, 0.01, 0.01, 0.005, 0.0]
+    before = weights(built)
+    built.train_batch(batch, SFT())
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+
+
+def test_bfloat16_compute_with_float32_weights():
+    batch = tiny_batch(LENGTHS)
+    want = engine(max_tokens_per_rank=20).train_batch(batch, SFT())
+    built = engine(max_tokens_per_rank=20, dtype="bfloat16")
+    got = built.train_batch(batch, SFT())
+    assert got["loss"] == pytest.approx(want["loss"], rel=0.03)
+    assert all(value.dtype == torch.float32 for value in weights(built).values())
+    losses = [built.train_batch(batch, SFT())["loss"] for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    def poisoned(log_probs, entropy, batch, totals):
+        return (log_probs * float("nan")).sum(), {}
+
+    built = engine()
+    before = weights(built)
+    result = built.train_batch(tiny_batch(LENGTHS), poisoned)
+    assert result["skipped"] == 1.0
+    assert not math.isfinite(result["grad_norm"])
+    assert built.step == 0
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+    assert built.train_batch(tiny_batch(LENGTHS), SFT())["skipped"] == 0.0
+
+
+def test_reference_policy_only_scores():
+    built = engine(trainable=False)
+    batch = tiny_batch(LENGTHS)
+    assert not built.forward(batch)["log_probs"].requires_grad
+    with pytest.raises(ValueError, match="trainable=False"):
+        built.train_batch(batch, SFT())
+
+
+def test_offload_and_onload():
+    built, stayed = engine(), engine()
+    batch = tiny_batch(LENGTHS)
+    for one in (built, stayed):
+        one.train_batch(batch, SFT())
+    built.offload()
+    with pytest.raises(ValueError, match="onload"):
+        built.train_batch(batch, SFT())
+    built.onload()
+    for one in (built, stayed):
+        one.train_batch(batch, SFT())
+    assert_same_weights(stayed, built, tolerance=0.0)
+
+
+def test_export_equals_the_state_dict():
+    built = engine()
+    state = tiny_model("dense", scale=2.0).state_dict()
+    exported = weights(built)
+    assert set(state) - set(exported) == {"lm_head.weight"}  # tied to the embedding: exported once
+    for name, value in exported.items():
+        assert torch.equal(value, state[name].flatten())
+    small = list(built.export_weights(max_bytes=64))
+    assert max(part.flat.numel() * part.flat.element_size() for part in small) <= 64
+
+
+def test_plain_facts():
+    built = engine()
+    facts = built.state_summary()
+    assert facts["world_size"] == 1
+    assert facts["dtype"] == "float32"
+    assert facts["parameters"] == sum(p.numel() for p in tiny_model("dense").parameters())
+    assert built.supports("packed")
+    assert not built.supports("megatron")
+
+
+def test_refusals_name_the_fix(tmp_path):
+    batch = tiny_batch(LENGTHS)
+    with pytest.raises(ValueError, match="no model directory"):
+        build_engine(EngineConfig(model=str(tmp_path / "absent"), device="cpu"))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        build_engine(EngineConfig(model=str(tmp_path), device="cpu"))
+    with pytest.raises(ValueError, match="no model"):
+        build_engine(EngineConfig(device="cpu"))
+    with pytest.raises(ValueError, match="not both"):
+        build_engine(EngineConfig(model="here", device="cpu"), tiny_config())
+    with pytest.raises(ValueError, match="lacks advantages"):
+        engine().train_batch(batch.exclude("advantages"), GRPO())
+    with pytest.raises(ValueError, match="14"):
+        engine(max_tokens_per_rank=13).train_batch(batch, SFT())
+    silent = tiny_batch([1, 1])
+    with pytest.raises(ValueError, match="no token"):
+        engine().train_batch(silent, SFT())

@@ -1,0 +1,144 @@
+"""Packed calls equal one-by-one calls, logits and all gradients; without a context nothing changes; undo restores."""
+
+import copy
+
+import pytest
+import torch
+
+from engines.packed_model import PackedContext, adapt_for_packing, packed_hidden, packed_logits
+from engines.tiny import tiny_batch, tiny_model
+from seqpack.packed import pack_sequences
+
+LENGTHS = [7, 1, 19, 4, 2, 33]
+KINDS = ["dense", "moe", "next", "attention"]
+
+
+def one_by_one(model, batch):
+    rows = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in batch["input_ids"].unbind()]
+    return torch.cat(rows)
+
+
+def gradients(model, logits):
+    """Of a sum in which every logit weighs differently."""
+    model.zero_grad()
+    weights = torch.sin(torch.arange(logits.numel(), dtype=logits.dtype)).view_as(logits)
+    (logits * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_isolated(kind):
+    model = tiny_model(kind)
+    if kind in ("dense", "attention"):
+        model = model.double()  # the grouped matrix product of experts has no float64
+    batch = tiny_batch(LENGTHS)
+    want = one_by_one(model, batch)
+    want_grads = gradients(model, want)
+    adapt_for_packing(model)
+    got = packed_logits(model, pack_sequences(batch))
+    # Some transformers layers compute in float32 whatever the model's dtype is: that is the floor here.
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+    for name, grad in gradients(model, got).items():
+        scale = want_grads[name].abs().max() + 1e-12
+        assert (grad - want_grads[name]).abs().max() / scale < 2e-4, name
+
+
+@pytest.mark.parametrize("kind", ["dense", "attention"])
+def test_nothing_else_moves(kind):
+    """Change one sequence: the others' logits are bitwise the same."""
+    model = tiny_model(kind)
+    adapt_for_packing(model)
+    batch = tiny_batch(LENGTHS)
+    packed = pack_sequences(batch)
+    before = packed_logits(model, packed)
+    start, stop = packed.cu_seqlens[2:4].tolist()
+    ids = packed.values["input_ids"].clone()
+    ids[start:stop] = 3
+    after = packed_logits(model, packed.with_values(input_ids=ids))
+    same = (before == after).all(-1)
+    assert same[:start].all()
+    assert same[stop:].all()
+    assert not same[start:stop].all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_context_the_model_is_as_before(kind):
+    model = tiny_model(kind)
+    plain = copy.deepcopy(model)
+    adapt_for_packing(model)
+    ids = torch.randint(2, 48, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    for kwargs in ({}, {"attention_mask": mask}, {"attention_mask": mask, "use_cache": True}):
+        assert torch.equal(model(ids, **kwargs).logits, plain(ids, **kwargs).logits)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_undo_restores_the_instance(kind):
+    model = tiny_model(kind)
+    config = model.config
+    adaptation = adapt_for_packing(model)
+    assert adapt_for_packing(model) is adaptation
+    delta_nets = 0 if kind == "attention" else sum(t == "linear_attention" for t in config.layer_types)
+    assert len(adaptation.changes) == delta_nets + 1
+    adaptation.undo()
+    adaptation.undo()
+    assert model.config is config
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    with pytest.raises(ValueError, match="adapt_for_packing"):
+        packed_logits(model, pack_sequences(tiny_batch([3])))
+
+
+def test_another_model_of_the_same_config_is_not_touched():
+    first = tiny_model("dense")
+    second = type(first)(first.config)
+    before = second.config._attn_implementation
+    adapt_for_packing(first)
+    assert second.config._attn_implementation == before
+    assert not any("forward" in module.__dict__ for module in second.modules())
+
+
+def test_multi_axis_positions_reach_the_rotary_embedding():
+    model = tiny_model("dense")
+    adapt_for_packing(model)
+    packed = pack_sequences(tiny_batch([6, 5]))
+    plain = packed_logits(model, packed)
+    rows = packed.position_ids.expand(3, -1)
+    torch.testing.assert_close(packed_logits(model, packed.with_values(position_ids=rows.contiguous())), plain)
+    moved = torch.stack([packed.position_ids, packed.position_ids // 2, packed.position_ids])
+    assert not torch.allclose(packed_logits(model, packed.with_values(position_ids=moved)), plain)
+
+
+def test_recomputed_layers_see_the_context():
+    model = tiny_model("dense").train()
+    adapt_for_packing(model)
+    packed = pack_sequences(tiny_batch(LENGTHS))
+    want = gradients(model, packed_logits(model, packed))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = gradients(model, packed_logits(model, packed))
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, want[name], atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_drops_the_context_is_an_error():
+    model = tiny_model("attention")
+    adapt_for_packing(model)
+    layer = model.model.layers[1]
+    inner = layer.forward
+    layer.forward = lambda *args, packed_context=None, **kwargs: inner(*args, **kwargs)
+    packed = pack_sequences(tiny_batch([4, 3]))
+    context = PackedContext(packed.cu_seqlens, packed.max_seqlen)
+    with pytest.raises(RuntimeError, match="3 of 4 layers"):
+        packed_hidden(model, packed.values["input_ids"], packed.position_ids, context)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no config"):
+        adapt_for_packing(torch.nn.Linear(2, 2))
+    from transformers import MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="no packed form"):
+        adapt_for_packing(mamba)

@@ -1,0 +1,99 @@
+"""Tiny random models and batches: for the tests, the examples and trying things out on a laptop."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+
+
+def tiny_config(kind: str = "dense", **changes: Any) -> Any:
+    """A transformers config of a hybrid model: gated delta net and full attention layers in turn.
+
+    `kind`: "dense" (Qwen3.5), "moe" (Qwen3.5 MoE), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
+    """
+    shared: dict[str, Any] = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "intermediate_size": 48,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    hybrid: dict[str, Any] = {
+        "full_attention_interval": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts["shared_expert_intermediate_size"] = 16
+    if kind == "dense":
+        from transformers import Qwen3_5TextConfig
+
+        return Qwen3_5TextConfig(
+            **{"tie_word_embeddings": True, "rope_parameters": _ROPE, **shared, **hybrid, **changes}
+        )
+    if kind == "moe":
+        from transformers import Qwen3_5MoeTextConfig
+
+        return Qwen3_5MoeTextConfig(**{"rope_parameters": _ROPE, **shared, **hybrid, **experts, **changes})
+    if kind == "next":
+        from transformers import Qwen3NextConfig
+
+        return Qwen3NextConfig(**{**shared, **hybrid, **experts, **changes})
+    if kind == "attention":
+        from transformers import Qwen3Config
+
+        return Qwen3Config(**{**shared, **changes})
+    raise ValueError(f"kind must be 'dense', 'moe', 'next' or 'attention', got {kind!r}")
+
+
+def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:
+    """A random model whose weights are `scale` times as large as usual, so that a leak would show in its logits."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(scale)
+    return model
+
+
+def tiny_batch(lengths: list[int], seed: int = 0, vocab: int = 48) -> "TensorDict":
+    """Random sequences of these lengths with every key the objectives read; the first third of each is its prompt."""
+    from seqpack.batch import make_batch
+
+    rng = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        mask = torch.arange(length) >= max(1, length // 3)
+        samples.append(
+            {
+                "input_ids": torch.randint(2, vocab, (length,), generator=rng),
+                "loss_mask": mask,
+                "advantages": torch.randn(1, generator=rng) * mask,
+                "rollout_log_probs": -4 * torch.rand(length, generator=rng) * mask,
+                "old_log_probs": -4 * torch.rand(length, generator=rng) * mask,
+                "ref_log_probs": -4 * torch.rand(length, generator=rng) * mask,
+                "group": index // 2,
+            }
+        )
+    return make_batch(samples)
