@@ -111,9 +111,7 @@ def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) ->
         f" at {problem.cap} tokens a rank; raise max_tokens_per_rank to {ceil_div(length, widest)} or shorten it"
     )
     if widest < problem.world_size and method == "ulysses":
-        text += (
-            f" (Ulysses cannot deal {cost.query_heads} heads over {problem.world_size} ranks: method ring or all_gather can)"
-        )
+        text += f" (Ulysses cannot deal {cost.query_heads} heads over {problem.world_size} ranks: method ring or all_gather can)"
     return text
 
 
@@ -136,7 +134,9 @@ def _targets(problem: Problem, smallest: np.ndarray) -> list[float]:
     """Times a step may take, from perfect balance upwards."""
     if not len(problem.lengths):
         return []
-    work = sum(problem.table[1].seconds(float(n), p) - problem.table[1].base for n, p in zip(*_totals(problem), strict=True))
+    work = sum(
+        problem.table[1].seconds(float(n), p) - problem.table[1].base for n, p in zip(*_totals(problem), strict=True)
+    )
     steps = ceil_div(int(problem.lengths.sum()), problem.world_size * problem.cap)
     even = problem.table[1].base + work / problem.world_size / steps
     return [even * slack for slack in SLACKS]

@@ -55,7 +55,7 @@ def pack_group(
 
 def _dummy(batch: TensorDict) -> TensorDict:
     forms = key_forms(batch)
-    row = to_rows(batch[:1] if batch.batch_size[0] == 1 else from_rows([to_rows(batch)[0]], forms))[0]
+    row = to_rows(batch)[0]
     length = row["input_ids"].shape[-1]
     short = {
         key: value.narrow(-1, 0, 1) if forms[key].ragged_dim is not None and value.shape[-1] == length else value
