@@ -4,7 +4,8 @@
     assert_packing_isolated(model)                       # transformers' own packing: position ids that start again
     assert_packing_isolated(model, my_packed_forward)    # yours
 
-Three things are compared: logits, the gradient of every parameter, and, with one sequence changed at a time, the logits of all others.
+Three things are compared: logits, the gradient of every parameter, and, with one sequence changed at a time, the
+logits of all others.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +32,8 @@ LENGTHS = (17, 1, 22, 6, 13)  # 59 tokens, a prime: a dimension of this size is 
 class Tolerance:
     """Largest relative error (norm of the difference over norm of the value) that counts as rounding.
 
-    `logits`: packed against alone. `grads`: likewise, each parameter. `moved`: logits of a sequence when another one is changed; the
-    shapes are the same in both runs, so hardly anything may move.
+    `logits`: packed against alone. `grads`: likewise, each parameter. `moved`: logits of a sequence when another one is
+    changed; the shapes are the same in both runs, so hardly anything may move.
     """
 
     logits: float
@@ -49,8 +50,9 @@ class Tolerance:
 class IsolationReport:
     """What was measured. `isolated` is the verdict, `str()` the account.
 
-    `logits`: relative error of each sequence. `worst_grad`: (parameter, relative error), None where gradients were not compared.
-    `moved`: (changed sequence, sequence that moved, relative error), worst first. `origin`: the module that leaks first.
+    `logits`: relative error of each sequence. `worst_grad`: (parameter, relative error), None where gradients were not
+    compared. `moved`: (changed sequence, sequence that moved, relative error), worst first. `origin`: the module that
+    leaks first.
     """
 
     logits: tuple[float, ...]
@@ -75,18 +77,19 @@ class IsolationReport:
         return self.logits_equal and self.grads_equal and not self.moved
 
     def __str__(self) -> str:
-        worst = max(range(len(self.logits)), key=self.logits.__getitem__)
+        bounds, worst = self.tolerance, max(range(len(self.logits)), key=self.logits.__getitem__)
         lines = ["packing is isolated" if self.isolated else "packing LEAKS between sequences"]
         lines.append(
-            f"  logits, packed against alone: sequence {worst} off by {self.logits[worst]:.1e} (bound {self.tolerance.logits:.0e})"
+            f"  logits, packed against alone: sequence {worst} off by {self.logits[worst]:.1e} "
+            f"(bound {bounds.logits:.0e})"
         )
         if self.worst_grad:
             name, error = self.worst_grad
-            lines.append(f"  gradients: {name} off by {error:.1e} (bound {self.tolerance.grads:.0e})")
+            lines.append(f"  gradients: {name} off by {error:.1e} (bound {bounds.grads:.0e})")
         if self.moved:
             changed, other, error = self.moved[0]
             lines.append(
-                f"  changing sequence {changed} moves sequence {other} by {error:.1e} (bound {self.tolerance.moved:.0e}), "
+                f"  changing sequence {changed} moves sequence {other} by {error:.1e} (bound {bounds.moved:.0e}), "
                 f"{len(self.moved)} such pairs"
             )
         if self.origin:
@@ -95,7 +98,7 @@ class IsolationReport:
 
 
 def position_reset_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """Run a Hugging Face model the way its documentation packs: one row, position ids that start again, no mask, no cache."""
+    """Run a Hugging Face model as its documentation packs: one row, position ids that start again, no mask, no cache."""
     out = model(input_ids=packed.values["input_ids"][None], position_ids=packed.position_ids[None], use_cache=False)
     return out.logits
 
@@ -121,8 +124,8 @@ def check_packing(
 
     Args:
         model: any module; run in eval mode (dropout would hide everything), its parameters' `.grad` is not touched.
-        packed_forward: (model, packed) -> logits [T, V] or [1, T, V]; transformers' own packing where None. `packed.values` has
-            "input_ids".
+        packed_forward: (model, packed) -> logits [T, V] or [1, T, V]; transformers' own packing where None.
+            `packed.values` has "input_ids".
         alone_forward: (model, input_ids [t]) -> logits [t, V] or [1, t, V]; a plain call where None.
         lengths: of the sequences; their sum should not be a size that the model also has elsewhere.
         vocab_size: random tokens are drawn below it; that of the input embedding where None.
@@ -133,8 +136,8 @@ def check_packing(
         seed: of tokens and gradient weights.
 
     Raises:
-        ValueError: fewer than two sequences, no parameter to take a gradient of, logits of another shape, or a model that gives
-            different logits when the same row is run twice.
+        ValueError: fewer than two sequences, no parameter to take a gradient of, logits of another shape, or a model
+            that gives different logits when the same row is run twice.
     """
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(f"give at least two lengths of at least 1, got {tuple(lengths)}")
@@ -154,7 +157,9 @@ def check_packing(
         again, _ = rows.packed(ids, None)
         noise = max(relative_error(a, b) for a, b in zip(again, together, strict=True))
         if noise > bounds.moved:
-            raise ValueError(f"the same row run twice gives logits that differ by {noise:.1e}: make the model deterministic")
+            raise ValueError(
+                f"the same row run twice gives logits that differ by {noise:.1e}: make the model deterministic"
+            )
         moved = rows.moved(ids, others, together, bounds.moved)
         errors = tuple(relative_error(a, b) for a, b in zip(together, apart, strict=True))
         origin = None
@@ -175,7 +180,7 @@ def assert_packing_isolated(
     tolerance: Tolerance | None = None,
     seed: int = 0,
 ) -> IsolationReport:
-    """Raise AssertionError with the account when packing leaks, else return it; arguments and ValueErrors of `check_packing`."""
+    """Raise AssertionError with the account when packing leaks, else return it; all else as in `check_packing`."""
     report = check_packing(
         model, packed_forward, alone_forward, lengths, vocab_size, align, bucket, grads, tolerance, seed
     )
@@ -211,15 +216,23 @@ class _Rows:
         sizes = cu.diff().long()
         positions = torch.arange(total, device=device) - torch.repeat_interleave(cu[:-1].long(), sizes)
         return PackedBatch(
-            {"input_ids": tokens}, cu, self.geometry.max_seqlen, positions, self.geometry.lengths, tuple(range(len(ids))),
-            self.geometry, {"input_ids": 0},
-        )  # fmt: skip
+            values={"input_ids": tokens},
+            cu_seqlens=cu,
+            max_seqlen=self.geometry.max_seqlen,
+            position_ids=positions,
+            lengths=self.geometry.lengths,
+            indices=tuple(range(len(ids))),
+            geometry=self.geometry,
+            token_dims={"input_ids": 0},
+        )
 
     def logits(self, output: Tensor, tokens: int) -> Tensor:
         """Check a forward's result and drop its batch dimension."""
         flat = output[0] if output.dim() == 3 and output.shape[0] == 1 else output
         if flat.dim() != 2 or flat.shape[0] != tokens:
-            raise ValueError(f"the forward must return logits [{tokens}, V] or [1, {tokens}, V], got {tuple(output.shape)}")
+            raise ValueError(
+                f"the forward must return logits [{tokens}, V] or [1, {tokens}, V], got {tuple(output.shape)}"
+            )
         return flat
 
     def packed(self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -279,7 +292,7 @@ def _loss(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def _worst_grad(packed: dict[str, Tensor], alone: dict[str, Tensor]) -> tuple[str, float]:
-    """Return the parameter with the largest relative gradient error; gradients next to nothing are measured against the largest."""
+    """Return the parameter with the largest relative gradient error; one next to nothing is measured against the rest."""
     names = sorted(packed.keys() | alone.keys())
     floor = 1e-3 * max(float(g.norm() / g.numel() ** 0.5) for g in alone.values())
 

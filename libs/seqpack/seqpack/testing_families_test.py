@@ -4,7 +4,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen
 
 from seqpack.testing import assert_packing_isolated, check_packing
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def llama():
@@ -14,7 +20,12 @@ def llama():
 
 def qwen(kinds):
     torch.manual_seed(0)
-    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
     config = Qwen3_5TextConfig(**SIZES, **linear, head_dim=16, num_hidden_layers=len(kinds), layer_types=kinds)
     return Qwen3_5ForCausalLM(config)
 
@@ -36,7 +47,8 @@ def test_stock_qwen_without_fused_kernels_leaks_through_its_linear_attention():
 
 
 @pytest.mark.parametrize(
-    "flags", [{"use_cache": True}, {"use_cache": False, "attention_mask": True}, {"use_cache": False, "position_ids": None}]
+    "flags",
+    [{"use_cache": True}, {"use_cache": False, "attention_mask": True}, {"use_cache": False, "position_ids": None}],
 )
 def test_full_attention_leaks_with_other_flags(flags):
     def packed(model, row):

@@ -75,7 +75,9 @@ def test_a_correct_model_passes_and_is_left_as_it_was():
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("options", [{"align": 8}, {"bucket": 64}, {"lengths": (1, 1)}, {"lengths": (2, 30, 1, 4)}, {"grads": False}])
+@pytest.mark.parametrize(
+    "options", [{"align": 8}, {"bucket": 64}, {"lengths": (1, 1)}, {"lengths": (2, 30, 1, 4)}, {"grads": False}]
+)
 def test_other_rows_pass_too(options):
     assert check_packing(Model(), packed, alone, **options).isolated
 

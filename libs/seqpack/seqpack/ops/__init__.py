@@ -1,4 +1,4 @@
-"""Packed operations of one rank: varlen causal convolution, gated delta rule, varlen attention and their decode steps."""
+"""Packed operations of one rank: causal convolution, gated delta rule, attention, and their decode steps."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,12 +1,16 @@
-"""Depthwise causal convolution over packed sequences: y[t] = act(bias + sum_j weight[:, K-1-j] * x[t-j]), never over a boundary."""
+"""Depthwise causal convolution over packed sequences, never over a boundary.
+
+y[t] = act(bias + sum_j weight[:, K - 1 - j] * x[t - j]); before a sequence's first token x is zero, or the given state.
+"""
 
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
 
+from seqpack.ops.calls import ConvCall
 from seqpack.ops.probe import Request, choose
 from seqpack.ops.rows import lengths_of, positions_of, put_rows, take_rows
 
@@ -43,49 +47,47 @@ def causal_conv1d(
     n, kernel = cu_seqlens.numel() - 1, weight.shape[1]
     if initial_state is not None and initial_state.shape != (n, x.shape[1], kernel - 1):
         raise ValueError(f"initial_state must be {(n, x.shape[1], kernel - 1)}, got {tuple(initial_state.shape)}")
-    request = Request.of("causal_conv1d", x, weight, bias, initial_state, kernel=kernel, dim=x.shape[1])
-    run = choose(request, backend)
-    return run(x, weight, bias, cu_seqlens, activation, initial_state)
+    sizes = {"kernel": kernel, "dim": x.shape[1], "state": initial_state is not None}
+    run = choose(Request.of("causal_conv1d", x, weight, bias, initial_state, cu_seqlens, **sizes), backend)
+    return run(ConvCall(x, weight, bias, cu_seqlens, activation, initial_state))
 
 
-def causal_conv1d_naive(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: Activation, initial_state: Tensor | None
-) -> Tensor:
-    """Compute the same one token at a time: the oracle."""
-    kernel, out, start = weight.shape[1], [], 0
-    for index, length in enumerate(lengths_of(cu_seqlens, x.shape[0])):
-        past = [x.new_zeros(x.shape[1])] * (kernel - 1) if initial_state is None else list(initial_state[index].unbind(1))
+def causal_conv1d_naive(call: ConvCall) -> Tensor:
+    """Compute it one token at a time: the oracle."""
+    x, kernel, out, start = call.x, call.weight.shape[1], [], 0
+    for index, length in enumerate(lengths_of(call.cu_seqlens, x.shape[0])):
+        past = [x.new_zeros(x.shape[1])] * (kernel - 1)
+        if call.initial_state is not None:
+            past = list(call.initial_state[index].unbind(1))
         seen = [*past, *x[start : start + length].unbind(0)]
         for t in range(length):
-            y = torch.zeros_like(x[0]) if bias is None else bias
+            y = torch.zeros_like(x[0]) if call.bias is None else call.bias
             for j in range(kernel):
-                y = y + weight[:, j] * seen[t + j]
-            out.append(y * torch.sigmoid(y) if activation == "silu" else y)
+                y = y + call.weight[:, j] * seen[t + j]
+            out.append(y * torch.sigmoid(y) if call.activation == "silu" else y)
         start += length
     return torch.stack(out) if out else torch.zeros_like(x)
 
 
-def causal_conv1d_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: Activation, initial_state: Tensor | None
-) -> Tensor:
-    """Compute the same with K multiply-adds over a buffer that has K - 1 rows of past in front of every sequence."""
-    total, gap = x.shape[0], weight.shape[1] - 1
-    compute = _compute_dtype(x, weight)
-    lengths = torch.tensor(lengths_of(cu_seqlens, total), device=x.device)
+def causal_conv1d_torch(call: ConvCall) -> Tensor:
+    """Compute it with K multiply-adds over a buffer that has K - 1 rows of past in front of every sequence."""
+    x, total, gap = call.x, call.x.shape[0], call.weight.shape[1] - 1
+    compute = _compute_dtype(x, call.weight)
+    lengths = torch.tensor(lengths_of(call.cu_seqlens, total), device=x.device)
     sequence, _ = positions_of(lengths)
     n = lengths.numel()
     slots = torch.arange(total, device=x.device) + (sequence + 1) * gap
     source, places = x.to(compute), slots
-    if initial_state is not None and gap:
+    if call.initial_state is not None and gap:
         front = lengths.cumsum(0) - lengths + torch.arange(n, device=x.device) * gap
-        source = torch.cat([source, initial_state.transpose(1, 2).reshape(n * gap, -1).to(compute)])
+        source = torch.cat([source, call.initial_state.transpose(1, 2).reshape(n * gap, -1).to(compute)])
         places = torch.cat([slots, (front[:, None] + torch.arange(gap, device=x.device)).flatten()])
     buffer = put_rows(source[:, None], torch.zeros_like(places), places, 1, total + n * gap)[0, 0]
-    y = _SlidingSum.apply(buffer, weight.t().to(compute).contiguous())
+    y = _SlidingSum.apply(buffer, call.weight.t().to(compute).contiguous())
     y = take_rows(y[None, None], torch.zeros_like(slots), slots - gap)[:, 0]
-    if bias is not None:
-        y = y + bias.to(compute)
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+    if call.bias is not None:
+        y = y + call.bias.to(compute)
+    return (silu(y) if call.activation == "silu" else y).to(x.dtype)
 
 
 def _compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -119,7 +121,7 @@ class _SlidingSum(torch.autograd.Function):
 
 
 def causal_conv1d_state(x: Tensor, cu_seqlens: Tensor, kernel: int, initial_state: Tensor | None = None) -> Tensor:
-    """Return what `causal_conv1d_step` needs after the packed sequences: their last K - 1 inputs, [n, D, K - 1], oldest first.
+    """Return what `causal_conv1d_step` goes on from: each sequence's last K - 1 inputs [n, D, K - 1], oldest first.
 
     Sequences shorter than K - 1 are filled up from `initial_state`, or with zeros.
     """
@@ -155,7 +157,7 @@ def causal_conv1d_step(
     y = (window.to(compute) * weight.to(compute)).sum(-1)
     if bias is not None:
         y = y + bias.to(compute)
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype), window[..., 1:]
+    return (silu(y) if activation == "silu" else y).to(x.dtype), window[..., 1:]
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> None:

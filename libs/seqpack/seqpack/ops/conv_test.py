@@ -26,11 +26,19 @@ def test_torch_path_equals_the_oracle(lengths, kernel, activation, with_bias, wi
     results = []
     for backend in ("naive", "torch"):
         y = causal_conv1d(
-            x, weight, bias if with_bias else None, cumulative(lengths), activation, state if with_state else None, backend
+            x,
+            weight,
+            bias if with_bias else None,
+            cumulative(lengths),
+            activation,
+            state if with_state else None,
+            backend,
         )
         w = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).cos()
         grads = torch.autograd.grad((y * w).sum(), given_tensors, allow_unused=True)
-        results.append([y, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, given_tensors, strict=True))])
+        results.append(
+            [y, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, given_tensors, strict=True))]
+        )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

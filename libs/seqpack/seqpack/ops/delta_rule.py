@@ -1,6 +1,6 @@
 """Gated delta rule over packed sequences (Gated Delta Networks, arXiv 2412.06464, eq. 10).
 
-For every head a state S [Dk, Dv] reads and writes one token at a time:
+For every head a state S [Dk, Dv] is faded, corrected and read, one token at a time:
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
     o_t = scale * S_t^T q_t
@@ -11,6 +11,7 @@ For every head a state S [Dk, Dv] reads and writes one token at a time:
 import torch
 from torch import Tensor
 
+from seqpack.ops.calls import DeltaCall, DeltaStep
 from seqpack.ops.delta_rule_chunks import chunked
 from seqpack.ops.probe import Request, choose
 from seqpack.ops.rows import lengths_of
@@ -45,25 +46,29 @@ def gated_delta_rule(
         l2norm_qk: divide q and k by sqrt(sum of squares + 1e-6) first.
         initial_state: [n, Hv, Dk, Dv]; zeros where None.
         output_final_state: also return the states after each sequence.
-        chunk_size: tokens per chunk of the chunked forms; chosen from the lengths where None.
+        chunk_size: tokens per chunk of the plain torch form; chosen from the lengths where None. Fused kernels have
+            their own and are not taken when it is given.
         backend: "auto", "naive", "torch", "fla" or "flash_qla" (see `seqpack.ops.backends`).
 
     Returns:
-        (o [T, Hv, Dv] in the dtype of v, final states [n, Hv, Dk, Dv] or None). States are float32, or float64 for float64 inputs.
+        (o [T, Hv, Dv] in the dtype of v, final states [n, Hv, Dk, Dv] or None). States are float32, or float64 for
+        float64 inputs.
 
     Raises:
         ValueError: shapes that disagree, or a backend that cannot run here, with the reason.
     """
     _check(q, k, v, g, beta)
-    sizes = (cu_seqlens.numel() - 1, v.shape[1], k.shape[2], v.shape[2])
-    if initial_state is not None and initial_state.shape != sizes:
-        raise ValueError(f"initial_state must be [n, Hv, Dk, Dv] = {sizes}, got {tuple(initial_state.shape)}")
+    expected = (cu_seqlens.numel() - 1, v.shape[1], k.shape[2], v.shape[2])
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(f"initial_state must be [n, Hv, Dk, Dv] = {expected}, got {tuple(initial_state.shape)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be positive, got {chunk_size}")
-    request = Request.of("gated_delta_rule", q, k, v, g, beta, initial_state, key_dim=k.shape[2], value_dim=v.shape[2])
-    run = choose(request, backend)
+    sizes = _sizes(k, v, chunk_size)
+    run = choose(Request.of("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, **sizes), backend)
     factor = k.shape[2] ** -0.5 if scale is None else scale
-    return run(q, k, v, g, beta, cu_seqlens, factor, l2norm_qk, initial_state, output_final_state, chunk_size)
+    return run(
+        DeltaCall(q, k, v, g, beta, cu_seqlens, factor, l2norm_qk, initial_state, output_final_state, chunk_size)
+    )
 
 
 def gated_delta_rule_step(
@@ -75,6 +80,7 @@ def gated_delta_rule_step(
     state: Tensor,
     scale: float | None = None,
     l2norm_qk: bool = True,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Advance n sequences by one token.
 
@@ -87,21 +93,69 @@ def gated_delta_rule_step(
         state: [n, Hv, Dk, Dv]; not modified.
         scale: as in `gated_delta_rule`.
         l2norm_qk: as in `gated_delta_rule`.
+        backend: "auto", "torch" or "fla".
 
     Returns:
         (o [n, Hv, Dv] in the dtype of v, the next state [n, Hv, Dk, Dv] in the dtype of the state).
     """
     _check(q, k, v, g, beta)
-    sizes = (v.shape[0], v.shape[1], k.shape[2], v.shape[2])
-    if state.shape != sizes:
-        raise ValueError(f"state must be [n, Hv, Dk, Dv] = {sizes}, got {tuple(state.shape)}")
-    factor = k.shape[2] ** -0.5 if scale is None else scale
-    dtype = compute_dtype(v)
-    q, k = (x.to(dtype).repeat_interleave(v.shape[1] // k.shape[1], dim=1) for x in (q, k))
-    if l2norm_qk:
-        q, k = l2norm(q), l2norm(k)
-    o, after = _advance(state.to(dtype), q, k, v.to(dtype), g.to(dtype), beta.to(dtype))
-    return (o * factor).to(v.dtype), after.to(state.dtype)
+    expected = (v.shape[0], v.shape[1], k.shape[2], v.shape[2])
+    if state.shape != expected:
+        raise ValueError(f"state must be [n, Hv, Dk, Dv] = {expected}, got {tuple(state.shape)}")
+    run = choose(Request.of("gated_delta_rule_step", q, k, v, g, beta, state, **_sizes(k, v, None)), backend)
+    return run(DeltaStep(q, k, v, g, beta, state, k.shape[2] ** -0.5 if scale is None else scale, l2norm_qk))
+
+
+def gated_delta_rule_step_torch(step: DeltaStep) -> tuple[Tensor, Tensor]:
+    """Advance one token in plain torch."""
+    v, dtype = step.v, _compute_dtype(step.v)
+    q, k = (x.to(dtype).repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (step.q, step.k))
+    if step.l2norm_qk:
+        q, k = _l2norm(q), _l2norm(k)
+    with torch.autocast(v.device.type, enabled=False):
+        o, after = _advance(step.state.to(dtype), q, k, v.to(dtype), step.g.to(dtype), step.beta.to(dtype))
+    return (o * step.scale).to(v.dtype), after.to(step.state.dtype)
+
+
+def gated_delta_rule_naive(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+    """Compute it one token and one sequence at a time: the oracle."""
+    dtype, groups = _compute_dtype(call.v), call.v.shape[1] // call.k.shape[1]
+    q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
+    outputs, finals, start = [], [], 0
+    for index, length in enumerate(lengths_of(call.cu_seqlens, v.shape[0])):
+        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
+        if call.initial_state is not None:
+            state = call.initial_state[index].to(dtype)
+        for t in range(start, start + length):
+            q_t, k_t = q[t], k[t]
+            if call.l2norm_qk:
+                q_t = q_t / (q_t.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
+                k_t = k_t / (k_t.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
+            q_t, k_t = q_t.repeat_interleave(groups, 0), k_t.repeat_interleave(groups, 0)
+            o_t, state = _advance(state, q_t, k_t, v[t], g[t], beta[t])
+            outputs.append(call.scale * o_t)
+        finals.append(state)
+        start += length
+    o = (torch.stack(outputs) if outputs else v).to(call.v.dtype)
+    if not call.output_final_state:
+        return o, None
+    return o, torch.stack(finals) if finals else v.new_zeros(0, v.shape[1], k.shape[2], v.shape[2])
+
+
+def gated_delta_rule_torch(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+    """Compute it chunkwise in plain torch, batched over all chunks of all sequences."""
+    dtype, groups = _compute_dtype(call.v), call.v.shape[1] // call.k.shape[1]
+    lengths = lengths_of(call.cu_seqlens, call.v.shape[0])
+    q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
+    if call.l2norm_qk:
+        q, k = _l2norm(q), _l2norm(k)
+    q = q * call.scale
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, dim=1), k.repeat_interleave(groups, dim=1)
+    state = None if call.initial_state is None else call.initial_state.to(dtype)
+    with torch.autocast(v.device.type, enabled=False):
+        o, final = chunked(q, k, v, g, beta, lengths, state, call.output_final_state, call.chunk_size)
+    return o.to(call.v.dtype), final
 
 
 def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,78 +166,19 @@ def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
     return torch.einsum("...kv,...k->...v", after, q), after
 
 
-def gated_delta_rule_naive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    l2norm_qk: bool,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    chunk_size: int | None,  # noqa: ARG001  the recurrence has no chunks
-) -> tuple[Tensor, Tensor | None]:
-    """Compute it one token and one sequence at a time: the oracle."""
-    dtype, groups = compute_dtype(v), v.shape[1] // k.shape[1]
-    q, k, values, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
-    outputs, finals, start = [], [], 0
-    for index, length in enumerate(lengths_of(cu_seqlens, v.shape[0])):
-        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2], dtype=dtype)
-        if initial_state is not None:
-            state = initial_state[index].to(dtype)
-        for t in range(start, start + length):
-            q_t, k_t = q[t], k[t]
-            if l2norm_qk:
-                q_t = q_t / (q_t.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
-                k_t = k_t / (k_t.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
-            q_t, k_t = q_t.repeat_interleave(groups, 0), k_t.repeat_interleave(groups, 0)
-            o_t, state = _advance(state, q_t, k_t, values[t], g[t], beta[t])
-            outputs.append(scale * o_t)
-        finals.append(state)
-        start += length
-    o = torch.stack(outputs).to(v.dtype) if outputs else torch.zeros_like(v)
-    if not output_final_state:
-        return o, None
-    return o, torch.stack(finals) if finals else v.new_zeros(0, v.shape[1], k.shape[2], v.shape[2], dtype=dtype)
-
-
-def gated_delta_rule_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    l2norm_qk: bool,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    chunk_size: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute it chunkwise in plain torch, batched over all chunks of all sequences."""
-    dtype, groups = compute_dtype(v), v.shape[1] // k.shape[1]
-    lengths = lengths_of(cu_seqlens, v.shape[0])
-    q, k = q.to(dtype), k.to(dtype)
-    if l2norm_qk:
-        q, k = l2norm(q), l2norm(k)
-    q = q * scale
-    if groups > 1:
-        q, k = q.repeat_interleave(groups, dim=1), k.repeat_interleave(groups, dim=1)
-    state = None if initial_state is None else initial_state.to(dtype)
-    o, final = chunked(q, k, v.to(dtype), g.to(dtype), beta.to(dtype), lengths, state, output_final_state, chunk_size)
-    return o.to(v.dtype), final
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def l2norm(x: Tensor) -> Tensor:
+def _l2norm(x: Tensor) -> Tensor:
     """Divide by sqrt(sum of squares over the last dim + 1e-6)."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _sizes(k: Tensor, v: Tensor, chunk_size: int | None) -> dict[str, int | bool]:
+    """Name what kernels care about."""
+    return {"key_dim": k.shape[2], "value_dim": v.shape[2], "chunk_size": chunk_size is not None}
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
@@ -194,5 +189,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
         raise ValueError(f"v must be [T, Hv, Dv] with T = {q.shape[0]}, got {tuple(v.shape)}")
     if v.shape[1] % k.shape[1]:
         raise ValueError(f"the {v.shape[1]} value heads are no multiple of the {k.shape[1]} key heads")
-    if g.shape != v.shape[:2] or beta.shape != v.shape[:2]:
-        raise ValueError(f"g and beta must be [T, Hv] = {tuple(v.shape[:2])}, got {tuple(g.shape)} and {tuple(beta.shape)}")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:2]:
+            raise ValueError(f"{name} must be [T, Hv] = {tuple(v.shape[:2])}, got {tuple(x.shape)}")

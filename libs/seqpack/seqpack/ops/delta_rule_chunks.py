@@ -1,6 +1,6 @@
-"""The chunkwise (WY) form of the gated delta rule for many sequences at once (arXiv 2412.06464, section 3.3), in plain torch.
+"""The chunkwise (WY) form of the gated delta rule for many sequences at once, in plain torch (arXiv 2412.06464, 3.3).
 
-Inside a chunk that starts from state S, with b the running sum of g, the writes u of its tokens solve a triangular system:
+Inside a chunk that starts from state S, with b the running sum of g, the writes u solve a triangular system:
 
     u_i + beta_i sum_{j<i} exp(b_i - b_j) (k_i . k_j) u_j = beta_i (v_i - exp(b_i) S^T k_i)
 
@@ -9,10 +9,10 @@ so u = P - R S with P and R independent of S, and
     o_i = exp(b_i) S^T q_i + sum_{j<=i} exp(b_i - b_j) (q_i . k_j) u_j
     S'  = exp(b_end) S + sum_j exp(b_end - b_j) k_j u_j^T
 
-Everything but the last line's chain S -> S' is computed for all chunks of all sequences in single batched products. Each sequence's
-chunks are its own. Sequences are sorted by their number of chunks and chunks are stored step by step (all first chunks, then all
-second chunks, ...), so that step s of the chain is one product over a contiguous slice, and the Python loop is as long as the longest
-sequence has chunks.
+Everything but the chain S -> S' is computed for all chunks of all sequences in single batched products. Each sequence
+has chunks of its own. Sequences are sorted by their number of chunks, and chunks are stored step by step (all first
+chunks, then all second chunks, ...): a step of the chain is one product over a contiguous slice, and the Python loop is
+as long as the longest sequence has chunks.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,17 @@ _STEP_COST = 2e6  # a step of the loop
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Where each token goes: chunk `rows[t]`, place `columns[t]`; `steps[s]` = how many sequences have more than s chunks."""
+    """Where each token goes: chunk `rows[t]`, place `columns[t]`.
+
+    `steps[s]`: how many sequences have more than s chunks. `order[i]`: the sequence that stands at place i when sorted
+    by number of chunks, longest first.
+    """
 
     size: int
     rows: Tensor
     columns: Tensor
     steps: tuple[int, ...]
-    order: Tensor  # order[i] = the sequence that stands at place i when sorted by number of chunks, longest first
+    order: Tensor
 
 
 def choose_chunk_size(lengths: Sequence[int], heads: int, key_dim: int, value_dim: int) -> int:
@@ -121,7 +125,9 @@ def chunked(
     if not need_state and not output_final_state:
         return take_rows(within @ solved, plan.rows, plan.columns), None
     rest = (b[..., -1:] - b).exp()[..., None]
-    writes, starts, final = _chain(plan, solved, (k * rest).transpose(-1, -2), b[..., -1].exp(), initial_state, value_dim)
+    writes, starts, final = _chain(
+        plan, solved, (k * rest).transpose(-1, -2), b[..., -1].exp(), initial_state, value_dim
+    )
     o = within @ writes
     if starts is not None:
         o = o + (q * reach) @ starts
@@ -147,7 +153,8 @@ def _chain(
         value_dim: Dv.
 
     Returns:
-        (u [N, H, C, Dv], the state before each chunk [N, H, Dk, Dv] or None where all are zero, final states in sorted order).
+        (u [N, H, C, Dv], the state before each chunk [N, H, Dk, Dv] or None where all are zero, final states in sorted
+        order).
     """
     n, heads, key_dim = plan.order.numel(), solved.shape[1], keys_t.shape[2]
     carried = solved.shape[3] > value_dim

@@ -29,7 +29,12 @@ def inputs(lengths, key_heads=1, groups=1, dims=(3, 2), seed=0, dtype=torch.floa
 def run(tensors, lengths, with_state, backend, **options):
     *operands, state = tensors
     o, final = gated_delta_rule(
-        *operands, cumulative(lengths), initial_state=state if with_state else None, output_final_state=True, backend=backend, **options
+        *operands,
+        cumulative(lengths),
+        initial_state=state if with_state else None,
+        output_final_state=True,
+        backend=backend,
+        **options,
     )
     weights = [torch.arange(t.numel(), dtype=t.dtype).reshape(t.shape).cos() for t in (o, final)]
     loss = (o * weights[0]).sum() + (final * weights[1]).sum()
@@ -38,7 +43,9 @@ def run(tensors, lengths, with_state, backend, **options):
 
 
 @settings(max_examples=40, deadline=None)
-@given(LENGTHS, st.sampled_from([None, 1, 2, 5, 16]), st.booleans(), st.integers(1, 2), st.integers(1, 2), st.booleans())
+@given(
+    LENGTHS, st.sampled_from([None, 1, 2, 5, 16]), st.booleans(), st.integers(1, 2), st.integers(1, 2), st.booleans()
+)
 def test_chunks_equal_the_recurrence_forward_and_backward(lengths, size, with_state, key_heads, groups, norm):
     tensors = inputs(lengths, key_heads, groups, decay=0.1)
     options = {"l2norm_qk": norm} if norm else {"l2norm_qk": False, "scale": 0.1}
@@ -55,7 +62,9 @@ def test_gradcheck(with_final):
     cu = cumulative(lengths)
 
     def call(*a):
-        o, final = gated_delta_rule(*a[:5], cu, initial_state=a[5], output_final_state=with_final, chunk_size=2, backend="torch")
+        o, final = gated_delta_rule(
+            *a[:5], cu, initial_state=a[5], output_final_state=with_final, chunk_size=2, backend="torch"
+        )
         return (o, final) if with_final else o
 
     assert torch.autograd.gradcheck(call, (*operands, state))
@@ -96,9 +105,13 @@ def test_a_state_handed_on_equals_one_call():
         second.append(tokens[cut:])
         assert len(tokens) == length
     first, second = torch.cat(first), torch.cat(second)
-    o1, middle = gated_delta_rule(*(t[first] for t in operands), cumulative(cuts), initial_state=state, output_final_state=True)
+    o1, middle = gated_delta_rule(
+        *(t[first] for t in operands), cumulative(cuts), initial_state=state, output_final_state=True
+    )
     left = [n - c for n, c in zip(lengths, cuts, strict=True)]
-    o2, last = gated_delta_rule(*(t[second] for t in operands), cumulative(left), initial_state=middle, output_final_state=True)
+    o2, last = gated_delta_rule(
+        *(t[second] for t in operands), cumulative(left), initial_state=middle, output_final_state=True
+    )
     torch.testing.assert_close(torch.cat([o1, o2]), whole[torch.cat([first, second])], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(last, final, rtol=1e-9, atol=1e-9)
 
@@ -144,7 +157,9 @@ def test_plan_gives_each_token_a_place_of_its_own_in_order(lengths, size):
     assert len(set(places)) == sum(lengths)
     rank = {sequence: i for i, sequence in enumerate(plan.order.tolist())}
     expected = [
-        (sum(plan.steps[: t // size]) + rank[i]) * size + t % size for i, length in enumerate(lengths) for t in range(length)
+        (sum(plan.steps[: t // size]) + rank[i]) * size + t % size
+        for i, length in enumerate(lengths)
+        for t in range(length)
     ]
     assert places == expected
 
@@ -160,7 +175,7 @@ def test_chunk_size_fits_the_lengths():
     [
         ({"k": torch.randn(5, 2, 3)}, "q and k"),
         ({"v": torch.randn(5, 3, 4)}, "3 value heads are no multiple of the 2 key heads"),
-        ({"g": torch.randn(5, 2)}, "g and beta"),
+        ({"g": torch.randn(5, 2)}, "g must be"),
         ({"cu_seqlens": cumulative([4])}, "ends at 4, but there are 5"),
         ({"initial_state": torch.randn(2, 4, 4, 4)}, "initial_state must be"),
         ({"chunk_size": 0}, "chunk_size must be positive"),

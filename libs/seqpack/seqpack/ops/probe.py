@@ -23,7 +23,7 @@ class Availability(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks of a backend: operation, device, dtype, whether gradients flow, and the sizes kernels care about."""
+    """What a call asks of a backend: operation, device, dtype, whether gradients flow, sizes that kernels care about."""
 
     op: str
     device: torch.device
@@ -86,11 +86,21 @@ def _refuse_fla(request: Request) -> str | None:
 
 
 def _refuse_fla_delta(request: Request) -> str | None:
-    return _refuse_fla(request) or (_triton_trap(request) if request.grad else None)
+    return _refuse_fla(request) or _own_chunks(request) or (_triton_trap(request) if request.grad else None)
+
+
+def _refuse_fla_step(request: Request) -> str | None:
+    return _refuse_fla(request) or ("its recurrent kernel has no backward" if request.grad else None)
+
+
+def _own_chunks(request: Request) -> str | None:
+    if request.sizes.get("chunk_size", False):
+        return "the kernel's chunk size is its own, leave chunk_size=None"
+    return None
 
 
 def _triton_trap(request: Request) -> str | None:
-    """fla's Triton backward of gated rules is switched off on Hopper for triton 3.4.0 to 3.7.0; tilelang or FlashQLA replace it."""
+    """Say no where fla has no backward: Hopper with triton 3.4.0 to 3.7.0, unless tilelang or FlashQLA replace it."""
     if torch.cuda.get_device_capability(request.device)[0] != 9:
         return None
     triton = installed("triton") or "0"
@@ -101,11 +111,11 @@ def _triton_trap(request: Request) -> str | None:
         return None
     if _refuse_flash_qla(request) is None and os.environ.get("FLA_FLASH_QLA") != "0":
         return None
-    return f"its backward does not run on Hopper with triton {triton}: install tilelang or flash-qla, or triton 3.7.1 or newer"
+    return f"no backward on Hopper with triton {triton}: install tilelang or flash-qla, or triton 3.7.1 or newer"
 
 
 def _refuse_flash_qla(request: Request) -> str | None:
-    reason = _needs_package("flash_qla", "flash-qla") or _needs_cuda_half(request)
+    reason = _needs_package("flash_qla", "flash-qla") or _needs_cuda_half(request) or _own_chunks(request)
     if reason:
         return reason
     if torch.cuda.get_device_capability(request.device)[0] != 9:
@@ -155,6 +165,10 @@ _TABLE: dict[str, dict[str, _Backend]] = {
         "torch": _Backend("seqpack.ops.delta_rule:gated_delta_rule_torch", _accept),
         "naive": _Backend("seqpack.ops.delta_rule:gated_delta_rule_naive", _accept, automatic=False),
     },
+    "gated_delta_rule_step": {
+        "fla": _Backend("seqpack.ops.fused:gated_delta_rule_step_fla", _refuse_fla_step),
+        "torch": _Backend("seqpack.ops.delta_rule:gated_delta_rule_step_torch", _accept),
+    },
     "attention": {
         "varlen": _Backend("seqpack.ops.fused:attention_varlen", _refuse_varlen),
         "torch": _Backend("seqpack.ops.varlen_attention:attention_torch", _accept),
@@ -182,7 +196,9 @@ def choose(request: Request, backend: str = "auto") -> Callable[..., Any]:
     return table[backend].load()
 
 
-def backends(device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> dict[str, dict[str, Availability]]:
+def backends(
+    device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> dict[str, dict[str, Availability]]:
     """Report, for every operation, which backends can run on a device and why the others cannot.
 
     Args:
@@ -190,14 +206,14 @@ def backends(device: torch.device | str | None = None, dtype: torch.dtype | None
         dtype: bfloat16 on CUDA and float32 elsewhere, where None.
 
     Returns:
-        {operation: {backend: Availability}}, in the order in which "auto" tries them; the answer is for training with common
-        sizes (head dim 128, kernel 4); a call with other sizes may still be refused.
+        {operation: {backend: Availability}}, in the order in which "auto" tries them. The answer is for training (decoding
+        for the step) with common sizes (head dim 128, kernel 4); a call with other sizes may still be refused.
     """
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     report: dict[str, dict[str, Availability]] = {}
     for op, table in _TABLE.items():
-        request = Request(op, place, kind, True, {})
+        request = Request(op, place, kind, not op.endswith("_step"), {})
         reasons = {name: entry.refuse(request) for name, entry in table.items()}
         report[op] = {
             name: Availability(reason is None, reason or ("only when asked for" if not table[name].automatic else ""))

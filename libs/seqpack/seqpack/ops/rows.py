@@ -1,9 +1,10 @@
 """Where packed tokens go: boundary checks, and the two copies (put, take) that every plain torch path is made of.
 
-A packed tensor has its tokens in dimension 0. `put_rows` writes the tokens to distinct places of a zero-filled buffer, `take_rows`
-reads them back; each is the gradient of the other, so no atomic add and no sum over duplicates happens in either direction.
+A packed tensor has its tokens in dimension 0. `put_rows` writes the tokens to distinct places of a zero-filled buffer,
+`take_rows` reads them back; each is the gradient of the other, so nothing is ever summed over duplicate places.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def lengths_of(cu_seqlens: Tensor, total: int, name: str = "cu_seqlens") -> list
         raise ValueError(f"{name} must start at 0, got {edges[0]}")
     if edges[-1] != total:
         raise ValueError(f"{name} ends at {edges[-1]}, but there are {total} packed tokens")
-    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(edges)]
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"{name} decreases at entry {index + 1}: {edges[index]} -> {edges[index + 1]}")

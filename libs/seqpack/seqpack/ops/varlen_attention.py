@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from seqpack.ops.calls import AttentionCall
 from seqpack.ops.probe import Request, choose
 from seqpack.ops.rows import lengths_of, positions_of, put_rows, take_rows
 
@@ -51,52 +52,44 @@ def attention(
         raise ValueError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
-    request = Request.of("attention", q, k, v, head_dim=q.shape[2])
-    run = choose(request, backend)
-    return run(q, k, v, cu_seqlens, q.shape[2] ** -0.5 if scale is None else scale, causal, window, max_seqlen)
+    run = choose(Request.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    return run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen))
 
 
-def attention_naive(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool, window: int | None, max_seqlen: int | None  # noqa: ARG001
-) -> Tensor:
+def attention_naive(call: AttentionCall) -> Tensor:
     """Compute softmax(scale q k^T) v for one query token at a time: the oracle."""
-    groups, outputs, start = q.shape[1] // k.shape[1], [], 0
-    for length in lengths_of(cu_seqlens, q.shape[0]):
+    q, groups, outputs, start = call.q, call.q.shape[1] // call.k.shape[1], [], 0
+    for length in lengths_of(call.cu_seqlens, q.shape[0]):
         for t in range(start, start + length):
-            first = start if window is None else max(start, t - window + 1)
-            last = t + 1 if causal else start + length
-            keys, values = (x[first:last].repeat_interleave(groups, 1) for x in (k, v))
-            weights = (torch.einsum("hd,jhd->hj", q[t], keys) * scale).softmax(-1)
+            first = start if call.window is None else max(start, t - call.window + 1)
+            last = t + 1 if call.causal else start + length
+            keys, values = (x[first:last].repeat_interleave(groups, 1) for x in (call.k, call.v))
+            weights = (torch.einsum("hd,jhd->hj", q[t], keys) * call.scale).softmax(-1)
             outputs.append(torch.einsum("hj,jhd->hd", weights, values))
         start += length
     return torch.stack(outputs) if outputs else torch.zeros_like(q)
 
 
-def attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool, window: int | None, max_seqlen: int | None  # noqa: ARG001
-) -> Tensor:
+def attention_torch(call: AttentionCall) -> Tensor:
     """Compute it with scaled_dot_product_attention over buckets of sequences of similar length."""
-    lengths = lengths_of(cu_seqlens, q.shape[0])
-    sequence, position = positions_of(torch.tensor(lengths, device=q.device))
-    plan = buckets(lengths)
-    if not plan:
-        return q.clone()
-    if len(plan) == 1:
-        return _bucket(q, k, v, lengths, plan[0], sequence, position, scale, causal, window)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    out, places = [], []
-    for members in plan:
-        tokens = torch.cat([torch.arange(starts[i], starts[i + 1], device=q.device) for i in members])
-        inner, at = positions_of(torch.tensor([lengths[i] for i in members], device=q.device))
-        picked = (_pick(x, tokens) for x in (q, k, v))
-        out.append(_bucket(*picked, [lengths[i] for i in members], range(len(members)), inner, at, scale, causal, window))
-        places.append(tokens)
+    device = call.q.device
+    lengths = lengths_of(call.cu_seqlens, call.q.shape[0])
+    groups = buckets(lengths)
+    if not groups:
+        return call.q.clone()
+    if len(groups) == 1:
+        return _bucket(call, call.q, call.k, call.v, lengths)
+    tokens = torch.arange(call.q.shape[0], device=device).split(lengths)
+    places = [torch.cat([tokens[i] for i in group]) for group in groups]
+    outputs = [
+        _bucket(call, _pick(call.q, place), _pick(call.k, place), _pick(call.v, place), [lengths[i] for i in group])
+        for group, place in zip(groups, places, strict=True)
+    ]
     joined = torch.cat(places)
     back = torch.empty_like(joined)
-    back[joined] = torch.arange(joined.numel(), device=q.device)
-    return _pick(torch.cat(out), back)
+    back[joined] = torch.arange(joined.numel(), device=device)
+    return _pick(torch.cat(outputs), back)
 
 
 def buckets(lengths: Sequence[int]) -> list[list[int]]:
@@ -117,30 +110,24 @@ def _pick(x: Tensor, tokens: Tensor) -> Tensor:
     return take_rows(x[None].transpose(1, 2), torch.zeros_like(tokens), tokens)
 
 
-def _bucket(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    members: Sequence[int],
-    rows: Tensor,
-    columns: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """Attend for packed tokens whose place in the padded [rows, longest] form is (rows, columns)."""
-    longest = max(lengths[i] for i in members)
-    padded = (put_rows(x, rows, columns, len(lengths), longest) for x in (q, k, v))
+def _bucket(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Attend for packed sequences padded to the longest of them; padding stands behind, where no token looks."""
+    sizes, longest = torch.tensor(lengths, device=q.device), max(lengths)
+    rows, columns = positions_of(sizes)
+    place = torch.arange(longest, device=q.device)
     mask = None
-    if window is not None and window < longest:
-        place = torch.arange(longest, device=q.device)
+    if call.window is not None and call.window < longest:
         gap = place[:, None] - place
-        mask = ((gap >= 0) & (gap < window))[None, None]
-    elif not causal:
-        ends = torch.tensor(lengths, device=q.device)
-        mask = (torch.arange(longest, device=q.device) < ends[:, None].clamp(min=1))[:, None, None]
-    out = F.scaled_dot_product_attention(
-        *padded, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        mask = (gap >= 0) & (gap < call.window)
+    elif not call.causal:
+        mask = (place < sizes[:, None].clamp(min=1))[:, None, None]
+    out = scaled_dot_product_attention(
+        put_rows(q, rows, columns, len(lengths), longest),
+        put_rows(k, rows, columns, len(lengths), longest),
+        put_rows(v, rows, columns, len(lengths), longest),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=call.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return take_rows(out, rows, columns)

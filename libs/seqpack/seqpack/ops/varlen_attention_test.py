@@ -24,12 +24,16 @@ def run(tensors, lengths, **options):
 
 
 @settings(max_examples=30, deadline=None)
-@given(LENGTHS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([(True, None), (True, 3), (True, 60), (False, None)]))
+@given(
+    LENGTHS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([(True, None), (True, 3), (True, 60), (False, None)])
+)
 def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
     tensors = inputs(lengths, heads, groups)
     options = {"causal": kind[0], "window": kind[1], "scale": 0.7}
     for a, b in zip(
-        run(tensors, lengths, backend="torch", **options), run(tensors, lengths, backend="naive", **options), strict=True
+        run(tensors, lengths, backend="torch", **options),
+        run(tensors, lengths, backend="naive", **options),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -37,7 +41,9 @@ def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
 def test_gradcheck():
     lengths = [40, 1, 3]
     tensors = inputs(lengths, 1, 2, 2)
-    assert torch.autograd.gradcheck(lambda *t: attention(*t, cumulative(lengths)).reshape(44, -1)[[0, 39, 40, 42]], tensors)
+    assert torch.autograd.gradcheck(
+        lambda *t: attention(*t, cumulative(lengths)).reshape(44, -1)[[0, 39, 40, 42]], tensors
+    )
 
 
 def test_nothing_crosses_a_boundary_not_even_nan():
@@ -76,6 +82,11 @@ def test_buckets_hold_every_sequence_once_and_waste_little(lengths):
     ],
 )
 def test_bad_calls_are_named(change, text):
-    call = {"q": torch.randn(5, 4, 8), "k": torch.randn(5, 2, 8), "v": torch.randn(5, 2, 8), "cu_seqlens": cumulative([5])}
+    call = {
+        "q": torch.randn(5, 4, 8),
+        "k": torch.randn(5, 2, 8),
+        "v": torch.randn(5, 2, 8),
+        "cu_seqlens": cumulative([5]),
+    }
     with pytest.raises(ValueError, match=text):
         attention(**{**call, **change})

@@ -1,0 +1,116 @@
+"""Fused kernels of other packages behind the calls of this one; imported only after `probe` has said that they can run.
+
+Boundaries are handed to the kernels as they are: checking them would make every call wait for the device.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from seqpack.ops.calls import AttentionCall, ConvCall, DeltaCall, DeltaStep
+
+
+def causal_conv1d_package(call: ConvCall) -> Tensor:
+    """Run the causal-conv1d package, which keeps sequences apart by a sequence number per token."""
+    from causal_conv1d import causal_conv1d_fn
+
+    x, cu_seqlens = call.x, call.cu_seqlens
+    number = torch.arange(cu_seqlens.numel() - 1, device=x.device, dtype=torch.int32)
+    seq_idx = torch.repeat_interleave(number, cu_seqlens.diff().long(), output_size=x.shape[0])[None]
+    rows = x.contiguous()[None].transpose(1, 2)  # channels last, as its packed kernel wants it
+    return causal_conv1d_fn(rows, call.weight, call.bias, seq_idx=seq_idx, activation=call.activation)[0].t()
+
+
+def causal_conv1d_fla(call: ConvCall) -> Tensor:
+    """Run the Triton kernel of flash-linear-attention; its state has K columns, the first of which is not read."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    y, _ = causal_conv1d(
+        call.x.contiguous()[None],
+        call.weight,
+        call.bias,
+        initial_state=None if call.initial_state is None else pad(call.initial_state.to(call.x.dtype), (1, 0)),
+        activation=call.activation,
+        cu_seqlens=call.cu_seqlens.long(),
+    )
+    return y[0]
+
+
+def gated_delta_rule_fla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+    """Run flash-linear-attention, chunked; it takes FlashQLA's kernels by itself where they are installed and fit."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return _batch_of_one(chunk_gated_delta_rule, call)
+
+
+def gated_delta_rule_flash_qla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+    """Run FlashQLA itself, without flash-linear-attention."""
+    from flash_qla import chunk_gated_delta_rule
+
+    return _batch_of_one(chunk_gated_delta_rule, call)
+
+
+def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+    """Call a kernel that wants a batch dimension of one, a float32 decay and int64 boundaries."""
+    state = call.initial_state
+    o, final = kernel(
+        *(x.contiguous()[None] for x in (call.q, call.k, call.v)),
+        g=call.g.float().contiguous()[None],
+        beta=call.beta.to(call.v.dtype).contiguous()[None],
+        scale=call.scale,
+        initial_state=None if state is None else state.float().contiguous(),
+        output_final_state=call.output_final_state,
+        use_qk_l2norm_in_kernel=call.l2norm_qk,
+        cu_seqlens=call.cu_seqlens.long(),
+    )
+    return o[0], final if call.output_final_state else None
+
+
+def gated_delta_rule_step_fla(step: DeltaStep) -> tuple[Tensor, Tensor]:
+    """Advance one token with the recurrent kernel of flash-linear-attention (it has no backward)."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    o, after = fused_recurrent_gated_delta_rule(
+        *(x.contiguous()[:, None] for x in (step.q, step.k, step.v)),
+        g=step.g.float().contiguous()[:, None],
+        beta=step.beta.to(step.v.dtype).contiguous()[:, None],
+        scale=step.scale,
+        initial_state=step.state.float().contiguous(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=step.l2norm_qk,
+    )
+    return o[:, 0], after.to(step.state.dtype)
+
+
+def attention_varlen(call: AttentionCall) -> Tensor:
+    """Run torch's variable-length flash attention; its keywords differ between torch releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = call.max_seqlen
+    if longest is None:
+        longest = int(call.cu_seqlens.diff().max())
+    names = _parameters(varlen_attn)
+    options: dict[str, Any] = {"scale": call.scale} if "scale" in names else {}
+    if "window_size" in names:
+        options["window_size"] = (-1 if call.window is None else call.window - 1, 0 if call.causal else -1)
+    elif call.window is not None:
+        raise ValueError(f"varlen_attn of torch {torch.__version__} has no sliding window; use backend='torch'")
+    else:
+        options["is_causal"] = call.causal
+    if "enable_gqa" in names:
+        options["enable_gqa"] = call.q.shape[1] != call.k.shape[1]
+    q = call.q if "scale" in names else call.q * (call.scale * call.q.shape[2] ** 0.5)
+    cu = call.cu_seqlens.int()
+    out = varlen_attn(q.contiguous(), call.k.contiguous(), call.v.contiguous(), cu, cu, longest, longest, **options)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the parameter names of a function."""
+    return frozenset(inspect.signature(function).parameters)
