@@ -48,8 +48,13 @@ class ToolSet:
         """Return the schema of the tool's arguments, None for a tool that is not there."""
         return self.parameters.get(name)
 
-    def from_texts(self, name: str, pairs: Sequence[tuple[str, str]], notes: list[str]) -> dict[str, Any]:
-        """Give texts their types by the tool's schema; the last of duplicate keys counts."""
+    def from_texts(
+        self, name: str, pairs: Sequence[tuple[str, str]], notes: list[str], guess: bool = False
+    ) -> dict[str, Any]:
+        """Give texts their types by the tool's schema; the last of duplicate keys counts.
+
+        Undeclared ones stay text, unless it shall be guessed: then they are JSON if they can be.
+        """
         schema = self.get(name)
         properties = _properties(schema)
         values: dict[str, Any] = {}
@@ -61,7 +66,7 @@ class ToolSet:
             elif schema is not None and isinstance(schema.get("additionalProperties"), Mapping):
                 values[key] = from_text(text, schema["additionalProperties"], schema, notes, key)
             else:
-                values[key] = text
+                values[key] = from_text(text, {}, {}, notes, key) if guess else text
         self._check_names(name, values, notes)
         return values
 
@@ -137,7 +142,7 @@ def _as_string(text: str, schema: Any, root: Schema, notes: list[str], path: str
 
 def _by_word(text: str, types: set[str]) -> Any:
     """Read true, false and null in any case; all else stays text."""
-    word = text.strip().lower()
+    word = text.strip().lower() if "string" not in types else ""
     if "boolean" in types and word in ("true", "false"):
         return word == "true"
     if "null" in types and word in ("null", "none"):

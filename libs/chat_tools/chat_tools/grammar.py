@@ -11,46 +11,192 @@ Pair = tuple[str, str]
 class Tagged:
     """Arguments as tagged values: NAME `name_end`, then `key[0]` KEY `key[1]` `value[0]` VALUE `value[1]` repeated.
 
-    With `newlines`, one newline after the opening and one before the closing tag of a value belong to the tags.
+    With `newlines`, one newline after the opening and one before the closing tag of a value belong to the tags. With
+    `guess`, a value whose type nobody declares is read as JSON if it is JSON.
     """
 
     name_end: str
     key: Pair
     value: Pair
     newlines: bool = False
+    guess: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """`{"name": ..., "arguments": {...}}`, alone or in a list (`objects`); or a header and the arguments' object.
+
+    `header` is a pattern of all that stands between the opening marker and the object, with a group `name` and perhaps
+    `id`. `after` may follow the object. `quotes` are further string delimiters, without escapes; keys are bare then.
+    """
+
+    objects: bool = True
+    header: str = ""
+    after: str = ""
+    quotes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pythonic:
+    """A list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Messages with headers (gpt-oss harmony): `start` and `channel` open a header, `message` ends it, `ends` the text."""
+
+    start: str
+    channel: str
+    message: str
+    ends: tuple[str, ...]
+    reasoning: str
+    recipient: str
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: blocks of reasoning, an optional `section` around calls, and the call's own markers and body."""
+    """A format of assistant turns.
+
+    `calls` are the markers of one call (no closing one: the body ends itself), `section` a wrapper around calls,
+    `reasoning` the markers of thinking, `ends` the tokens that end a turn. Calls stand inside the section only, or with
+    `bare` at the beginning of a line too; `opening` is a character that begins a call if it begins the answer.
+    """
 
     name: str
-    call: Pair
-    body: Tagged
+    calls: tuple[Pair, ...]
+    body: Tagged | Json | Pythonic | Channels
     section: Pair | None = None
     reasoning: tuple[Pair, ...] = (("<think>", "</think>"),)
     ends: tuple[str, ...] = ()
     bare: bool = False
+    opening: str = ""
 
 
-_CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
-
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        Format(
-            "qwen3_xml",
-            section=("<tool_call>", "</tool_call>"),
-            call=("<function=", "</function>"),
-            body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>"), newlines=True),
-            ends=_CHATML_ENDS,
-            bare=True,
-        ),
-    )
+_CHATML = ("<|im_end|>", "<|endoftext|>")
+_DEEPSEEK = {
+    "section": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "calls": (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
+    "ends": ("<｜end▁of▁sentence｜>",),
+    "bare": True,
 }
 
+_ALL = (
+    Format(
+        "qwen3_xml",
+        section=("<tool_call>", "</tool_call>"),
+        calls=(("<function=", "</function>"),),
+        body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>"), newlines=True),
+        ends=_CHATML,
+        bare=True,
+    ),
+    Format("hermes", calls=(("<tool_call>", "</tool_call>"),), body=Json(), ends=_CHATML),
+    Format(
+        "llama3_json",
+        calls=(("<|python_tag|>", ""),),
+        body=Json(),
+        ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+        opening="{",
+    ),
+    Format(
+        "pythonic",
+        calls=(("<|python_start|>", "<|python_end|>"),),
+        body=Pythonic(),
+        ends=("<|eot|>", "<|eot_id|>", "<|eom|>"),
+        opening="[",
+    ),
+    Format(
+        "mistral",
+        calls=(("[TOOL_CALLS]", ""),),
+        body=Json(header=r"(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS\])?"),
+        reasoning=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
+        ends=("</s>",),
+    ),
+    Format(
+        "deepseek_v3",
+        body=Json(objects=False, header=r"\w+<｜tool▁sep｜>(?P<name>[^\n`<]*?)\s*```(?:json)?", after="```"),
+        **_DEEPSEEK,  # type: ignore[arg-type]
+    ),
+    Format(
+        "deepseek_v3.1",
+        body=Json(objects=False, header=r"(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>"),
+        **_DEEPSEEK,  # type: ignore[arg-type]
+    ),
+    Format(
+        "glm-4.5",
+        calls=(("<tool_call>", "</tool_call>"),),
+        body=Tagged(name_end="\n", key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), guess=True),
+        ends=("<|user|>", "<|observation|>", "<|endoftext|>"),
+    ),
+    Format(
+        "kimi_k2",
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        calls=(("<|tool_call_begin|>", "<|tool_call_end|>"),),
+        body=Json(
+            objects=False,
+            header=r"(?P<id>(?:functions\.)?(?P<name>[^\n<]*?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        ),
+        ends=("<|im_end|>", "[EOS]"),
+        bare=True,
+    ),
+    Format(
+        "minimax",
+        section=("<minimax:tool_call>", "</minimax:tool_call>"),
+        calls=(('<invoke name="', "</invoke>"),),
+        body=Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>")),
+        ends=("[e~[",),
+        bare=True,
+    ),
+    Format(
+        "granite",
+        calls=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")),
+        body=Json(),
+        ends=("<|end_of_text|>",),
+    ),
+    Format(
+        "harmony",
+        calls=(),
+        body=Channels(
+            start="<|start|>",
+            channel="<|channel|>",
+            message="<|message|>",
+            ends=("<|end|>", "<|call|>", "<|return|>"),
+            reasoning="analysis",
+            recipient=r"\bto=(?:functions\.)?(?P<name>[^\s<]*)",
+        ),
+        reasoning=(),
+    ),
+    Format(
+        "seed",
+        section=("<seed:tool_call>", "</seed:tool_call>"),
+        calls=(("<function=", "</function>"),),
+        body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>")),
+        reasoning=(("<seed:think>", "</seed:think>"),),
+        ends=("<seed:eos>",),
+        bare=True,
+    ),
+    Format(
+        "gemma",
+        calls=(("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")),
+        body=Json(objects=False, header=r"call:(?P<name>[^\s{]*)", quotes=('<|"|>', "<escape>")),
+        reasoning=(("<|channel>thought", "<channel|>"),),
+        ends=("<turn|>", "<end_of_turn>", "<|tool_response>", "<start_function_response>"),
+    ),
+)
 
-ALIASES = {"qwen3_5": "qwen3_xml", "qwen3_coder": "qwen3_xml"}
+FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
+ALIASES = {
+    "deepseek_v31": "deepseek_v3.1",
+    "gemma4": "gemma",
+    "glm": "glm-4.5",
+    "glm45": "glm-4.5",
+    "gpt-oss": "harmony",
+    "gpt_oss": "harmony",
+    "kimi": "kimi_k2",
+    "minimax_m2": "minimax",
+    "qwen3_5": "qwen3_xml",
+    "qwen3_coder": "qwen3_xml",
+    "seed_oss": "seed",
+}
 
 
 def formats() -> list[str]:

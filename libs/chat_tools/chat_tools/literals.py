@@ -119,14 +119,14 @@ def _unescape_one(match: re.Match[str]) -> str:
 class LiteralParser:
     """A recursive reader of literals: strings, numbers, words, lists, tuples, dicts. Depth is bounded.
 
-    `quote` adds a string delimiter that knows no escapes; with `bare_keys`, dict keys may be plain words.
+    `quotes` are further string delimiters, which know no escapes; with `bare_keys`, dict keys may be plain words.
     """
 
-    def __init__(self, text: str, notes: list[str], pos: int = 0, quote: str = "", bare_keys: bool = False) -> None:
+    def __init__(self, text: str, notes: list[str], pos: int = 0, quotes: tuple[str, ...] = (), bare_keys: bool = False) -> None:
         self.text = text
         self.pos = pos
         self.notes = notes
-        self.quote = quote
+        self.quotes = quotes
         self.bare_keys = bare_keys
 
     def whole(self) -> Any:
@@ -165,12 +165,13 @@ class LiteralParser:
 
     def scalar(self) -> Any:
         """Read a string, number or word."""
-        if self.quote and self.take(self.quote):
-            end = self.text.find(self.quote, self.pos)
-            if end < 0:
-                raise LiteralError("string not closed")
-            value, self.pos = self.text[self.pos : end], end + len(self.quote)
-            return value
+        for quote in self.quotes:
+            if self.take(quote):
+                end = self.text.find(quote, self.pos)
+                if end < 0:
+                    raise LiteralError("string not closed")
+                value, self.pos = self.text[self.pos : end], end + len(quote)
+                return value
         if match := _STRING.match(self.text, self.pos):
             self.pos = match.end()
             return unescape(next(group for group in match.groups() if group is not None))

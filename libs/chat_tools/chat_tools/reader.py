@@ -28,6 +28,9 @@ class Marks:
     def of(cls, literals: Iterable[str], others: Iterable[str] = (), longest: int = 0) -> Marks:
         """Compile literals, and other patterns that begin with the first character of one of the literals."""
         known = sorted({literal for literal in literals if literal}, key=len, reverse=True)
+        pairs = ((a, b) for a in known for b in known if a != b)
+        if any(b.startswith(a) for a, b in pairs):
+            raise ValueError(f"a marker must not begin with another one: {known}")
         first = "".join(sorted({re.escape(literal[0]) for literal in known}))
         pattern = "|".join([*others, *map(re.escape, known)])
         return cls(re.compile(pattern), max([longest, *map(len, known)]), re.compile(f"[{first}]"))
@@ -43,22 +46,22 @@ class Reader:
         self.operations = 0
         self.reread = 0
         self._store = io.StringIO(newline="")
-        self._window = ""
-        self._base = 0
+        self.window = ""
+        self.base = 0
 
     def append(self, text: str) -> None:
         """Add text at the end; costs the new text and the few characters not consumed yet."""
         self._store.write(text)
-        self._window = self._window[self.pos - self._base :] + text
-        self._base = self.pos
+        self.window = self.window[self.pos - self.base :] + text
+        self.base = self.pos
         self.end += len(text)
-        self.operations += len(self._window)
+        self.operations += len(self.window)
 
     def slice(self, start: int, end: int) -> str:
         """Return the characters `start:end`."""
         self.operations += end - start
-        if start >= self._base:
-            return self._window[start - self._base : end - self._base]
+        if start >= self.base:
+            return self.window[start - self.base : end - self.base]
         self._store.seek(start)
         text = self._store.read(end - start)
         self._store.seek(0, io.SEEK_END)
@@ -71,9 +74,9 @@ class Reader:
     def rewind(self, pos: int) -> None:
         """Go back to `pos`."""
         self.reread += self.pos - pos
-        if pos < self._base:
+        if pos < self.base:
             window = self.slice(pos, self.end)
-            self._window, self._base = window, pos
+            self.window, self.base = window, pos
         self.pos = pos
 
     def may_reread(self) -> bool:
@@ -83,18 +86,18 @@ class Reader:
     def search(self, marks: Marks) -> Wait[re.Match[str] | None]:
         """Move to the next mark, or to the end of the text (None)."""
         while True:
-            match = marks.pattern.search(self._window, self.pos - self._base)
+            match = marks.pattern.search(self.window, self.pos - self.base)
             if match:
-                self.operations += self._base + match.end() - self.pos
-                self.pos = self._base + match.start()
+                self.operations += self.base + match.end() - self.pos
+                self.pos = self.base + match.start()
                 return match
             self.operations += self.end - self.pos
             if self.final:
                 self.pos = self.end
                 return None
             tail = max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
-            begun = marks.first.search(self._window, tail - self._base)
-            self.pos = self._base + begun.start() if begun else self.end
+            begun = marks.first.search(self.window, tail - self.base)
+            self.pos = self.base + begun.start() if begun else self.end
             yield
 
     def space(self) -> Wait[None]:
@@ -104,14 +107,14 @@ class Reader:
     def at(self, literals: Sequence[str]) -> Wait[str | None]:
         """Return which of the literals stands here, "" for none, None at the end of the text. Does not move."""
         while True:
-            start = self.pos - self._base
+            start = self.pos - self.base
             for literal in literals:
-                if self._window.startswith(literal, start):
+                if self.window.startswith(literal, start):
                     self.operations += len(literal)
                     return literal
             if self.final:
                 return "" if self.pos < self.end else None
-            here = self._window[start : start + 256]
+            here = self.window[start : start + 256]
             if here and not any(literal.startswith(here) for literal in literals):
                 self.operations += 1
                 return ""
@@ -121,8 +124,8 @@ class Reader:
         """Return the next `count` characters, fewer only at the end of the text. Does not move."""
         while self.end - self.pos < count and not self.final:
             yield
-        start = self.pos - self._base
-        return self._window[start : start + count]
+        start = self.pos - self.base
+        return self.window[start : start + count]
 
     def at_line_start(self, pos: int) -> bool:
         """Say whether `pos` is the first position of a line."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Format, Tagged
@@ -24,32 +24,34 @@ class TaggedTables:
     """What one format's tags compile to."""
 
     def __init__(self, fmt: Format) -> None:
-        assert isinstance(fmt.body, Tagged)
-        self.body = fmt.body
-        pairs = {"p": (fmt.body.key[0], fmt.body.value[1]), "f": fmt.call}
+        body = fmt.body
+        assert isinstance(body, Tagged) and len(fmt.calls) == 1
+        call = fmt.calls[0]
+        self.body = body
+        pairs = {"p": (body.key[0], body.value[1]), "f": call}
         if fmt.section:
             pairs["s"] = fmt.section
+        self.outer = "s" if fmt.section else "f"
         self.close = {closing: kind for kind, (_, closing) in pairs.items()}
         self.open = {opening: kind for kind, (opening, _) in pairs.items()}
         name = rf"[^<>\n]{{1,{_HEADER}}}"
-        opens = [
-            (fmt.body.key[0], name + re.escape(fmt.body.key[1])),
-            (fmt.call[0], name + re.escape(fmt.body.name_end) if fmt.body.name_end != "\n" else ""),
-            (fmt.section[0] if fmt.section else "", ""),
-        ]
-        others = [f"(?P<close>{'|'.join(map(re.escape, self.close))})"]
-        others += [f"{re.escape(opening)}{rest}" for opening, rest in opens if opening]
+        opens = {
+            body.key[0]: name + re.escape(body.key[1]),
+            call[0]: "" if body.name_end == "\n" else name + re.escape(body.name_end),
+        }
         marks = [*self.close, *self.open]
-        self.in_value = Marks.of(
-            marks, others, _HEADER + 2 * max(map(len, [*marks, fmt.body.key[1], fmt.body.name_end]))
+        others = [f"(?P<close>{'|'.join(map(re.escape, self.close))})"]
+        others += [re.escape(opening) + opens.get(opening, "") for opening in self.open]
+        self.in_value = Marks(
+            re.compile("|".join(others)),
+            _HEADER + 2 * max(map(len, [*marks, body.key[1], body.name_end])),
+            Marks.of(marks).first,
         )
-        self.in_value = replace(self.in_value, pattern=re.compile("|".join(others)))
-        self.marks = marks
-        self.between = Marks.of(m for m in marks if m != fmt.body.value[1])
-        self.name_stop = Marks.of([fmt.body.name_end, "\n", "<"])
-        self.key_stop = Marks.of([fmt.body.key[1], "\n", "<"])
-        self.after_value = [m for m in self.marks if m != fmt.body.value[1]]
-        self.after_call = [m for kind, pair in pairs.items() if kind != "p" for m in pair]
+        self.between = Marks.of(m for m in marks if m != body.value[1])
+        self.name_stop = Marks.of([body.name_end, "\n", "<"])
+        self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
+        self.after_value = [m for m in marks if m != body.value[1]]
+        self.after_call = [*(m for kind, pair in pairs.items() if kind != "p" for m in pair), *fmt.ends]
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class TaggedReader:
         while True:
             start = self.reader.pos
             match = yield from self.reader.search(self.tables.between)
-            if self.reader.slice(start, self.reader.pos).strip():
+            if match is not None and self.reader.slice(start, self.reader.pos).strip():
                 self.notes.append("text between the arguments was left out")
             if match is None:
                 return "the text ends inside the call"
@@ -95,7 +97,7 @@ class TaggedReader:
                 continue
             else:
                 self.notes.append("the call's closing tag is missing")
-            arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes))
+            arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes, self.tables.body.guess))
             self.recorder.call(self.reader.pos, name, arguments, self.notes)
             return None
 
@@ -104,10 +106,10 @@ class TaggedReader:
         start = self.reader.pos
         match = yield from self.reader.search(stop)
         name = self.reader.slice(start, self.reader.pos).strip().strip("\"'")
-        if match is None or match.group() != end:
-            return None
-        self.reader.pos += len(end)
-        return name
+        if match is not None and match.group() == end:
+            self.reader.pos += len(end)
+            return name
+        return name if end == "\n" and match is not None else None  # a line's end may be missing
 
     def _parameter(self, properties: Mapping[str, object] | None) -> Wait[str | None]:
         body = self.tables.body
@@ -179,7 +181,7 @@ class TaggedReader:
                 reader.pos += len(mark)
                 if kind == "p":
                     return at
-                if kind == "f" and not (yield from self._plausible(kind)):
+                if kind != self.tables.outer and not (yield from self._plausible(kind)):
                     continue
             else:
                 kind = next(kind for opening, kind in tables.open.items() if mark.startswith(opening))
@@ -199,7 +201,5 @@ class TaggedReader:
     def _plausible(self, kind: str) -> Wait[bool]:
         """Say whether what follows a closing tag can follow it; moves over white space only."""
         yield from self.reader.space()
-        if kind == "s":
-            return (yield from self.reader.at([m for m, k in self.tables.open.items() if k == "s"])) != ""
         following = self.tables.after_value if kind == "p" else self.tables.after_call
         return (yield from self.reader.at(following)) != ""

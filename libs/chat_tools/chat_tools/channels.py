@@ -1,0 +1,109 @@
+"""Read turns made of messages with headers, as gpt-oss writes them (harmony).
+
+A header names a channel and perhaps a recipient: what goes to a function is a call, the analysis channel is reasoning,
+all else is content.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from chat_tools.arguments import ToolSet
+from chat_tools.grammar import Channels
+from chat_tools.literals import LiteralError, dumps, loads
+from chat_tools.message import Kind
+from chat_tools.reader import Marks, Reader, Wait
+from chat_tools.recorder import Recorder
+
+
+class ChannelTables:
+    """What the markers of a channel format compile to."""
+
+    def __init__(self, body: Channels) -> None:
+        self.body = body
+        self.opens = (body.start, body.channel)
+        self.header = Marks.of([body.message, *self.opens, *body.ends])
+        self.again = Marks.of([body.message, body.start, *body.ends])
+        self.inside = Marks.of([*self.opens, *body.ends])
+        self.recipient = re.compile(body.recipient)
+        self.name = re.compile(rf"{re.escape(body.channel)}\s*(\w+)")
+
+
+@dataclass(slots=True)
+class ChannelReader:
+    """Reads one message; the position is at its header's first marker."""
+
+    reader: Reader
+    recorder: Recorder
+    tables: ChannelTables
+    tools: ToolSet
+
+    def read(self) -> Wait[None]:
+        """Read a header and the text that belongs to it."""
+        reader, tables, body = self.reader, self.tables, self.tables.body
+        start = reader.pos
+        reader.pos += len(body.start if (yield from reader.at([body.start])) else body.channel)
+        match = yield from reader.search(tables.header)
+        if match is not None and match.group() == body.channel:  # <|start|>assistant<|channel|>...
+            reader.pos += len(body.channel)
+            match = yield from reader.search(tables.again)
+        if match is None or match.group() != body.message:
+            reason = "the text ends inside a header" if match is None else "a header without a message"
+            self.recorder.malformed(reader.pos, reason)
+            return
+        header = reader.slice(start, reader.pos)
+        reader.pos += len(body.message)
+        recipient = tables.recipient.search(header)
+        channel = tables.name.search(header)
+        if recipient is not None:
+            yield from self._call(recipient["name"])
+            return
+        reasoning = channel is not None and channel.group(1) == body.reasoning
+        yield from self._words("reasoning" if reasoning else "content")
+
+    def _words(self, kind: Kind) -> Wait[None]:
+        """Take the text of a message as it comes."""
+        self.recorder.marker(kind, self.reader.pos, opens=True)
+        search = self.reader.search(self.tables.inside)
+        while True:
+            try:
+                next(search)
+            except StopIteration as stop:
+                self._take(kind)
+                self._end(stop.value, kind)
+                return
+            self._take(kind)
+            yield
+
+    def _take(self, kind: Kind) -> None:
+        start, end = self.recorder.cursor, self.reader.pos
+        self.recorder.text(kind, end, self.reader.slice(start, end))
+
+    def _end(self, match: re.Match[str] | None, kind: Kind) -> None:
+        if match is not None and match.group() in self.tables.body.ends:
+            self.reader.pos += len(match.group())
+            self.recorder.marker(kind, self.reader.pos)
+
+    def _call(self, name: str) -> Wait[None]:
+        """Take a call: all of the message has to be its arguments."""
+        reader, recorder = self.reader, self.recorder
+        start = reader.pos
+        match = yield from reader.search(self.tables.inside)
+        text = reader.slice(start, reader.pos)
+        if match is not None and match.group() in self.tables.body.ends:
+            reader.pos += len(match.group())
+        notes: list[str] = []
+        try:
+            value = loads(text, notes)
+        except LiteralError as error:
+            short = "the text ends inside the call" if match is None else f"the arguments are not JSON: {error}"
+            recorder.malformed(reader.pos, short)
+            return
+        if not name or not isinstance(value, dict):
+            recorder.malformed(reader.pos, "the arguments are not an object" if name else "the tool's name is empty")
+            return
+        if match is None:
+            notes.append("the call's closing marker is missing")
+        self.tools.check(name, value, notes)
+        recorder.call(reader.pos, name, dumps(value), notes)
