@@ -70,6 +70,16 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
         **attrs
     )
 
+    # What `pip install ./libs/NAME` reads; //build/proofs installs each library from it.
+    native.filegroup(
+        name = name + "_tree",
+        srcs = native.glob(
+            ["pyproject.toml", "README.md", _library_name() + "/**"],
+            exclude = ["**/*_test.py", "**/__pycache__/**"],
+        ),
+        visibility = ["//visibility:public"],
+    )
+
 # Tags that say what a test needs; .bazelrc decides which of them run.
 _NEEDS = ["gpu", "gpu4", "npu", "vllm", "slow", "browser"]
 
