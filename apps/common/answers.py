@@ -20,7 +20,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a reply or a reference marks: the last \boxed{...}, else what follows the last ####, else None."""
+    r"""What a reply or a reference marks: the last \boxed{...}, else what follows the last ####, else None."""
     found = boxed(text)
     if found is None and "####" in text:
         found = text.rsplit("####", 1)[1]

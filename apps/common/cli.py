@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 from apps.common.config_file import CONFIG_NAME, dump_config, load_config
+from apps.common.run_dir import newest_run
 
 C = TypeVar("C")
 
@@ -61,10 +62,11 @@ def main(run: Callable[[], Any]) -> None:
         raise SystemExit(130) from None
 
 
-def newest_run(runs: Path) -> Path | None:
-    """The run folder below `runs` whose configuration was written last."""
-    found = [path.parent for path in runs.glob(f"*/{CONFIG_NAME}")]
-    return max(found, key=lambda path: (path / CONFIG_NAME).stat().st_mtime, default=None)
+def with_real_recipe(argv: Sequence[str], recipe: str) -> list[str]:
+    """`argv`, asking for `recipe` where a model or file is given and no recipe is."""
+    names = {word.split("=")[0] for word in argv}
+    real = names & {"--model", "--data"} and not names & {"--recipe", "--resume"}
+    return [*argv, "--recipe", recipe] if real else list(argv)
 
 
 def _earlier_run(kind: type[C], named: str | None, runs: Path) -> C:

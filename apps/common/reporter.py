@@ -7,9 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from apps.common.ranks import rank_and_world
-from runlog.display import Progress
-from runlog.report import write_report
-from runlog.run import RunLog
+from runlog import Progress, RunLog, write_report
 
 
 class Reporter:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
@@ -19,6 +20,11 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory")
     return tokenizer
+
+
+def quiet_libraries() -> None:
+    """No progress bars for loading and saving files of a few hundred kilobytes; warnings stay."""
+    transformers.utils.logging.disable_progress_bar()
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from engines.config import EngineConfig
-from objectives.grpo import GRPO
-from rollout.engine import Sampling
+from engines import EngineConfig
+from objectives import GRPO
+from rollout import Sampling
 
 
 @dataclass(frozen=True)

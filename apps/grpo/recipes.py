@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
-from engines.config import EngineConfig
-from objectives.grpo import GRPO
-from rollout.engine import Sampling
+from engines import EngineConfig
+from objectives import GRPO
+from rollout import Sampling
 
 QUICKSTART = GrpoConfig(
     recipe="quickstart",

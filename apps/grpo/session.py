@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from apps.common.ranks import gather_lists, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
-from engines.protocol import TrainEngine
-from rollout.chat import Chat
-from rollout.engine import Sampling
+from engines import TrainEngine
+from rollout import Chat, NativeEngine, Sampling, Trajectory
 from rollout.episode import derive_seed, run_episode, run_group
-from rollout.native import NativeEngine
-from rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

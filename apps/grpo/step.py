@@ -8,10 +8,10 @@ from tensordict import TensorDict
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
-from engines.protocol import TrainEngine
+from engines import TrainEngine
 from objectives import advantages
+from rollout import Trajectory, to_batch
 from rollout.episode import derive_seed
-from rollout.trajectory import Trajectory, to_batch
 from seqpack import index_select
 
 

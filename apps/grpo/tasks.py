@@ -11,8 +11,7 @@ from apps.common.answers import exact_reward
 from apps.common.prompts import Prompt, read_prompts, split_by_length
 from apps.grpo.config import DataConfig
 from apps.quickstart.arithmetic import Problem, distinct, problems
-from rollout.calculator import calculator
-from rollout.environment import Reply, Task
+from rollout import Reply, Task, calculator
 from rollout.episode import derive_seed
 from rollout.tools import ToolResult
 

@@ -18,12 +18,9 @@ from apps.grpo.session import Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import make_tasks
 from apps.grpo.warm_start import warm_start
-from engines.build import build_engine
-from engines.config import EngineConfig
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.loading import compute_dtype, load_model, resolve_device
-from engines.protocol import TrainEngine
-from rollout.chat import Chat
-from rollout.native import NativeEngine
+from rollout import Chat, NativeEngine
 
 
 @dataclass(frozen=True)

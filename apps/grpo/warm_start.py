@@ -14,9 +14,9 @@ from apps.grpo.tasks import made_problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.fit import fit
 from apps.sft.samples import batch_of, sample_of
-from engines.build import build_engine
-from objectives.sft import SFT
-from rollout.calculator import calculator
+from engines import build_engine
+from objectives import SFT
+from rollout import calculator
 
 
 @dataclass(frozen=True)

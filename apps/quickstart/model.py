@@ -1,6 +1,7 @@
 """A Qwen3.5 of 0.2 million parameters: gated delta net and full attention in turn, like its big siblings."""
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -56,6 +57,13 @@ def set_time_steps(model: nn.Module) -> None:
             steps = torch.exp(low + (high - low) * torch.rand_like(parameter))
             with torch.no_grad():
                 parameter.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
+
+
+def ensure_tiny_model(directory: Path, seed: int) -> Path:
+    """`save_tiny_model`, unless the directory holds one already (a resumed run) or another rank makes it."""
+    if not (directory / "config.json").is_file() and int(os.environ.get("RANK", "0")) == 0:
+        save_tiny_model(directory, seed)
+    return directory
 
 
 def save_tiny_model(directory: Path, seed: int) -> Path:
