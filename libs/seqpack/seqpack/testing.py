@@ -98,7 +98,7 @@ class IsolationReport:
 
 
 def position_reset_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """Run a Hugging Face model as its documentation packs: one row, position ids that start again, no mask, no cache."""
+    """Run a Hugging Face model as its manual packs: one row, position ids that start again, no mask, no cache."""
     out = model(input_ids=packed.values["input_ids"][None], position_ids=packed.position_ids[None], use_cache=False)
     return out.logits
 
@@ -292,7 +292,7 @@ def _loss(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def _worst_grad(packed: dict[str, Tensor], alone: dict[str, Tensor]) -> tuple[str, float]:
-    """Return the parameter with the largest relative gradient error; one next to nothing is measured against the rest."""
+    """Return the parameter with the largest relative gradient error; next to nothing is measured against the rest."""
     names = sorted(packed.keys() | alone.keys())
     floor = 1e-3 * max(float(g.norm() / g.numel() ** 0.5) for g in alone.values())
 

@@ -23,7 +23,7 @@ class Availability(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks of a backend: operation, device, dtype, whether gradients flow, sizes that kernels care about."""
+    """What a call asks of a backend: operation, device, dtype, whether gradients flow, sizes kernels care about."""
 
     op: str
     device: torch.device
@@ -206,8 +206,8 @@ def backends(
         dtype: bfloat16 on CUDA and float32 elsewhere, where None.
 
     Returns:
-        {operation: {backend: Availability}}, in the order in which "auto" tries them. The answer is for training (decoding
-        for the step) with common sizes (head dim 128, kernel 4); a call with other sizes may still be refused.
+        {operation: {backend: Availability}}, in the order in which "auto" tries them. The answer is for training
+        (decoding for the step) with common sizes (head dim 128, kernel 4); a call with other sizes may still be refused.
     """
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)

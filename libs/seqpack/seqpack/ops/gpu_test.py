@@ -1,0 +1,197 @@
+"""Fused kernels against float64, forward and backward. Shapes are fixed: every new one costs kernel tuning."""
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from seqpack.ops import attention, backends, causal_conv1d, causal_conv1d_state, gated_delta_rule, gated_delta_rule_step
+from seqpack.testing import check_packing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = [700, 5, 333, 1024, 64, 950, 1, 1019]
+TOTAL, KEY_HEADS, HEADS, DIM, CHANNELS = sum(LENGTHS), 4, 8, 128, 2048
+
+
+def error(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def cumulative(lengths=LENGTHS):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+
+
+def random(*shape):
+    return torch.randn(*shape, device="cuda")
+
+
+def need(op, backend):
+    found = backends("cuda")[op][backend]
+    if not found.available:
+        pytest.skip(f"{op} has no {backend} here: {found.reason}")
+
+
+def doubles(tensors):
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def delta_inputs():
+    torch.manual_seed(0)
+    half = [random(TOTAL, h, DIM).bfloat16() for h in (KEY_HEADS, KEY_HEADS, HEADS)]
+    return [
+        t.requires_grad_() for t in (*half, logsigmoid(random(TOTAL, HEADS)), random(TOTAL, HEADS).sigmoid().bfloat16())
+    ]
+
+
+def compare(call, tensors, bound):
+    """Run a call as it is and in float64 plain torch; assert each relative error, print all."""
+    got, exact = call(tensors), doubles(tensors)
+    expected = call(exact, "torch")
+    weight = random(*got.shape)
+    grads = torch.autograd.grad((got * weight).sum(), tensors)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), exact)
+    errors = [error(a, b) for a, b in zip((got, *grads), (expected, *expected_grads), strict=True)]
+    print("relative errors, output then gradients:", " ".join(f"{e:.1e}" for e in errors))
+    assert max(errors) < bound
+
+
+@pytest.mark.parametrize("backend", ["fla", "flash_qla"])
+def test_gated_delta_rule(backend):
+    need("gated_delta_rule", backend)
+    compare(lambda t, b=backend: gated_delta_rule(*t, cumulative(), backend=b)[0], delta_inputs(), 1e-2)
+
+
+def test_gated_delta_rule_in_plain_torch_and_float32():
+    tensors = [t.detach().float().requires_grad_() for t in delta_inputs()]
+    compare(lambda t, b="auto": gated_delta_rule(*t, cumulative(), backend=b)[0], tensors, 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["fla", "flash_qla"])
+def test_states_of_the_gated_delta_rule(backend):
+    need("gated_delta_rule", backend)
+    tensors = delta_inputs()
+    state = random(len(LENGTHS), HEADS, DIM, DIM).requires_grad_()
+
+    def call(operands, name=backend):
+        *operands, start = operands
+        _, final = gated_delta_rule(*operands, cumulative(), initial_state=start, output_final_state=True, backend=name)
+        return final
+
+    # q does not reach the final state: leave it out of the gradients
+    compare(lambda t, b=backend: call([tensors[0].detach().to(t[0].dtype), *t], b), [*tensors[1:], state], 2e-2)
+
+
+@pytest.mark.parametrize("backend", ["causal_conv1d", "fla"])
+def test_causal_convolution(backend):
+    need("causal_conv1d", backend)
+    torch.manual_seed(0)
+    tensors = [t.bfloat16().requires_grad_() for t in (random(TOTAL, CHANNELS), random(CHANNELS, 4), random(CHANNELS))]
+    compare(lambda t, b=backend: causal_conv1d(*t, cumulative(), "silu", backend=b), tensors, 1e-2)
+
+
+def test_causal_convolution_with_a_state():
+    need("causal_conv1d", "fla")
+    torch.manual_seed(0)
+    shapes = ((TOTAL, CHANNELS), (CHANNELS, 4), (len(LENGTHS), CHANNELS, 3))
+    tensors = [random(*s).bfloat16().requires_grad_() for s in shapes]
+    compare(lambda t, b="fla": causal_conv1d(t[0], t[1], None, cumulative(), None, t[2], b), tensors, 1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 128}, {"causal": False}])
+def test_attention(options):
+    need("attention", "varlen")
+    torch.manual_seed(0)
+    tensors = [random(TOTAL, h, DIM).bfloat16().requires_grad_() for h in (8, 2, 2)]
+    compare(lambda t, b="varlen": attention(*t, cumulative(), backend=b, **options), tensors, 1e-2)
+
+
+def test_nothing_crosses_a_boundary_in_what_auto_takes():
+    cu, (first, last) = cumulative(), (700, 705)
+    tensors, x, weight = delta_inputs(), random(TOTAL, CHANNELS).bfloat16(), random(CHANNELS, 4).bfloat16()
+    q, k, v = (random(TOTAL, h, DIM).bfloat16() for h in (8, 2, 2))
+    runs = {
+        "gated_delta_rule": (lambda: gated_delta_rule(*tensors, cu)[0], tensors),
+        "causal_conv1d": (lambda: causal_conv1d(x, weight, None, cu, "silu"), [x]),
+        "attention": (lambda: attention(q, k, v, cu), [q, k, v]),
+    }
+    with torch.no_grad():
+        for name, (run, operands) in runs.items():
+            before = run()
+            for t in operands:
+                t[first:last] = t[first:last].flip(0) * 0.5
+            after = run()
+            assert torch.equal(before[:first], after[:first]), name
+            assert torch.equal(before[last:], after[last:]), name
+            assert not torch.equal(before[first:last], after[first:last]), name
+
+
+def test_steps_continue_a_prefix():
+    lengths = [64] * 8
+    q, k, v, g, beta = (t.detach()[:512].unflatten(0, (8, 64)) for t in delta_inputs())
+    exact, _ = gated_delta_rule(*(t.flatten(0, 1).double() for t in (q, k, v, g, beta)), cumulative(lengths))
+    exact = exact.unflatten(0, (8, 64))
+    with torch.no_grad():
+        prefix = [t[:, :60].flatten(0, 1) for t in (q, k, v, g, beta)]
+        _, state = gated_delta_rule(*prefix, cumulative([60] * 8), output_final_state=True)
+        for t in range(60, 64):
+            o, state = gated_delta_rule_step(*(x[:, t] for x in (q, k, v, g, beta)), state)
+            assert error(o, exact[:, t]) < 2e-2
+    x = random(512, 256).bfloat16()
+    assert causal_conv1d_state(x, cumulative(lengths), 4).shape == (8, 256, 3)
+
+
+def test_empty_sequences_are_allowed():
+    lengths = [64, 0, 448]
+    tensors = [t.detach()[:512] for t in delta_inputs()]
+    state = random(3, HEADS, DIM, DIM)
+    o, final = gated_delta_rule(*tensors, cumulative(lengths), initial_state=state, output_final_state=True)
+    expected, expected_final = gated_delta_rule(
+        *(t.double() for t in tensors), cumulative(lengths), initial_state=state, output_final_state=True
+    )
+    assert error(o, expected) < 1e-2
+    assert error(final, expected_final) < 1e-2
+    x, weight = random(512, CHANNELS).bfloat16(), random(CHANNELS, 4).bfloat16()
+    y = causal_conv1d(x, weight, None, cumulative(lengths))
+    assert error(y, causal_conv1d(x.double(), weight.double(), None, cumulative(lengths))) < 1e-2
+    q = random(512, 8, DIM).bfloat16()
+    assert error(attention(q, q, q, cumulative(lengths)), attention(*[q.double()] * 3, cumulative(lengths))) < 1e-2
+
+
+def test_float32_is_refused_by_name_and_served_by_auto():
+    q = random(8, 2, DIM)
+    with pytest.raises(ValueError, match="'varlen': its kernels are for bfloat16 and float16, not float32"):
+        attention(q, q, q, cumulative([8]), backend="varlen")
+    assert attention(q, q, q, cumulative([8])).dtype == torch.float32
+
+
+def test_stock_qwen_with_fused_kernels_is_isolated_once_it_is_told_the_boundaries():
+    need("gated_delta_rule", "fla")
+    need("causal_conv1d", "causal_conv1d")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_num_key_heads=KEY_HEADS, linear_num_value_heads=HEADS, layer_types=["linear_attention"] * 3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForCausalLM(config).to("cuda", torch.bfloat16)
+
+    def packed(model, row, seq_idx=True):
+        call = {
+            "cu_seq_lens_q": row.cu_seqlens,
+            "cu_seq_lens_k": row.cu_seqlens,
+            "position_ids": row.position_ids[None],
+        }
+        if seq_idx:
+            number = torch.arange(row.num_sequences, device="cuda", dtype=torch.int32)
+            call["seq_idx"] = torch.repeat_interleave(number, row.cu_seqlens.diff().long())[None]
+        return model(input_ids=row.values["input_ids"][None], use_cache=False, **call).logits
+
+    report = check_packing(model, packed, lengths=LENGTHS)
+    print(report)
+    assert report.isolated
+    without = check_packing(model, lambda m, row: packed(m, row, seq_idx=False), lengths=LENGTHS)
+    print(without)
+    assert not without.isolated
