@@ -45,7 +45,7 @@ class Progress:
             raise ValueError(f"progress needs 0 <= start <= total and total >= 1, got start={start}, total={total}")
         self.console = console or Console(highlight=False)
         self._total, self._label, self._start, self._every, self._clock = total, label, start, every, clock
-        self._done = start
+        self._done = self._printed = start
         self._values: dict[str, str] = {}
         self._began = self._last = clock()
         self._live: RichProgress | None = None
@@ -74,7 +74,7 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._done > self._start and self._last is not None:
+        elif self._done > self._printed:
             self._line()
 
     def update(self, step: int, values: Mapping[str, float | int | str] | None = None) -> None:
@@ -100,7 +100,7 @@ class Progress:
         return f"{clock_time(spent)} spent, {clock_time(left)} left"
 
     def _line(self) -> None:
-        self._last = self._clock()
+        self._last, self._printed = self._clock(), self._done
         parts = [f"{self._label} {self._done}/{self._total}"]
         parts += [f"{name} {value}" for name, value in self._values.items()]
         parts.append(self.timing())

@@ -1,0 +1,222 @@
+"""The report in a real browser: Chromium, driven over chromedriver's own HTTP protocol (W3C WebDriver)."""
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from runlog.report import write_report
+from runlog.run import RunLog
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        not (shutil.which("chromium") and shutil.which("chromedriver")),
+        reason="needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)",
+    ),
+]
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+class Browser:
+    """A session of one headless browser."""
+
+    def __init__(self, port, profile):
+        self.base = f"http://127.0.0.1:{port}"
+        arguments = [
+            "--headless",
+            "--force-prefers-reduced-motion",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--window-size=1400,1000",
+        ]
+        options = {"args": [*arguments, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
+        capabilities = {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}
+        self.base += "/session/" + self.call("POST", "/session", {"capabilities": capabilities})["sessionId"]
+
+    def call(self, method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{method} {path}: {error.read().decode()[:500]}") from error
+
+    def run(self, script):
+        return self.call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def element(self, selector):
+        found = self.call("POST", "/element", {"using": "css selector", "value": selector})
+        return "/element/" + next(iter(found.values()))
+
+    def click(self, selector):
+        self.call("POST", self.element(selector) + "/click", {})
+
+    def type(self, selector, text):
+        self.call("POST", self.element(selector) + "/value", {"text": text})
+
+    def texts(self, selector):
+        return self.run(f"return [...document.querySelectorAll({selector!r})].map(e => e.textContent)")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while "successfully on port" not in (folder / "log").read_text():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.05)
+        port = (folder / "log").read_text().split("successfully on port ")[1].split(".")[0]
+        browser = Browser(port, folder / "profile")
+        yield browser
+        browser.call("DELETE", "")
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    with RunLog(path, config={"optimizer": {"lr": 3e-4}, "note": HOSTILE}, tensorboard=False) as log:
+        for step in range(1, 21):
+            values = {"reward": step / 20, "loss": 1 / step, "eval/accuracy": 0.4 + step / 50, "custom": step % 4}
+            log.metrics(step, values)
+            for k in range(3):
+                right = (step + k) % 2
+                log.episode(
+                    {
+                        "step": step,
+                        "group": k,
+                        "reward": float(right),
+                        "tokens": [
+                            "<|im_start|>",
+                            f"{step}+{k}=",
+                            str(step + k),
+                            HOSTILE if step == 7 else "}",
+                            "<|im_end|>",
+                        ],
+                        "mask": [False, False, True, True, True],
+                        "advantage": 0.8 if right else -0.8,
+                        "log_probs": [0.0, 0.0, -0.1, -2.0, -0.01],
+                        "versions": [-1, -1, step, step, step],
+                        "messages": [
+                            {"role": "user", "content": f"{step}+{k}="},
+                            {
+                                "role": "assistant",
+                                "content": HOSTILE if step == 7 else str(step + k),
+                                "tool_calls": [
+                                    {"function": {"name": "calculator", "arguments": '{"expression":"1+1"}'}}
+                                ],
+                            },
+                        ],
+                        "metadata": {"end": "done"},
+                    }
+                )
+    return path
+
+
+@pytest.fixture
+def page(driver, run_dir):
+    driver.call("POST", "/url", {"url": write_report(run_dir, title="a run").resolve().as_uri()})
+    return driver
+
+
+def rows(page):
+    return page.texts("#list .row .where")
+
+
+def test_the_page_loads_without_a_complaint(page):
+    assert page.run("return document.title") == "a run"
+    complaints = [e["message"] for e in page.call("POST", "/se/log", {"type": "browser"}) if e["level"] == "SEVERE"]
+    assert complaints == []
+
+
+def test_charts_are_drawn(page):
+    deadline = time.monotonic() + 30
+    while page.run("return document.querySelectorAll('#charts .plot svg .scatterlayer .trace').length") < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert page.texts("#charts .name") == ["Reward", "Held-out accuracy", "Loss", "custom"]
+    assert [t for t in page.texts("#charts .annotation-text") if t] == ["before 0.42", "after 0.8"]
+
+
+def test_an_episode_shows_its_tokens_calls_and_reward(page):
+    assert page.texts("#detail .tok") == ["<|im_start|>", "20+0=", "20", "}", "<|im_end|>"]
+    assert page.run("return [...document.querySelectorAll('.tok')].map(t => t.dataset.trained)") == [
+        "0",
+        "0",
+        "1",
+        "1",
+        "1",
+    ]
+    assert page.texts("#detail .call") == ['calculator {"expression":"1+1"}']
+    assert page.texts("#detail .heading .pill") == ["0"]
+    assert "3 trained" in page.texts("#detail .fact")
+
+
+def backgrounds(page):
+    return page.run("return [...document.querySelectorAll('.tok')].map(t => getComputedStyle(t).backgroundColor)")
+
+
+def test_tokens_are_coloured_by_mask_and_by_advantage(page):
+    clear = "rgba(0, 0, 0, 0)"
+    by_mask = backgrounds(page)
+    assert by_mask[:2] == [clear, clear]
+    assert clear not in by_mask[2:]
+    page.click("button[data-colour=advantage]")
+    negative = backgrounds(page)
+    assert negative[:2] == [clear, clear]
+    page.click("#list .row[data-id='58']")  # step 20, group 1: reward 1
+    positive = backgrounds(page)
+    assert positive[0] == clear
+    assert len({by_mask[2], negative[2], positive[2]}) == 3
+    assert page.texts("#detail .pill") == ["1"]
+
+
+def test_filters_and_sorting(page):
+    assert len(rows(page)) == 60
+    page.type("#step-min", "5")
+    page.type("#step-max", "6")
+    assert len(rows(page)) == 6
+    page.type("#reward-min", "0.5")
+    assert set(page.texts("#list .pill")) == {"1"}
+    assert rows(page) == ["step 6 \u00b7 group 1", "step 5 \u00b7 group 0", "step 5 \u00b7 group 2"]
+    sort = "document.getElementById('sort')"
+    page.run(f"{sort}.value = 'step-asc'; {sort}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    assert rows(page)[0] == "step 5 \u00b7 group 0"
+    assert page.texts("#episode-count") == ["3 of 60 shown"]
+    page.type("#search", "no such text")
+    assert rows(page) == []
+    assert page.texts("#list .empty") == ["No episode matches these filters."]
+    page.click("#filters button[type=reset]")
+    assert len(rows(page)) == 60
+
+
+def test_hostile_text_is_shown_and_never_run(page):
+    page.type("#search", "document.title")
+    assert len(rows(page)) == 3
+    assert HOSTILE in page.texts("#detail .tok")
+    assert HOSTILE in page.texts("#detail .msg .body")
+    assert HOSTILE in page.texts("#config td")
+    assert page.run("return document.title") == "a run"
+    assert page.run("return document.querySelectorAll('main img, main script').length") == 0
+
+
+def test_light_and_dark(page):
+    before = page.run("return getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    after = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert before != after
+    page.click("#theme")
+    assert page.run("return getComputedStyle(document.body).backgroundColor") == before

@@ -1,0 +1,53 @@
+"""Curves: what becomes a chart, thinning, smoothing, the headline."""
+
+import pytest
+
+from runlog.curves import charts, headline, kind_of, smooth, thin
+
+RUN = [
+    {"step": s, "time": 1000.0 + 2 * s, "reward": s / 10, "loss": 1.0, "train/kl": 0.1 * s, "constant": 3, "odd": s % 3,
+     "note": "x", "tokens_per_second": 100 * s, "flag": True, "missing": None,
+     **({"eval/accuracy": 0.5 + s / 100} if s in (1, 10) else {})}
+    for s in range(1, 11)
+]  # fmt: skip
+
+
+def test_known_kinds_come_first_in_their_order_then_the_rest_by_name():
+    made = charts(RUN, 100)
+    assert [c["title"] for c in made] == ["Reward", "Held-out accuracy", "Loss", "KL", "Throughput", "odd"]
+    held = made[1]
+    assert held["marks"]
+    assert (held["x"], held["y"]) == ([1, 10], [0.51, 0.6])
+
+
+def test_a_name_with_a_prefix_is_known_by_its_last_part():
+    assert kind_of("train/grad_norm").title == "Gradient norm"
+    assert kind_of("grad_norms") is None
+
+
+def test_thinning_keeps_the_mean_and_the_last_step():
+    steps, values = list(range(1000)), [float(i % 7) for i in range(1000)]
+    xs, ys = thin(steps, values, 100)
+    assert len(xs) == len(ys) == 100
+    assert xs[-1] == 999
+    assert sum(ys) / 100 == pytest.approx(sum(values) / 1000)
+    assert thin(steps[:50], values[:50], 100) == (steps[:50], values[:50])
+
+
+def test_smoothing_has_no_pull_towards_the_start():
+    assert smooth([2.0] * 20, 5) == pytest.approx([2.0] * 20)
+    assert smooth([1.0, 3.0], 1) == pytest.approx([1.0, 3.0])
+
+
+def test_the_headline():
+    tiles = {t["label"]: t for t in headline(RUN, 12)}
+    assert tiles["Held-out accuracy"]["value"] == "60.0 %"
+    assert tiles["Held-out accuracy"]["note"] == "51.0 % before, +9.0 points"
+    assert tiles["Reward"]["value"] == "1"
+    assert tiles["Tokens per second"]["value"] == "600"
+    assert tiles["Time"]["value"] == "0:18"
+    assert tiles["Steps"]["note"] == "12 episodes kept"
+
+
+def test_a_run_of_one_row_has_a_headline():
+    assert [t["label"] for t in headline([{"step": 1, "loss": 2.0}], 0)] == ["Steps"]

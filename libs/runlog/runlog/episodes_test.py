@@ -1,0 +1,61 @@
+"""Episodes as the page reads them."""
+
+import itertools
+
+import pytest
+
+from runlog.episodes import sample, view
+
+EPISODE = {
+    "step": 3, "reward": 1, "group": 2, "tokens": ["a", "b", "c"], "mask": [False, True, True], "advantage": 0.5,
+    "log_probs": [0.0, -0.123456, -1.0], "versions": [-1, 2, 2],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image"}]},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}]},
+    ],
+    "metadata": {"end": "done"},
+}  # fmt: skip
+
+
+def test_a_view():
+    shown = view(EPISODE, 7, 100)
+    assert shown["advantage"] == [0.0, 0.5, 0.5]  # one number is that of the trained tokens
+    assert shown["mask"] == [0, 1, 1]
+    assert shown["log_probs"] == [0.0, -0.1235, -1.0]
+    assert (shown["id"], shown["length"], shown["trained"], shown["calls"]) == (7, 3, 2, 1)
+    assert shown["messages"] == [
+        {"role": "user", "content": "hi\n[image]"},
+        {"role": "assistant", "content": "", "reasoning": "hm", "calls": [{"name": "f", "arguments": '{"x": "1"}'}]},
+    ]
+
+
+def test_only_the_step_is_needed():
+    shown = view({"step": 1}, 0, 10)
+    assert (shown["tokens"], shown["reward"], shown["mask"], shown["trained"]) == ([], None, None, None)
+
+
+def test_a_long_episode_loses_its_middle():
+    tokens = [str(i) for i in range(100)]
+    shown = view({"step": 1, "tokens": tokens, "mask": [i % 2 for i in range(100)]}, 0, 11)
+    assert shown["tokens"] == [*tokens[:5], *tokens[-6:]]
+    assert shown["mask"] == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1]
+    assert (shown["cut"], shown["head"], shown["length"], shown["trained"]) == (89, 5, 100, 50)
+
+
+def test_lists_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match=r"episode 4 \(step 1\): 1 mask for 2 tokens"):
+        view({"step": 1, "tokens": ["a", "b"], "mask": [True]}, 4, 10)
+
+
+def test_a_sample_is_bounded_and_spread():
+    episodes = [view({"step": i, "tokens": ["x"] * 10}, i, 100) for i in range(1000)]
+    few = sample(episodes, 50, 10**9)
+    assert len(few) == 50
+    assert (few[0]["step"], few[-1]["step"]) == (0, 999)
+    gaps = [b["step"] - a["step"] for a, b in itertools.pairwise(few)]
+    assert max(gaps) - min(gaps) <= 1
+    small = sample(episodes, 500, 1000)
+    assert 50 <= len(small) <= 100
+    assert small[-1]["step"] == 999
+    assert len(sample(episodes[:1], 500, 1)) == 1
