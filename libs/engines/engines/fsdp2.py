@@ -156,6 +156,7 @@ class FSDP2Engine:
             scored = self._score(packed, self.config.temperature if temperature is None else temperature, entropy)
             for row, begin, length in zip(packed.indices, packed.cu_seqlens.tolist(), packed.lengths, strict=False):
                 flat[:, starts[row] : starts[row] + length] = scored[:, begin : begin + length]
+        self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
         return _scored_batch(flat.to(batch["input_ids"].device), lengths, entropy)

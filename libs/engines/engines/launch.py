@@ -3,6 +3,7 @@ torchrun's."""
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -84,12 +85,18 @@ def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str) -> Any
 
 def _spawn(fn: Callable[..., Any], args: Sequence[Any], world_size: int, device: str, threads: int) -> Any:
     context = multiprocessing.get_context("spawn")
+    try:
+        work = pickle.dumps((fn, tuple(args)))  # by value: multiprocessing's own pickler would share tensors' memory
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"fn and args must be picklable to run on spawned ranks, fn a function of a module: {error}"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         processes, pipes = [], []
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
-                job = (fn, tuple(args), rank, world_size, device, threads, str(Path(folder) / "store"), there)
+                job = (work, rank, world_size, device, threads, str(Path(folder) / "store"), there)
                 process = context.Process(target=_rank_main, args=job, daemon=True, name=f"rank{rank}")
                 process.start()
                 there.close()
@@ -110,7 +117,7 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
         for ready in wait(list(open_pipes)):
             rank = open_pipes[ready]  # type: ignore[index]
             try:
-                kind, value = ready.recv()  # type: ignore[union-attr]
+                kind, value = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join(_STOP_SECONDS)
                 code = processes[rank].exitcode
@@ -130,7 +137,7 @@ def _first_error(rank: int, error: tuple[float, str], pipes: Mapping[Connection,
     for pipe, other in pipes.items():
         if other != rank and pipe.poll(_GRACE_SECONDS):
             try:
-                kind, value = pipe.recv()
+                kind, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 continue
             if kind == "error":
@@ -151,8 +158,7 @@ def _stop(processes: Sequence[Any]) -> None:
 
 
 def _rank_main(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    work: bytes,
     rank: int,
     world_size: int,
     device: str,
@@ -161,20 +167,20 @@ def _rank_main(
     pipe: Connection,
 ) -> None:
     _end_with_parent(pipe)
-    torch.set_num_threads(threads)
-    _set_device(device, rank)
-    with _loopback():
-        dist.init_process_group(
-            _backend(device), store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-        )
     try:
+        torch.set_num_threads(threads)
+        _set_device(device, rank)
+        files = dist.FileStore(store, world_size)
+        with _loopback():
+            dist.init_process_group(_backend(device), store=files, rank=rank, world_size=world_size)
+        fn, args = pickle.loads(work)
         answer = ("ok", fn(*args))
     except BaseException:  # noqa: BLE001 (handed to the parent, whatever it is: torch's checkpoint errors are no Exception)
-        pipe.send(("error", (time.monotonic(), traceback.format_exc())))
+        pipe.send_bytes(pickle.dumps(("error", (time.monotonic(), traceback.format_exc()))))
         os._exit(1)  # the other ranks may wait for this one in a collective: no orderly end
     dist.barrier()
     dist.destroy_process_group()
-    pipe.send(answer if rank == 0 else ("ok", None))
+    pipe.send_bytes(pickle.dumps(answer if rank == 0 else ("ok", None)))
 
 
 def _end_with_parent(pipe: Connection) -> None:

@@ -1,0 +1,121 @@
+"""Checkpoints continue bitwise and appear whole or not at all; the Hugging Face export loads with plain transformers."""
+
+import json
+
+import pytest
+import torch
+
+from engines import EngineConfig, build_engine
+from engines.launch import ensure_group
+from engines.tiny import tiny_batch, tiny_config, tiny_model
+from objectives import SFT
+
+LENGTHS = [7, 3, 12, 5, 9, 2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cpu")
+    yield
+    if made:
+        torch.distributed.destroy_process_group()
+
+
+def engine(seed=0, trainable=True, **changes):
+    config = EngineConfig(device="cpu", lr=1e-2, warmup_steps=3, max_tokens_per_rank=20, weight_decay=0.1)
+    return build_engine(config, tiny_model("dense", seed=seed, **changes), trainable=trainable)
+
+
+def weights(built):
+    return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
+
+
+def run(built, first, last):
+    return [built.train_batch(tiny_batch(LENGTHS, seed=seed), SFT()) for seed in range(first, last)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_resume_is_bitwise(tmp_path, tied):
+    straight, stopped = (engine(tie_word_embeddings=tied) for _ in range(2))
+    want = run(straight, 0, 5)
+    run(stopped, 0, 3)
+    stopped.save(tmp_path / "step3")
+    torch.manual_seed(123)  # restored by load
+    random_before = torch.random.initial_seed()
+    resumed = engine(seed=9, tie_word_embeddings=tied)
+    resumed.load(tmp_path / "step3")
+    assert resumed.step == 3
+    assert torch.random.initial_seed() != random_before
+    got = run(resumed, 3, 5)
+    assert got == want[3:]
+    for name, value in weights(straight).items():
+        assert torch.equal(weights(resumed)[name], value), name
+
+
+def test_a_reference_reads_the_weights_alone(tmp_path):
+    built = engine()
+    run(built, 0, 1)
+    built.save(tmp_path / "one")
+    reference = engine(seed=5, trainable=False)
+    reference.load(tmp_path / "one")
+    batch = tiny_batch(LENGTHS)
+    assert torch.equal(reference.forward(batch)["log_probs"].values(), built.forward(batch)["log_probs"].values())
+    reference.save(tmp_path / "scored")
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        built.load(tmp_path / "scored")
+
+
+def test_saving_replaces_and_leaves_nothing_beside(tmp_path):
+    built = engine()
+    for _ in range(2):
+        run(built, 0, 1)
+        built.save(tmp_path / "last")
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+    assert json.loads((tmp_path / "last" / "engine.json").read_text())["step"] == 2
+
+
+def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    built = engine()
+    run(built, 0, 1)
+    built.save(tmp_path / "last")
+    run(built, 1, 2)
+
+    def full_disk(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("engines.checkpoint.dcp.save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        built.save(tmp_path / "last")
+    resumed = engine()
+    resumed.load(tmp_path / "last")
+    assert resumed.step == 1
+    with pytest.raises(ValueError, match=r"engine\.json"):
+        resumed.load(tmp_path / "last.writing")
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
+def test_hugging_face_round_trip(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model(kind)
+    config = EngineConfig(device="cpu", lr=1e-2)
+    built = build_engine(config, model)
+    run(built, 0, 2)
+    built.save_hf(tmp_path / "export")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert type(plain) is type(model)
+    assert plain.config._attn_implementation == "sdpa"
+    exported = weights(built)
+    for name, value in plain.named_parameters():
+        assert torch.equal(value.detach().flatten(), exported[name]), name
+    if kind == "dense":
+        assert plain.lm_head.weight is plain.model.embed_tokens.weight
+    batch = tiny_batch(LENGTHS)
+    again = build_engine(EngineConfig(model=str(tmp_path / "export"), device="cpu"))
+    assert torch.equal(again.forward(batch)["log_probs"].values(), built.forward(batch)["log_probs"].values())
+
+
+def test_random_weights_from_a_config():
+    torch.manual_seed(0)
+    built = build_engine(EngineConfig(device="cpu"), tiny_config())
+    assert run(built, 0, 1)[0]["step"] == 1.0

@@ -1,0 +1,130 @@
+"""Ranks: results, failures with their traceback, no process left behind, the environment as it was."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines.launch import RankError, launch, under_torchrun
+
+
+def total(start):
+    value = torch.tensor([float(start + dist.get_rank())])
+    dist.all_reduce(value)
+    return value.item(), dist.get_world_size(), os.getpid()
+
+
+def fail_on_one(folder):
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        raise KeyError("the culprit")
+    dist.barrier()  # waits for rank 1 for ever
+
+
+def die_silently():
+    if dist.get_rank() == 1:
+        os._exit(7)
+    time.sleep(60)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "zombie" not in open(f"/proc/{pid}/status").read()
+
+
+def test_one_rank_runs_here_and_leaves_no_group():
+    before = dict(os.environ)
+    value, world, pid = launch(total, (5,))
+    assert (value, world, pid) == (5.0, 1, os.getpid())
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+
+
+def test_two_ranks_talk_and_rank_0_answers():
+    value, world, pid = launch(total, (5,), world_size=2)
+    assert (value, world) == (11.0, 2)
+    assert pid != os.getpid()
+    assert not alive(pid)
+
+
+def test_a_failing_rank_ends_the_others(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*fail_on_one.*KeyError: 'the culprit'"):
+        launch(fail_on_one, (tmp_path,), world_size=2)
+    assert time.monotonic() - began < 60
+    assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_a_rank_that_dies_silently_is_named():
+    with pytest.raises(RankError, match="rank 1 died with exit code 7"):
+        launch(die_silently, world_size=2)
+
+
+def test_no_orphans_when_this_process_is_killed(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, sys, time
+            from pathlib import Path
+            import torch.distributed as dist
+            from engines.launch import launch
+
+            def work():
+                Path({str(tmp_path)!r}, f"pid{{dist.get_rank()}}").write_text(str(os.getpid()))
+                time.sleep(120)
+
+            if __name__ == "__main__":
+                launch(work, world_size=2)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment)
+    try:
+        pids = _wait_for_two(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    for _ in range(100):
+        if not any(alive(pid) for pid in pids):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the ranks outlived the process that launched them")
+
+
+def _wait_for_two(folder):
+    for _ in range(600):
+        pids = [path.read_text() for path in folder.glob("pid*")]
+        if len(pids) == 2 and all(pids):
+            return [int(pid) for pid in pids]
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not start")
+
+
+def test_joins_torchrun(monkeypatch):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert under_torchrun()
+    assert launch(total, (3,))[:2] == (3.0, 1)
+    with pytest.raises(ValueError, match="torchrun started 1"):
+        launch(total, (3,), world_size=2)
+
+
+def test_bad_world_size():
+    with pytest.raises(ValueError, match="world_size"):
+        launch(total, (1,), world_size=0)
