@@ -207,7 +207,7 @@ def backends(
 
     Returns:
         {operation: {backend: Availability}}, in the order in which "auto" tries them. The answer is for training
-        (decoding for the step) with common sizes (head dim 128, kernel 4); a call with other sizes may still be refused.
+        (decoding for the step) with common sizes (head dim 128, kernel 4); other sizes may still be refused.
     """
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
