@@ -1,4 +1,4 @@
-"""Checkpoints continue bitwise and appear whole or not at all; the Hugging Face export loads with plain transformers."""
+"""Checkpoints continue bitwise and appear whole or not at all; the export loads with plain transformers."""
 
 import json
 

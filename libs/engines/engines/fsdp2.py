@@ -48,14 +48,14 @@ class FSDP2Engine:
         self.trainable = trainable
         self.step = 0
         self._offloaded = False
-        self.model = load_model(config, model).to(self.device)
+        self.model: Any = load_model(config, model).to(self.device)
         if config.batching == "packed":
             adapt_for_packing(self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train(trainable)
         self.model.requires_grad_(trainable)
-        self.scorer = TokenScorer(self.model, config.logit_chunk)
+        self.scorer: Any = TokenScorer(self.model, config.logit_chunk)
         self._shard()
         self.optimizer = build_optimizer(self.scorer, config) if trainable else None
         rows = PackedRows if config.batching == "packed" else PaddedRows

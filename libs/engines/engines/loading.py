@@ -32,7 +32,7 @@ def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
-def load_model(config: EngineConfig, model: Any = None) -> nn.Module:
+def load_model(config: EngineConfig, model: Any = None) -> Any:
     """The causal LM in the master dtype, on the CPU unless given elsewhere.
 
     `model` may be a module (used as it is), or a transformers config (random weights); otherwise config.model is a

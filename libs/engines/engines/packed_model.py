@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from engines.delta_net import packed_forward_of
 if TYPE_CHECKING:
     from seqpack.packed import PackedBatch
 
+Activation = Literal["silu"] | None
 CONTEXT_KEY = "packed_context"
 """The keyword under which a context travels through the model's layers (recomputed layers see it as well)."""
 _PREFIX = "packed_or_"
@@ -31,7 +32,7 @@ class PackedOps(Protocol):
     """The operations that mix tokens; all others are token by token. Shapes as in seqpack.ops."""
 
     def causal_conv1d(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: str | None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: Activation
     ) -> Tensor:
         """Depthwise convolution: x [T, D], weight [D, K] -> [T, D]."""
         ...
@@ -56,7 +57,7 @@ class LocalOps:
     backend: str = "auto"
 
     def causal_conv1d(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: str | None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: Activation
     ) -> Tensor:
         """The depthwise convolution of a gated delta net layer."""
         from seqpack.ops import causal_conv1d
@@ -132,7 +133,7 @@ class Adaptation:
         del _ADAPTED[self.model]
 
 
-def adapt_for_packing(model: nn.Module) -> Adaptation:
+def adapt_for_packing(model: Any) -> Adaptation:
     """Prepare this model instance for packed calls; the same Adaptation again if it is prepared already.
 
     ValueError for a model that cannot be: attention that is not chosen through transformers' AttentionInterface, or a
@@ -162,7 +163,7 @@ def adapt_for_packing(model: nn.Module) -> Adaptation:
     return adaptation
 
 
-def packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: PackedContext) -> Tensor:
+def packed_hidden(model: Any, input_ids: Tensor, position_ids: Tensor, context: PackedContext) -> Tensor:
     """Last hidden states [T, H] of packed tokens: `input_ids` i64[T], `position_ids` i64[T] or one row an axis [3|4,
     T].
 
@@ -191,7 +192,7 @@ def packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, con
     return output.last_hidden_state.squeeze(0)
 
 
-def packed_logits(model: nn.Module, packed: "PackedBatch", ops: PackedOps | None = None) -> Tensor:
+def packed_logits(model: Any, packed: "PackedBatch", ops: PackedOps | None = None) -> Tensor:
     """All logits [T, V] of a packed batch: for tests and small models."""
     context = PackedContext(packed.cu_seqlens, packed.max_seqlen, ops=ops)
     positions = packed.values.get("position_ids", packed.position_ids)
@@ -238,7 +239,7 @@ def _original_attention(module: nn.Module, name: str) -> Callable[..., tuple[Ten
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _own_configs(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+def _own_configs(model: Any) -> list[tuple[nn.Module, Any]]:
     """Give the model's modules configs of their own that name the packed attention; what they had before is
     returned."""
     from transformers import AttentionInterface

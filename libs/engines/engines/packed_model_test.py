@@ -8,6 +8,7 @@ import torch
 from engines.packed_model import PackedContext, adapt_for_packing, packed_hidden, packed_logits
 from engines.tiny import tiny_batch, tiny_model
 from seqpack.packed import pack_sequences
+from seqpack.testing import assert_packing_isolated
 
 LENGTHS = [7, 1, 19, 4, 2, 33]
 KINDS = ["dense", "moe", "next", "attention"]
@@ -41,6 +42,14 @@ def test_isolated(kind):
     for name, grad in gradients(model, got).items():
         scale = want_grads[name].abs().max() + 1e-12
         assert (grad - want_grads[name]).abs().max() / scale < 2e-4, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_isolated_by_the_common_check(kind):
+    model = tiny_model(kind)
+    adapt_for_packing(model)
+    assert_packing_isolated(model, packed_forward=packed_logits)
+    assert_packing_isolated(model, packed_forward=packed_logits, align=4, bucket=32)
 
 
 @pytest.mark.parametrize("kind", ["dense", "attention"])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -31,7 +30,7 @@ class StepTotals:
     def of(batch: "TensorDict") -> "StepTotals":
         """Count a batch (jagged `loss_mask`, optional `group`)."""
         mask = batch["loss_mask"]
-        counts = [int(count) for count in _row_sums(mask)]
+        counts = _row_sums(mask)
         groups = batch["group"].tolist() if "group" in batch.keys() else []  # noqa: SIM118 (a TensorDict is no dict)
         used = {group for group, count in zip(groups, counts, strict=False) if count}
         return StepTotals(tokens=sum(counts), sequences=sum(count > 0 for count in counts), groups=len(used))
@@ -39,9 +38,11 @@ class StepTotals:
 
 def _row_sums(mask: Tensor) -> list[int]:
     """Trained tokens of each row of a jagged mask; the schema's check refused masks that train a first token."""
-    ends = [0, *mask.values().cumsum(0).tolist()]
-    offsets = mask.offsets().tolist()
-    return [ends[stop] - ends[start] for start, stop in pairwise(offsets)]
+    from seqpack.jagged import ragged
+
+    rows = ragged(mask)
+    ends = [0, *rows.values.cumsum(0).tolist()]
+    return [ends[start + length] - ends[start] for start, length in zip(rows.starts, rows.lengths, strict=True)]
 
 
 class Objective(Protocol):

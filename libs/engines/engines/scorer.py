@@ -12,7 +12,10 @@ from engines.strategy import ModelInputs
 class TokenScorer(nn.Module):
     """Wraps a Hugging Face causal LM; everything that touches weights happens inside this module's forward."""
 
-    def __init__(self, model: nn.Module, logit_chunk: int) -> None:
+    model: Any
+    logit_chunk: int
+
+    def __init__(self, model: Any, logit_chunk: int) -> None:
         super().__init__()
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
