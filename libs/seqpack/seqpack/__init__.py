@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from seqpack.batch import check_batch as check_batch
     from seqpack.batch import lengths as lengths
     from seqpack.batch import make_batch as make_batch
+    from seqpack.costs import SequenceCost as SequenceCost
     from seqpack.geometry import alignment as alignment
     from seqpack.geometry import packed_geometry as packed_geometry
     from seqpack.jagged import jagged as jagged
@@ -33,6 +34,7 @@ _EXPORTS = {
     "MicroBatchPlan": "seqpack.micro_batches",
     "PackPlan": "seqpack.packing",
     "PackedBatch": "seqpack.packed",
+    "SequenceCost": "seqpack.costs",
     "alignment": "seqpack.geometry",
     "balance": "seqpack.balancing",
     "check_batch": "seqpack.batch",

@@ -22,9 +22,7 @@ Batch = TypeVar("Batch", Tensor, "TensorDict")
 
 
 def num_samples(x: Any) -> int:
-    """Return the number of samples of a tensor, a jagged NestedTensor, a TensorDict or a list."""
-    if isinstance(x, list):
-        return len(x)
+    """Return the number of samples of a tensor, a jagged NestedTensor or a TensorDict."""
     if isinstance(x, Tensor):
         if x.is_nested:
             return len(ragged(x).lengths)
@@ -84,6 +82,9 @@ def concat(xs: Sequence[Batch]) -> Batch:
     first = batches[0]
     if isinstance(first, Tensor):
         return _concat_tensors(batches)
+    for index, batch in enumerate(batches):
+        if isinstance(batch, Tensor):
+            raise ValueError(f"batch {index} is a {_kind(batch)}, batch 0 is a {_kind(first)}")
     sizes = [num_samples(batch) for batch in batches]
     keys = list(first.keys())
     for index, batch in enumerate(batches):

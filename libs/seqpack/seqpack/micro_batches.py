@@ -105,7 +105,7 @@ def _costs(cost: Cost | None, sizes: list[int]) -> list[float]:
     if cost is None:
         return [float(size) for size in sizes]
     values = [cost(size) for size in sizes] if callable(cost) else cost
-    costs = check_costs(values, "cost")
+    costs: list[float] = check_costs(values, "cost").tolist()
     if len(costs) != len(sizes):
         raise ValueError(f"{len(costs)} costs for {len(sizes)} lengths")
     return costs
