@@ -65,25 +65,19 @@ class ChannelReader:
     def _words(self, kind: Kind) -> Wait[None]:
         """Take the text of a message as it comes."""
         self.recorder.marker(kind, self.reader.pos, opens=True)
-        search = self.reader.search(self.tables.inside)
         while True:
-            try:
-                next(search)
-            except StopIteration as stop:
-                self._take(kind)
-                self._end(stop.value, kind)
-                return
+            match = self.reader.step(self.tables.inside)
             self._take(kind)
+            if match is not None and match.group() in self.tables.body.ends:
+                self.reader.pos += len(match.group())
+                self.recorder.marker(kind, self.reader.pos)
+            if match is not None or self.reader.final:
+                return
             yield
 
     def _take(self, kind: Kind) -> None:
         start, end = self.recorder.cursor, self.reader.pos
         self.recorder.text(kind, end, self.reader.slice(start, end))
-
-    def _end(self, match: re.Match[str] | None, kind: Kind) -> None:
-        if match is not None and match.group() in self.tables.body.ends:
-            self.reader.pos += len(match.group())
-            self.recorder.marker(kind, self.reader.pos)
 
     def _call(self, name: str) -> Wait[None]:
         """Take a call: all of the message has to be its arguments."""

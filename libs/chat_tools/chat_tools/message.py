@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["content", "reasoning", "call", "malformed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One tile of the text: characters `start:end`; what stands between its own markers is `inner_start:inner_end`."""
 
     kind: Kind
@@ -43,8 +42,7 @@ class ToolCall:
         return call
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
+class Malformed(NamedTuple):
     """Characters that began like a call (or a marker) and cannot be read as one, with the reason in words."""
 
     span: tuple[int, int]
@@ -77,30 +75,26 @@ class ParsedMessage:
         return message
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """More text of `kind`, verbatim."""
 
     kind: Literal["content", "reasoning"]
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallFinished:
+class CallFinished(NamedTuple):
     """A call is complete and may be executed. Its `span` can still grow by a closing wrapper."""
 
     call: ToolCall
 
 
-@dataclass(frozen=True, slots=True)
-class MalformedFound:
+class MalformedFound(NamedTuple):
     """Something was given up as malformed."""
 
     malformed: Malformed
 
 
-@dataclass(frozen=True, slots=True)
-class Retracted:
+class Retracted(NamedTuple):
     """All that was reported so far was reasoning: its opening marker stood in the prompt (give it as `prefill`)."""
 
     text: str

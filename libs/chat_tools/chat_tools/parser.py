@@ -159,15 +159,13 @@ class StreamParser:
 
     def _text(self, kind: Kind, marks: Marks) -> Wait[re.Match[str] | None]:
         """Take text of a kind up to the next marker, as it comes."""
-        search = self._reader.search(marks)
+        reader = self._reader
         while True:
-            try:
-                next(search)
-            except StopIteration as stop:
+            match = reader.step(marks)
+            if reader.pos != self._recorder.cursor:
                 self._take(kind)
-                match: re.Match[str] | None = stop.value
+            if match is not None or reader.final:
                 return match
-            self._take(kind)
             yield
 
     def _take(self, kind: Kind) -> None:

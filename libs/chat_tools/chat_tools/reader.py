@@ -83,22 +83,24 @@ class Reader:
         """Say whether the budget for going back still holds; depends on the text alone, not on how it was cut."""
         return self.reread <= REREAD_FACTOR * self.pos
 
+    def step(self, marks: Marks) -> re.Match[str] | None:
+        """Move to the next mark and return it; without one, move over what can no longer be part of one."""
+        match = marks.pattern.search(self.window, self.pos - self.base)
+        if match:
+            self.operations += self.base + match.end() - self.pos
+            self.pos = self.base + match.start()
+            return match
+        self.operations += self.end - self.pos
+        tail = self.end if self.final else max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
+        begun = marks.first.search(self.window, tail - self.base)
+        self.pos = self.base + begun.start() if begun else self.end
+        return None
+
     def search(self, marks: Marks) -> Wait[re.Match[str] | None]:
         """Move to the next mark, or to the end of the text (None)."""
-        while True:
-            match = marks.pattern.search(self.window, self.pos - self.base)
-            if match:
-                self.operations += self.base + match.end() - self.pos
-                self.pos = self.base + match.start()
-                return match
-            self.operations += self.end - self.pos
-            if self.final:
-                self.pos = self.end
-                return None
-            tail = max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
-            begun = marks.first.search(self.window, tail - self.base)
-            self.pos = self.base + begun.start() if begun else self.end
+        while (match := self.step(marks)) is None and not self.final:
             yield
+        return match
 
     def space(self) -> Wait[None]:
         """Skip white space."""
@@ -129,6 +131,8 @@ class Reader:
 
     def at_line_start(self, pos: int) -> bool:
         """Say whether `pos` is the first position of a line."""
+        if pos > self.base:
+            return self.window[pos - self.base - 1] == "\n"
         return pos == 0 or self.slice(pos - 1, pos) == "\n"
 
 

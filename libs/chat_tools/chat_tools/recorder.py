@@ -45,7 +45,7 @@ class Recorder:
         if end == self.cursor:
             return
         if text and end > self.offset:
-            visible = text[max(0, self.offset - self.cursor) :]
+            visible = text[self.offset - self.cursor :] if self.cursor < self.offset else text
             self.events.append(TextDelta("reasoning" if kind == "reasoning" else "content", visible))
         last = self.tiles[-1] if self.tiles else None
         if last is not None and last.kind == kind and last.end == last.inner_end == self.cursor:
@@ -105,20 +105,27 @@ class Recorder:
     def message(self, text: str, operations: int) -> ParsedMessage:
         """Put the result together; `text` is all of it, with what stands before the offset."""
         assert self.cursor == len(text), "every character is taken"
-        tiles = [tile for tile in self.tiles if tile.end > self.offset]
-        spans = [(max(t.start - self.offset, 0), t.end - self.offset) for t in tiles]
+        offset = self.offset
+        tiles = [tile for tile in self.tiles if tile.end > offset] if offset else self.tiles
+        segments: list[Segment] = []
+        calls: list[ToolCall] = []
+        malformed: list[Malformed] = []
+        for tile in tiles:
+            start, end = max(tile.start - offset, 0), tile.end - offset
+            inner_start, inner_end = max(tile.inner_start - offset, start), max(tile.inner_end - offset, start)
+            segments.append(Segment(tile.kind, start, end, inner_start, inner_end))
+            if tile.call is not None:
+                calls.append(replace(tile.call, span=(start, end)))
+            elif tile.kind == "malformed":
+                malformed.append(Malformed((start, end), tile.reason))
+        thoughts = (_inner(text, t, offset).strip() for t in tiles if t.kind == "reasoning")
         return ParsedMessage(
-            text=text[self.offset :],
-            content=_content(text, tiles, self.offset),
-            reasoning="\n".join(
-                r for t in tiles if t.kind == "reasoning" and (r := _inner(text, t, self.offset).strip())
-            ),
-            tool_calls=tuple(replace(t.call, span=s) for t, s in zip(tiles, spans, strict=True) if t.call is not None),
-            malformed=tuple(Malformed(s, t.reason) for t, s in zip(tiles, spans, strict=True) if t.kind == "malformed"),
-            segments=tuple(
-                Segment(t.kind, *s, max(t.inner_start - self.offset, s[0]), max(t.inner_end - self.offset, s[0]))
-                for t, s in zip(tiles, spans, strict=True)
-            ),
+            text=text[offset:],
+            content=_content(text, tiles, offset),
+            reasoning="\n".join(thought for thought in thoughts if thought),
+            tool_calls=tuple(calls),
+            malformed=tuple(malformed),
+            segments=tuple(segments),
             operations=operations,
         )
 

@@ -1,0 +1,82 @@
+"""Texts for fuzzing the parsers: each format's markers, bits of calls, and a tool with arguments of every type."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from chat_tools.grammar import FORMATS, Channels, Format, Json, Pythonic, Tagged
+from chat_tools.parser import StreamParser, parse
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "ratio": {"type": ["number", "null"]},
+                    "flag": {"type": "boolean"},
+                    "items": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "string"}]}},
+                    "options": {"type": "object", "properties": {"mode": {"enum": ["a", "b", 3]}}},
+                },
+                "required": ["text"],
+            },
+        },
+    }
+]
+
+_COMMON = ["f", "text", "1", "null", '"a"', "[1, 'a']", '{"mode": "a"}', "{", "}", "[", "]", '"', "\\", "\n", " ", "<", ">", ","]
+
+
+def _fragments(fmt: Format) -> list[str]:
+    body = fmt.body
+    parts = [*fmt.ends, *(fmt.section or ())]
+    parts += [mark for pair in (*fmt.reasoning, *fmt.calls) for mark in pair if mark]
+    if isinstance(body, Tagged):
+        opens, (key, value) = fmt.calls[0][0], (body.key, body.value)
+        argument = f"{key[0]}text{key[1]}{value[0]}x{value[1]}"
+        parts += [f"{opens}f{body.name_end}", f"{key[0]}count{key[1]}", *filter(None, [*key, *value, body.name_end])]
+        parts += [argument, f"{opens}f{body.name_end}{argument}{fmt.calls[0][1]}"]
+    elif isinstance(body, Channels):
+        parts += [body.start, body.channel, body.message, *body.ends, "assistant", " to=functions.f", body.reasoning]
+        parts += [f'{body.channel}commentary to=functions.f{body.message}{{"text": "x"}}{body.ends[1]}']
+    elif isinstance(body, Pythonic):
+        parts += ["[f(", "f(text='x')", "=", ")", '"""', "'", "("]
+    elif isinstance(body, Json):
+        parts += ['{"name": "f", "arguments": {"text": "x"}}', '{"name": "', '"arguments": {', "```", *body.quotes]
+        parts += _HEADERS.get(fmt.name, [])
+    return [*dict.fromkeys([*parts, *_COMMON])]
+
+
+_HEADERS = {
+    "mistral": ["f[ARGS]", "[CALL_ID]x", 'f{"text": "x"}'],
+    "deepseek_v3": ["function<｜tool▁sep｜>f\n```json\n", "<｜tool▁sep｜>"],
+    "deepseek_v3.1": ["f<｜tool▁sep｜>", '<｜tool▁sep｜>{"text": "x"}'],
+    "kimi_k2": ["functions.f:0<|tool_call_argument_begin|>", "<|tool_call_argument_begin|>"],
+    "gemma": ["call:f{", "call:", 'text:<|"|>x<|"|>'],
+}
+
+FRAGMENTS = {name: _fragments(fmt) for name, fmt in FORMATS.items()}
+
+
+def check_bytes(data: bytes) -> None:
+    """Parse what the bytes spell in one of the formats, whole and cut; AssertionError if anything is lost or differs."""
+    if len(data) < 3:
+        return
+    name = list(FORMATS)[data[0] % len(FORMATS)]
+    fragments = FRAGMENTS[name]
+    words = [fragments[b - 128] if 128 <= b < 128 + len(fragments) else chr(b) for b in data[2:]]
+    text = "".join(words)
+    whole = parse(text, name, TOOLS)
+    assert "".join(text[s.start : s.end] for s in whole.segments) == text, "a character is lost"
+    for call in whole.tool_calls:
+        assert isinstance(json.loads(call.arguments), dict), "arguments are not valid JSON"
+    parser = StreamParser(name, TOOLS)
+    step = data[1] % 16 + 1
+    for start in range(0, len(text), step):
+        parser.feed(text[start : start + step])
+    assert parser.finish() == whole, "the stream differs from the whole"
