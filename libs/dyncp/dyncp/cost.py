@@ -50,7 +50,8 @@ class CostModel:
     (query, key) pair of all full-attention layers; a causal sequence has length^2 / 2. delta: a token's recurrences and
     convolutions. delta_again: how much of `delta` is computed again where a shard also summarizes itself for its right
     neighbours. Bytes are of one token in all layers of the kind: q_bytes for queries, kv_bytes for keys and values;
-    state_bytes: one rank's (M, S) pairs of all recurrent layers. The defaults are a hybrid model of 0.7 B parameters
+    state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size, base, token, pair) of whole groups
+    as `dyncp.calibration.fit` finds them; where there is an entry, it replaces the formula. The defaults are a hybrid model of 0.7 B parameters
     (six recurrent and two attention layers, width 2048) on one H200; `python -m dyncp calibrate` measures your own.
     """
 
@@ -66,15 +67,19 @@ class CostModel:
     delta_layers: int = 6
     query_heads: int = 8
     kv_heads: int = 2
+    measured: tuple[tuple[str, int, float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(self)[:-1]:
             value = getattr(self, field.name)
             if value < 0 or value != value:
                 raise ValueError(f"{field.name} must not be negative, got {value}")
 
     def coefficients(self, cp_size: int, method: Method, layout: Layout, topology: Topology) -> Coefficients:
         """The three numbers of a group of this size; additive over sequences, so that planning is packing."""
+        for name, size, *numbers in self.measured:
+            if size == cp_size and (name == method or size == 1):
+                return Coefficients(*numbers)
         if cp_size == 1:
             return Coefficients(self.fixed, self.linear + self.delta, self.pair)
         sent, rounds = self._traffic(cp_size, method, topology)
@@ -138,7 +143,8 @@ class CostModel:
         unknown = data.keys() - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"a cost model has no {', '.join(sorted(unknown))}")
-        return cls(**data)
+        rows = tuple((row[0], row[1], row[2], row[3], row[4]) for row in data.pop("measured", ()))
+        return cls(**data, measured=rows)
 
     @classmethod
     def from_config(

@@ -1,9 +1,10 @@
 """The gated delta net over a packed stream cut into contiguous shards: the convolution's halo and the recurrence's scan.
 
-Over the tokens of a shard the recurrence S' = exp(g) (I - beta k k^T) S + beta k v^T is affine in the state it starts from:
-S_end = M S_start + S_zero, where S_zero is what the shard gives from an empty state. So each rank hands over one pair (M, S_zero)
-a head, whatever its length, and every rank composes the pairs to its left. The arithmetic is seqpack's; M is the same rule run
-with zero values from the identity.
+Over the tokens of a shard the recurrence S' = exp(g) (I - beta k k^T) S + beta k v^T is affine in the state it
+starts from: S_end = M S_start + S_zero and o_t = U_t S_start + o_zero_t, where the zeros are what the shard gives from
+an empty state. M and U are the same rule run with zero values from the identity. So each rank runs its shard without
+waiting, hands over one pair (M, S_zero) a head, whatever its length, composes the pairs to its left, and adds U_t S.
+The arithmetic of the rule is seqpack's.
 """
 
 from collections.abc import Sequence
@@ -76,15 +77,24 @@ def gated_delta_rule(
     """
     sharding, rank = _sharding_and_rank(cu_seqlens, group, layout, q)
     options: dict[str, Any] = {"scale": scale, "l2norm_qk": l2norm_qk, "chunk_size": chunk_size, "backend": backend}
-    cu = sharding.local_cu_seqlens(rank, q.device)
-    if group is None or sharding.ring_steps == 1:
-        return local_delta_rule(q, k, v, g, beta, cu, **options)[0]
     operands = (q, k, v, g, beta)
-    pair = _summary(operands, sharding, rank, options)
-    start = _scan(pair, operands, sharding, rank, group)
-    others = start.new_zeros(len(sharding.runs(rank)) - 1, *start.shape)
-    states = torch.cat([start[None], others])
-    return local_delta_rule(*operands, cu, initial_state=states, **options)[0]
+    if group is None or sharding.ring_steps == 1:
+        return local_delta_rule(*operands, sharding.local_cu_seqlens(rank, q.device), **options)[0]
+    runs = sharding.runs(rank)
+    head = runs[0].length if _comes_from_left(runs[0]) else 0
+    run_rule = _zero_and_unit if k.shape[2] == v.shape[2] and head else _zero_then_unit
+    out, ends, unit, transition = run_rule(operands, sharding, rank, head, options)
+    if not _goes_on(sharding, rank):
+        pair = ends.new_zeros(v.shape[1], k.shape[2], k.shape[2] + v.shape[2])
+    else:
+        kept = transition if _passes_through(sharding, rank) else torch.zeros_like(transition)
+        pair = torch.cat([kept, ends[-1]], dim=2)
+    first = rank
+    if head:
+        first = rank - 1
+        while _passes_through(sharding, first):
+            first -= 1
+    return _Correct.apply(out, unit, pair, first, rank, group)
 
 
 Operands = tuple[torch.Tensor, ...]
@@ -123,53 +133,68 @@ def _passes_through(sharding: Sharding, rank: int) -> bool:
     return len(runs) == 1 and _comes_from_left(runs[0]) and _goes_on(sharding, rank)
 
 
-def _summary(operands: Operands, sharding: Sharding, rank: int, options: dict[str, Any]) -> torch.Tensor:
-    """[Hv, Dk, Dk + Dv]: (M, S_zero) of the sequence that goes on to the right, zeros where none does."""
+def _zero_and_unit(
+    operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same as `_zero_then_unit` in one call: the head's tokens once more behind all others, a sequence of their own."""
     q, k, v, g, beta = operands
-    heads, dk, dv = v.shape[1], k.shape[2], v.shape[2]
-    wide = torch.promote_types(v.dtype, torch.float32)
-    if not _goes_on(sharding, rank):
-        return torch.zeros(heads, dk, dk + dv, dtype=wide, device=q.device)
-    last = sharding.runs(rank)[-1]
-    q, k, v, g, beta = (x[last.offset :] for x in operands)
-    cu = torch.tensor([0, last.length], dtype=torch.int32, device=q.device)
-    zero_start = local_delta_rule(q, k, v, g, beta, cu, output_final_state=True, **options)[1]
-    assert zero_start is not None
-    if not _passes_through(sharding, rank):
-        return torch.cat([zero_start.new_zeros(heads, dk, dk), zero_start[0]], dim=2)
-    identity = torch.eye(dk, dtype=wide, device=q.device).expand(1, heads, dk, dk).contiguous()
-    no_values = v.new_zeros(len(v), heads, dk)
-    transition = local_delta_rule(
-        q, k, no_values, g, beta, cu, initial_state=identity, output_final_state=True, **options
-    )[1]
+    again = (q[:head], k[:head], torch.zeros_like(v[:head]), g[:head], beta[:head])
+    doubled = tuple(torch.cat(pair) for pair in zip(operands, again, strict=True))
+    cu = sharding.local_cu_seqlens(rank, q.device)
+    cu = torch.cat([cu, cu[-1:] + head])
+    zeros = _states(len(sharding.runs(rank)), v, k.shape[2], v.shape[2])
+    starts = torch.cat([zeros, _identity(v, k.shape[2])])
+    out, ends = local_delta_rule(*doubled, cu, initial_state=starts, output_final_state=True, **options)
+    assert ends is not None
+    return out[: len(q)], ends[:-1], out[len(q) :], ends[-1]
+
+
+def _zero_then_unit(
+    operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head, the tokens whose
+    sequence came from the left, outputs [head, Hv, Dk] and end state M from the identity with zero values."""
+    q, k, v, g, beta = operands
+    dk = k.shape[2]
+    zeros = _states(len(sharding.runs(rank)), v, dk, v.shape[2])
+    cu = sharding.local_cu_seqlens(rank, q.device)
+    out, ends = local_delta_rule(*operands, cu, initial_state=zeros, output_final_state=True, **options)
+    assert ends is not None
+    if not head:
+        return out, ends, v.new_zeros(0, v.shape[1], dk), _states(1, v, dk, dk)[0]
+    cu = torch.tensor([0, head], dtype=torch.int32, device=q.device)
+    no_values = v.new_zeros(head, v.shape[1], dk)
+    unit, transition = local_delta_rule(
+        q[:head], k[:head], no_values, g[:head], beta[:head], cu,
+        initial_state=_identity(v, dk), output_final_state=True, **options,
+    )  # fmt: skip
     assert transition is not None
-    return torch.cat([transition[0], zero_start[0]], dim=2)
+    return out, ends, unit, transition[0]
 
 
-def _scan(
-    pair: torch.Tensor, operands: Operands, sharding: Sharding, rank: int, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """[Hv, Dk, Dv]: the state this rank's first sequence starts from; zeros where it starts here."""
-    first = rank
-    if _comes_from_left(sharding.runs(rank)[0]):
-        first = rank - 1
-        while _passes_through(sharding, first):
-            first -= 1
-    anchor = next((x for x in operands if x.requires_grad), operands[0])
-    return _AffineScan.apply(pair, anchor, first, rank, group)
+def _states(count: int, v: torch.Tensor, dk: int, dv: int) -> torch.Tensor:
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return torch.zeros(count, v.shape[1], dk, dv, dtype=wide, device=v.device)
 
 
-class _AffineScan(torch.autograd.Function):
-    """Compose the pairs of ranks first .. rank - 1. Every rank takes part in both collectives, needed or not.
+def _identity(v: torch.Tensor, dk: int) -> torch.Tensor:
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return torch.eye(dk, dtype=wide, device=v.device).expand(1, v.shape[1], dk, dk).contiguous()
 
-    `anchor` gets no gradient: it makes autograd call the backward on every rank, before it goes on to the operands.
+
+class _Correct(torch.autograd.Function):
+    """Add what the state from the left contributes: out[t] += unit[t] S for the head's tokens.
+
+    S is composed of the pairs of ranks first .. rank - 1. Every rank takes part in both collectives, needed or not: `out`
+    passes through, so autograd calls the backward on every rank.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
+        out: torch.Tensor,
+        unit: torch.Tensor,
         pair: torch.Tensor,
-        anchor: torch.Tensor,
         first: int,
         rank: int,
         group: dist.ProcessGroup,
@@ -179,20 +204,26 @@ class _AffineScan(torch.autograd.Function):
         states = [torch.zeros_like(pair[..., dk:])]
         for i in range(first, rank):
             states.append(pairs[i, ..., :dk] @ states[-1] + pairs[i, ..., dk:])
-        ctx.save_for_backward(pairs, *states)
+        ctx.save_for_backward(unit, pairs, *states)
         ctx.first, ctx.rank, ctx.group = first, rank, group
-        return states[-1]
+        if not len(unit):
+            return out.clone()
+        head = out[: len(unit)] + torch.einsum("thk,hkv->thv", unit.to(pair.dtype), states[-1])
+        return torch.cat([head.to(out.dtype), out[len(unit) :]])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pairs, *states = ctx.saved_tensors
-        dk = pairs.shape[2]
-        grad, d_pairs = grads[0], torch.zeros_like(pairs)
+        unit, pairs, *states = ctx.saved_tensors
+        dk, wide = pairs.shape[2], pairs.dtype
+        head = grads[0][: len(unit)].to(wide)
+        d_unit = torch.einsum("thv,hkv->thk", head, states[-1]).to(unit.dtype)
+        d_state = torch.einsum("thk,thv->hkv", unit.to(wide), head)
+        d_pairs = torch.zeros_like(pairs)
         for i in reversed(range(ctx.first, ctx.rank)):
-            d_pairs[i, ..., dk:] = grad
-            d_pairs[i, ..., :dk] = grad @ states[i - ctx.first].transpose(-1, -2)
-            grad = pairs[i, ..., :dk].transpose(-1, -2) @ grad
-        return reduce_scattered(d_pairs.flatten(0, 1), ctx.group), None, None, None, None
+            d_pairs[i, ..., dk:] = d_state
+            d_pairs[i, ..., :dk] = d_state @ states[i - ctx.first].transpose(-1, -2)
+            d_state = pairs[i, ..., :dk].transpose(-1, -2) @ d_state
+        return grads[0], d_unit, reduce_scattered(d_pairs.flatten(0, 1), ctx.group), None, None, None
 
 
 class _Halo(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """The exactness matrix: outputs and all gradients of n ranks against one process, for every cell that a model can ask for."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,44 @@ MIXES = {
     "one long, many short": (2, 1, 47, 3, 1, 5, 2),
 }
 KINDS = ("attention", "gated delta net", "hybrid")
-FEW_HEADS = Sizes(query_heads=4, kv_heads=2)
 TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the matrix runs on. other: sizes of the cells marked so. oracle: the backend of the reference, in float64."""
+
+    sizes: Sizes = Sizes()
+    other: Sizes = Sizes(query_heads=4, kv_heads=2, value_dim=3)
+    mixes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MIXES)
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    oracle: str = "naive"
+
+
+CPU = Setup()
+_GPU_SIZES = Sizes(
+    hidden=256,
+    query_heads=8,
+    kv_heads=2,
+    head_dim=128,
+    delta_key_heads=16,
+    delta_value_heads=32,
+    key_dim=128,
+    value_dim=128,
+)
+GPU = Setup(
+    sizes=_GPU_SIZES,
+    other=replace(_GPU_SIZES, query_heads=6, kv_heads=3),
+    mixes={
+        "all of length 1": (1, 1, 1, 1, 1),
+        "mixed": (1000, 517, 33, 1, 300),
+        "one long, many short": (2, 1, 4001, 3, 700, 1, 5),
+    },
+    dtype=torch.bfloat16,
+    device="cuda",
+    oracle="torch",
+)
 
 
 class Cell(NamedTuple):
@@ -37,12 +72,7 @@ class Cell(NamedTuple):
     layout: Layout
     method: Method
     mix: str
-    heads: int = 12
-
-    @property
-    def sizes(self) -> Sizes:
-        """The model's sizes; with 4 query heads there are cells in which Ulysses cannot deal them."""
-        return Sizes() if self.heads == 12 else FEW_HEADS
+    other: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,77 +84,78 @@ class Verdict:
     layout: str
     method: str
     mix: str
-    heads: int
+    other: bool
     output_error: float = 0.0
     gradient_error: float = 0.0
     refused: str = ""
 
 
-def cells() -> Iterator[Cell]:
-    """All cells, refused ones included."""
+def cells(setup: Setup = CPU) -> Iterator[Cell]:
+    """All cells, refused ones included. The `other` sizes have heads that Ulysses cannot deal over every group."""
     for kind in KINDS:
         for layout in LAYOUTS:
             for method in METHODS:
-                for mix in MIXES:
+                for mix in setup.mixes:
                     yield Cell(kind, layout, method, mix)
     for method in METHODS:
-        yield Cell("attention", "contiguous", method, "mixed", heads=4)
+        yield Cell("attention", "contiguous", method, "mixed", other=True)
+    for mix in ("mixed", "one long, many short"):
+        yield Cell("gated delta net", "contiguous", "ring", mix, other=True)
 
 
-def must_refuse(cell: Cell, cp_size: int) -> bool:
+def must_refuse(cell: Cell, cp_size: int, setup: Setup = CPU) -> bool:
     """What the matrix expects to be refused: a recurrence in zigzag, and heads that do not divide in Ulysses."""
-    recurrent_zigzag = cell.layout == "zigzag" and cell.kind != "attention"
-    return recurrent_zigzag or (cell.method == "ulysses" and cell.sizes.query_heads % cp_size != 0)
+    heads = (setup.other if cell.other else setup.sizes).query_heads
+    undealt = cell.kind != "gated delta net" and cell.method == "ulysses" and heads % cp_size != 0
+    return undealt or (cell.layout == "zigzag" and cell.kind != "attention")
 
 
-def run_cells(group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
-    """Every cell over this group, as plain data (the same on all ranks). Collective."""
-    cp_size = 1 if group is None else dist.get_world_size(group)
-    return [asdict(run_cell(cell, cp_size, group, dtype, device)) for cell in cells()]
-
-
-def run_sizes(
-    sizes: Sequence[int], dtype: torch.dtype = torch.float64, device: torch.device | None = None
-) -> dict[int, list[dict[str, Any]]]:
+def run_sizes(sizes: Sequence[int], setup: Setup = CPU) -> dict[int, list[dict[str, Any]]]:
     """The cells of every group size that this rank takes part in: groups are ranks 0 .. size - 1. Collective."""
-    device, found = device or torch.device("cpu"), {}
+    found = {}
     for size in sizes:
         group = dist.group.WORLD if size == dist.get_world_size() else dist.new_group(list(range(size)))
         if dist.get_rank() < size:
-            found[size] = run_cells(group if size > 1 else None, dtype, device)
+            found[size] = run_cells(group if size > 1 else None, setup)
     return found
 
 
-def run_cell(
-    cell: Cell, cp_size: int, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
-) -> Verdict:
+def run_cells(group: dist.ProcessGroup | None, setup: Setup = CPU) -> list[dict[str, Any]]:
+    """Every cell over this group, as plain data (the same on all ranks). Collective."""
+    return [asdict(run_cell(cell, group, setup)) for cell in cells(setup)]
+
+
+def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) -> Verdict:
     """One cell, checked on this rank and reduced over the group. Collective."""
-    facts = (cp_size, cell.kind, cell.layout, cell.method, cell.mix, cell.heads)
-    planned = _refusal_when_planning(cell, cp_size)
-    batch = make_mix(MIXES[cell.mix], cell.sizes.hidden).to(device)
-    packed = pack_group(batch, range(len(MIXES[cell.mix])), cp_size, cell.layout)
-    rank = 0 if group is None else dist.get_rank(group)
+    cp_size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    sizes = setup.other if cell.other else setup.sizes
+    facts = (cp_size, cell.kind, cell.layout, cell.method, cell.mix, cell.other)
+    planned = _refusal_when_planning(cell, sizes, cp_size)
+    lengths = setup.mixes[cell.mix]
+    packed = pack_group(make_mix(lengths, sizes), range(len(lengths)), cp_size, cell.layout).to(setup.device)
     try:
-        output, gradients = run_sharded(build_model(cell.kind, cell.sizes, dtype, device), packed, rank, cell, group)
+        output, gradients = run_sharded(
+            build_model(cell.kind, sizes, setup.dtype, setup.device), packed, rank, cell, group
+        )
     except ValueError as error:
         if not planned:
             raise
         return Verdict(*facts, refused=f"{planned} | {error}")
     if planned:
         raise AssertionError(f"{cell} was refused by the planner and ran all the same")
-    expected, expected_gradients = _reference(cell.kind, cell.sizes, cell.mix, dtype, device)
+    expected, expected_gradients = _reference(cell.kind, cell.other, cell.mix, setup)
     output_error = relative_error(output[packed.token_mask], expected)
     worst = max(relative_error(g, e) for g, e in zip(gradients, expected_gradients, strict=True))
     return Verdict(*facts, output_error=_max_over(output_error, group), gradient_error=_max_over(worst, group))
 
 
-def _refusal_when_planning(cell: Cell, cp_size: int) -> str:
+def _refusal_when_planning(cell: Cell, sizes: Sizes, cp_size: int) -> str:
     """Why the planner refuses one sequence that needs all cp_size ranks, or nothing."""
     cost = CostModel(
         attention_layers=cell.kind != "gated delta net",
         delta_layers=cell.kind != "attention",
-        query_heads=cell.sizes.query_heads,
-        kv_heads=cell.sizes.kv_heads,
+        query_heads=sizes.query_heads,
+        kv_heads=sizes.kv_heads,
     )
     try:
         plan([4 * cp_size], cp_size, 4, cost, method=cell.method, layout=cell.layout)
@@ -133,14 +164,14 @@ def _refusal_when_planning(cell: Cell, cp_size: int) -> str:
     return ""
 
 
-def make_mix(lengths: Sequence[int], hidden: int) -> TensorDict:
+def make_mix(lengths: Sequence[int], sizes: Sizes) -> TensorDict:
     """A batch of these lengths with random ids and a random cotangent [hidden, tokens] for each sample."""
     generator = torch.Generator().manual_seed(sum(lengths))
     return make_batch(
         [
             {
-                "input_ids": torch.randint(0, 11, (n,), generator=generator),
-                "cotangent": torch.randn(hidden, n, generator=generator, dtype=torch.float64),
+                "input_ids": torch.randint(0, sizes.vocab, (n,), generator=generator),
+                "cotangent": torch.randn(sizes.hidden, n, generator=generator, dtype=torch.float64),
             }
             for n in lengths
         ]
@@ -157,24 +188,31 @@ def run_sharded(
     output = model(part.values["input_ids"], Place(part.sharding, group, cell.method))
     cotangent = part.values["cotangent"].T.to(output.dtype)
     (output * cotangent)[mask].sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    wide = torch.promote_types(output.dtype, torch.float32)
+    gradients = [parameter.grad.to(wide) for parameter in model.parameters() if parameter.grad is not None]
     if group is not None:
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
     return unshard(output.detach(), part.sharding, group), gradients
 
 
-@cache
-def _reference(
-    kind: str, sizes: Sizes, mix: str, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One process, naive operations, no padding; in float64 with the weights of the dtype."""
-    model = build_model(kind, sizes, dtype, device).double()
-    packed = pack_group(make_mix(MIXES[mix], sizes.hidden).to(device), range(len(MIXES[mix])), 1)
-    output = model(packed.values["input_ids"], packed.cu_seqlens)
-    cotangent = packed.values["cotangent"].T.to(dtype).double()
+_REFERENCES: dict[tuple[str, bool, str, torch.dtype], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+
+def _reference(kind: str, other: bool, mix: str, setup: Setup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One process, no padding, the oracle's operations; in float64 with the weights of the dtype. Computed once."""
+    key = (kind, other, mix, setup.dtype)
+    if key in _REFERENCES:
+        return _REFERENCES[key]
+    sizes = setup.other if other else setup.sizes
+    model = build_model(kind, sizes, setup.dtype, setup.device).double()
+    packed = pack_group(make_mix(setup.mixes[mix], sizes), range(len(setup.mixes[mix])), 1).to(setup.device)
+    output = model(packed.values["input_ids"], packed.cu_seqlens, setup.oracle)
+    cotangent = packed.values["cotangent"].T.to(setup.dtype).double()
     (output * cotangent).sum().backward()
-    return output.detach(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    _REFERENCES[key] = output.detach(), gradients
+    return _REFERENCES[key]
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -200,7 +238,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     ]
     rows: dict[tuple[str, str, str], dict[int, list[Verdict]]] = {}
     for verdict in verdicts:
-        kind = verdict.kind if verdict.heads == 12 else f"{verdict.kind}, {verdict.heads} heads"
+        kind = f"{verdict.kind}, other sizes" if verdict.other else verdict.kind
         rows.setdefault((kind, verdict.layout, verdict.method), {}).setdefault(verdict.cp_size, []).append(verdict)
     for key, by_size in rows.items():
         entries = []

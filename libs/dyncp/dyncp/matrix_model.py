@@ -1,7 +1,7 @@
 """A small reference model for the exactness matrix: embedding, then attention and gated-delta-net layers with residuals.
 
-`forward` runs one shard of a group through dyncp; `reference` runs the whole batch on one rank through seqpack's naive
-operations, one token at a time. They share parameters and nothing else.
+Given a Place it runs one shard of a group through dyncp; given cu_seqlens it runs the whole stream on one rank through a
+backend of seqpack.ops, by default the naive one that goes token by token. The two share parameters and nothing else.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Sizes:
     delta_key_heads: int = 2
     delta_value_heads: int = 4
     key_dim: int = 4
-    value_dim: int = 3
+    value_dim: int = 4
     taps: int = 4
 
 
@@ -54,15 +54,15 @@ class AttentionLayer(nn.Module):
         self.qkv = nn.Linear(sizes.hidden, heads * sizes.head_dim, bias=False)
         self.out = nn.Linear(sizes.query_heads * sizes.head_dim, sizes.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, place: Place | torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden]; place: of a shard, or cu_seqlens for the naive path over the whole stream."""
+    def forward(self, x: torch.Tensor, place: Place | torch.Tensor, oracle: str = "naive") -> torch.Tensor:
+        """x [tokens, hidden]; place: of a shard, or cu_seqlens for the oracle over the whole stream."""
         s = self.sizes
         mixed = self.qkv(x).view(len(x), -1, s.head_dim)
         q, k, v = mixed.split([s.query_heads, s.kv_heads, s.kv_heads], dim=1)
         if isinstance(place, Place):
             y = attention(q, k, v, place.sharding, place.group, place.method, place.sharding.layout)
         else:
-            y = local_attention(q, k, v, place, backend="naive")
+            y = local_attention(q, k, v, place, backend=oracle)
         return x + self.out(y.flatten(1))
 
 
@@ -82,8 +82,8 @@ class DeltaLayer(nn.Module):
         self.taps = nn.Parameter(torch.randn(sum(self.widths), sizes.taps) / 2)
         self.out = nn.Linear(self.widths[2], sizes.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, place: Place | torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden]; place: of a shard, or cu_seqlens for the naive path over the whole stream."""
+    def forward(self, x: torch.Tensor, place: Place | torch.Tensor, oracle: str = "naive") -> torch.Tensor:
+        """x [tokens, hidden]; place: of a shard, or cu_seqlens for the oracle over the whole stream."""
         s = self.sizes
         decay, beta = self.gates(x).chunk(2, dim=1)
         g, beta = -nn.functional.softplus(decay), beta.sigmoid()
@@ -92,14 +92,14 @@ class DeltaLayer(nn.Module):
             layout = place.sharding.layout
             mixed = causal_conv1d(mixed, self.taps, None, place.sharding, place.group, "silu", layout=layout)
         else:
-            mixed = local_conv1d(mixed, self.taps, None, place, "silu", backend="naive")
+            mixed = local_conv1d(mixed, self.taps, None, place, "silu", backend=oracle)
         q, k, v = mixed.split(self.widths, dim=1)
         q, k = (t.view(len(x), s.delta_key_heads, s.key_dim) for t in (q, k))
         v = v.view(len(x), s.delta_value_heads, s.value_dim)
         if isinstance(place, Place):
             y = gated_delta_rule(q, k, v, g, beta, place.sharding, place.group, layout=place.sharding.layout)
         else:
-            y = local_delta_rule(q, k, v, g, beta, place, backend="naive")[0]
+            y = local_delta_rule(q, k, v, g, beta, place, backend=oracle)[0]
         return x + self.out(y.flatten(1))
 
 
@@ -119,17 +119,17 @@ class MatrixModel(nn.Module):
         self.embedding = nn.Embedding(sizes.vocab, sizes.hidden)
         self.layers = nn.ModuleList(layer(sizes) for layer in LAYERS[kind])
 
-    def forward(self, ids: torch.Tensor, place: Place | torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, place: Place | torch.Tensor, oracle: str = "naive") -> torch.Tensor:
         """[tokens] -> [tokens, hidden]. ValueError for a layout that a layer cannot take."""
         if isinstance(place, Place) and self.kind != "attention":
             check_delta_layout(place.sharding.layout)
         x = self.embedding(ids)
         for layer in self.layers:
-            x = layer(x, place)
+            x = layer(x, place, oracle)
         return x
 
 
-def build_model(kind: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> MatrixModel:
+def build_model(kind: str, sizes: Sizes, dtype: torch.dtype, device: str) -> MatrixModel:
     """The model with the same random weights everywhere."""
     torch.manual_seed(7)
     return MatrixModel(kind, sizes).to(dtype=dtype, device=device)

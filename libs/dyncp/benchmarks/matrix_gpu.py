@@ -1,0 +1,56 @@
+"""The exactness matrix in bfloat16 over NCCL: python -m torch.distributed.run --nproc-per-node 4 matrix_gpu.py
+
+One process stands for one GPU; groups of 1, 2 and 4 are taken as far as there are GPUs. Bounds, against a float64 reference
+with the same bfloat16 weights: outputs within 1e-2 and gradients within 3e-2 (relative, by norm), and neither more than twice
+the error that one GPU makes in the same cell plus 2e-3. Any cell outside ends the run with an error.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dyncp.matrix import GPU, Verdict, cells, markdown, must_refuse, run_sizes
+
+OUTPUT_BOUND, GRADIENT_BOUND, SLACK = 1e-2, 3e-2, 2e-3
+
+
+def violations(found: dict[int, list[Verdict]]) -> list[str]:
+    """What is outside the bounds, in words."""
+    bad = []
+    for size, verdicts in found.items():
+        for cell, verdict, alone in zip(cells(GPU), verdicts, found[1], strict=True):
+            if must_refuse(cell, size, GPU) != bool(verdict.refused):
+                bad.append(f"CP {size} {cell}: refused={verdict.refused!r}")
+            for name, bound in (("output_error", OUTPUT_BOUND), ("gradient_error", GRADIENT_BOUND)):
+                value, floor = getattr(verdict, name), getattr(alone, name)
+                limit = bound if alone.refused else min(bound, 2 * floor + SLACK)
+                if not value <= limit:
+                    bad.append(f"CP {size} {cell}: {name} {value:.2e} > {limit:.2e}")
+    return bad
+
+
+def main() -> None:
+    begin = time.time()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", timeout=timedelta(minutes=5), device_id=device)
+    sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
+    found = {size: [Verdict(**row) for row in rows] for size, rows in run_sizes(sizes, GPU).items()}
+    torch.cuda.synchronize()
+    bad = violations(found)
+    if dist.get_rank() == 0:
+        print(f"bfloat16, {dist.get_world_size()} GPUs, {time.time() - begin:.0f} s; {torch.cuda.get_device_name()}\n")
+        print(
+            markdown([verdict for verdicts in found.values() for verdict in verdicts]), "\n", *bad, sep="\n", flush=True
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
