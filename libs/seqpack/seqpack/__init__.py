@@ -56,6 +56,8 @@ _EXPORTS = {
     "unpack_tokens": "seqpack.packed",
 }
 
+__all__ = sorted(_EXPORTS)
+
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
