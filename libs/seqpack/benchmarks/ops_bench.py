@@ -170,7 +170,7 @@ def on_cpu(scale):
             return attention(*qkv, cu, backend="torch")
 
         torch.testing.assert_close(varlen(), stock_attention(), rtol=1e-3, atol=1e-4)
-        race(f"causal attention, {name}, heads 4/2, dim 16", {"one row, block mask": stock_attention, "seqpack": varlen},
+        race(f"attention, {name}, heads 4/2, dim 16", {"one row, block mask": stock_attention, "seqpack": varlen},
              qkv, "cpu", "one row, block mask")  # fmt: skip
 
 

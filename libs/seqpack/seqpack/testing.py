@@ -76,9 +76,16 @@ class IsolationReport:
         """All of it holds."""
         return self.logits_equal and self.grads_equal and not self.moved
 
+    def _verdict(self) -> str:
+        if self.isolated:
+            return "packing is isolated"
+        if self.moved:
+            return "packing LEAKS between sequences"
+        return "packed is NOT the same as alone, although no sequence moves another's logits"
+
     def __str__(self) -> str:
         bounds, worst = self.tolerance, max(range(len(self.logits)), key=self.logits.__getitem__)
-        lines = ["packing is isolated" if self.isolated else "packing LEAKS between sequences"]
+        lines = [self._verdict()]
         lines.append(
             f"  logits, packed against alone: sequence {worst} off by {self.logits[worst]:.1e} "
             f"(bound {bounds.logits:.0e})"

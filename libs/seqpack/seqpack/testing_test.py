@@ -122,6 +122,7 @@ def test_positions_that_do_not_start_again_are_found_although_nothing_leaks():
     report = check_packing(Positions(), running, alone)
     assert not report.logits_equal
     assert report.moved == ()
+    assert str(report).startswith("packed is NOT the same as alone, although no sequence moves another's logits")
 
 
 def test_half_precision_has_its_own_bounds():
