@@ -1,0 +1,88 @@
+"""Measure instead of guess: fit the cost model's numbers to timed groups, and to this machine's operations and links."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dyncp.cost import Coefficients, CostModel
+from dyncp.cp_methods import Method
+from dyncp.plan_types import DynamicPlan, Group, Step
+from dyncp.sizes import Layout
+
+
+class Timing(NamedTuple):
+    """How long a group took for sequences of these lengths."""
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def fit(timings: Sequence[Timing]) -> Coefficients:
+    """The base, token and pair seconds that explain the timings best, in relative terms; none negative."""
+    if len(timings) < 3:
+        raise ValueError(f"three numbers need at least three timings, got {len(timings)}")
+    seconds = np.array([t.seconds for t in timings])
+    columns = np.array([[1.0, sum(t.lengths), sum(n * n / 2 for n in t.lengths)] for t in timings])
+    scale = columns.max(axis=0)
+    rows = columns / scale / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        solution = np.linalg.lstsq(rows[:, kept], np.ones(len(timings)), rcond=None)[0]
+        if (solution >= 0).all() or len(kept) == 1:
+            break
+        kept.pop(int(solution.argmin()))
+    found = np.zeros(3)
+    found[kept] = np.maximum(solution, 0.0) / scale[kept]
+    return Coefficients(*found.tolist())
+
+
+def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
+    """Lengths for one group: one sequence as long as it goes, and short ones, full and half full; enough to fit."""
+    full = cp_size * cap
+    short = max(1, cap // 16)
+    return [
+        (full,),
+        (full // 2,),
+        (full // 4,) * 4,
+        (short,) * (full // short),
+        (short,) * (full // short // 2 or 1),
+    ]
+
+
+def uniform_plan(
+    lengths: Sequence[int], world_size: int, cap: int, cp_size: int, method: Method, layout: Layout
+) -> DynamicPlan:
+    """One step in which every group of cp_size ranks has sequences of the same lengths; what remains of the world idles."""
+    count, each = world_size // cp_size, len(lengths)
+    groups = [
+        Group(tuple(range(g * cp_size, (g + 1) * cp_size)), tuple(range(g * each, (g + 1) * each)))
+        for g in range(count)
+    ]
+    groups += [Group((rank,), ()) for rank in range(count * cp_size, world_size)]
+    return DynamicPlan(
+        tuple(lengths) * count, world_size, cap, (Step(tuple(groups)),), layout=layout, method=method, name="uniform"
+    )
+
+
+def calibrate_groups(
+    run: Callable[[DynamicPlan], float],
+    cost: CostModel,
+    world_size: int,
+    cap: int,
+    sizes: Sequence[int],
+    methods: Sequence[Method],
+    layout: Layout = "contiguous",
+) -> CostModel:
+    """The cost model with measured numbers for every size and method. run(plan): seconds of its one step (collective)."""
+    rows = []
+    for size in sizes:
+        for method in methods if size > 1 else methods[:1]:
+            if not cost.allowed(size, method):
+                continue
+            timings = []
+            for lengths in workloads(size, cap):
+                timings.append(Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout))))
+            rows.append((method, size, *fit(timings)))
+    return replace(cost, measured=tuple(rows))
