@@ -1,0 +1,132 @@
+"""On one CUDA device: packed FSDP2 steps with fused kernels in bfloat16 against the padded reference and float32."""
+
+import pytest
+import torch
+
+from engines import EngineConfig, build_engine
+from engines.launch import ensure_group
+from engines.packed_model import adapt_for_packing, packed_logits
+from engines.tiny import tiny_batch, tiny_model
+from objectives import GRPO, SFT
+from seqpack.ops import backends
+from seqpack.testing import assert_packing_isolated
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# Shapes that the fused kernels take (key and value dim 128), fixed so that their tuning is paid once.
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 4096,
+}
+LENGTHS = [700, 5, 333, 64, 1, 945]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cuda")
+    yield
+    if made:
+        torch.distributed.destroy_process_group()
+
+
+def model(kind="dense"):
+    return tiny_model(kind, scale=1.0, **SHAPE)
+
+
+def engine(**options):
+    return build_engine(EngineConfig(**{"device": "cuda", "lr": 1e-3, "max_tokens_per_rank": 2048, **options}), model())
+
+
+def batch(seed=0):
+    return tiny_batch(LENGTHS, seed=seed, vocab=512)
+
+
+def test_fused_kernels_are_there():
+    """Otherwise the tests below say nothing about them."""
+    found = backends("cuda", torch.bfloat16)
+    print({op: [name for name, there in table.items() if there.available] for op, table in found.items()})
+    for op, names in {
+        "attention": ["varlen"],
+        "causal_conv1d": ["causal_conv1d", "fla"],
+        "gated_delta_rule": ["fla"],
+    }.items():
+        reasons = {name: found[op][name].reason for name in names}
+        assert any(found[op][name].available for name in names), f"{op}: {reasons}"
+
+
+def test_isolated_in_bfloat16():
+    adapted = model().to("cuda", torch.bfloat16)
+    adapt_for_packing(adapted)
+    assert_packing_isolated(adapted, packed_forward=packed_logits, lengths=(300, 1, 70, 129))
+
+
+def test_isolated_in_float32():
+    """No fused kernel takes float32: the plain operations on the device."""
+    adapted = model().to("cuda")
+    adapt_for_packing(adapted)
+    assert_packing_isolated(adapted, packed_forward=packed_logits, lengths=(300, 1, 70, 129))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_equals_padded(dtype):
+    """The padded path runs transformers' own layers, so in bfloat16 two sets of kernels meet."""
+    bound = 2e-3 if dtype == "float32" else 0.05
+    packed, padded = engine(dtype=dtype), engine(dtype=dtype, batching="padded")
+    left, right = packed.train_batch(batch(), SFT()), padded.train_batch(batch(), SFT())
+    assert left["loss"] == pytest.approx(right["loss"], rel=bound)
+    assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=bound)
+
+
+def test_float32_equals_the_cpu():
+    left = engine(dtype="float32").train_batch(batch(), SFT())
+    right = engine(dtype="float32", device="cpu").train_batch(batch(), SFT())
+    assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
+    assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
+
+
+def test_bfloat16_training_learns_and_scores_agree():
+    built = engine(lr=3e-3)
+    data = batch()
+    data["old_log_probs"] = built.forward(data)["log_probs"]
+    first = built.train_batch(data, GRPO())
+    assert first["ratio"] == pytest.approx(1.0, abs=2e-2)
+    losses = [built.train_batch(data, SFT())["loss"] for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_resume_and_export(tmp_path):
+    built = engine()
+    built.train_batch(batch(), SFT())
+    built.save(tmp_path / "one")
+    other = engine()
+    other.load(tmp_path / "one")
+    left, right = ({p.name: p.flat for p in one.export_weights(2**40)} for one in (built, other))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    built.save_hf(tmp_path / "hf")
+    again = build_engine(EngineConfig(model=str(tmp_path / "hf"), device="cuda"))
+    torch.testing.assert_close(
+        again.forward(batch())["log_probs"].values(), built.forward(batch())["log_probs"].values()
+    )
+
+
+def test_offload_frees_the_device():
+    built = engine()
+    built.train_batch(batch(), SFT())
+    held = torch.cuda.memory_allocated()
+    size = sum(p.numel() for p in built.scorer.parameters()) * 12
+    built.offload()
+    assert held - torch.cuda.memory_allocated() > 0.9 * size
+    built.onload()
+    assert built.train_batch(batch(), SFT())["skipped"] == 0.0
