@@ -127,8 +127,7 @@ def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str 
     if isinstance(value, dict | list) and types & {"object", "array"} and _is_type(value, types):
         notes.extend([*found, *problems])
         return value
-    plain = isinstance(value, str) and problems
-    notes.append(problems[0] if plain else f"{path}: {_short(text)} is not {_words(types)}; kept as text")
+    notes.append(f"{(problems or mismatches(text, schema, root, path))[0]}; kept as text")
     return text
 
 

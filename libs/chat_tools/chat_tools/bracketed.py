@@ -16,6 +16,7 @@ from chat_tools.recorder import Recorder
 
 _CALL = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
 _BEGINS_LIKE_A_CALL = re.compile(r"""\{\s*["'](?:name|type|function|parameters|arguments)["']\s*:""")
+_OBJECT = r"""\{\s{0,20}["'](?:name|type|function)["']\s{0,20}:"""
 _LONGEST_NAME = 256
 NOT_A_CALL = "not a call"
 
@@ -31,6 +32,9 @@ class BracketTables:
         self.brackets = Brackets(stops, quotes, triple=isinstance(body, Pythonic))
         self.header = re.compile(rf"\s*{body.header}\s*") if isinstance(body, Json) and body.header else None
         self.header_end = Marks.of(["{", *stops])
+        begins = r",\s{0,20}[A-Za-z_][\w.]{0,99}\(" if isinstance(body, Pythonic) else _OBJECT
+        pattern = "|".join([begins, *map(re.escape, sorted(stops, key=len, reverse=True))])
+        self.element = Marks(re.compile(pattern), 160, Marks.of([",", "{", *stops]).first)
 
 
 @dataclass(slots=True)
@@ -66,7 +70,7 @@ class BracketReader:
             reason = yield from self._nothing(first)
         if reason is not None:
             if reader.may_reread() or reason == NOT_A_CALL:
-                reader.rewind(start)  # a marker inside what looked like a string may be the end of the block
+                reader.rewind(max(start, self.recorder.cursor))  # a marker inside what looked like a string may be the end of the block
             return reason
         if close:
             yield from self._closing(close)
@@ -197,13 +201,24 @@ class BracketReader:
         start = reader.pos
         broken = yield from find_end(reader, self.tables.brackets)
         if broken:
-            return broken
+            return (yield from self._next_element(start, broken))
         text = reader.slice(start, reader.pos)
         reason = self._record_python(text, call["name"]) if call else self._record(text, None, None, reader.pos)
         if reason is not None:
             if bare:
                 return NOT_A_CALL
             self.recorder.malformed(reader.pos, reason)
+        return None
+
+    def _next_element(self, start: int, reason: str) -> Wait[str | None]:
+        """Go on with what looks like the list's next element, after one whose brackets do not match."""
+        reader = self.reader
+        if reader.may_reread():
+            reader.rewind(start + 1)
+        match = yield from reader.search(self.tables.element)
+        if match is None or match.group()[0] not in ",{":
+            return reason
+        self.recorder.malformed(reader.pos, reason)
         return None
 
     def _record_python(self, text: str, name: str) -> str | None:

@@ -38,7 +38,7 @@ def check(message: ParsedMessage, text: str) -> None:
         call.arguments.encode()
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(st.data(), NAMES, st.booleans())
 def test_every_cut_gives_what_the_whole_gives(data, name, typed):
     text = data.draw(texts(name))
@@ -52,7 +52,7 @@ def test_every_cut_gives_what_the_whole_gives(data, name, typed):
     assert parser.finish() == whole
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data(), NAMES)
 def test_letter_by_letter(data, name):
     text = data.draw(texts(name))
@@ -62,14 +62,14 @@ def test_letter_by_letter(data, name):
     assert parser.finish() == parse(text, name, TOOLS)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data(), NAMES, st.sampled_from(["", "<think>\n", "<|start|>assistant<|channel|>analysis<|message|>"]))
 def test_what_the_prompt_began(data, name, prefill):
     text = data.draw(texts(name))
     check(parse(text, name, TOOLS, prefill=prefill), text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(NAMES, st.binary(max_size=60), st.integers(0, 60))
 def test_bytes_cut_anywhere(name, raw, cut):
     parser = StreamParser(name)
@@ -87,7 +87,7 @@ def adversarial(name: str, size: int) -> list[str]:
 
 @pytest.mark.parametrize("name", formats())
 def test_operations_are_linear(name):
-    for text, longer in zip(adversarial(name, 2_000), adversarial(name, 16_000), strict=True):
+    for text, longer in zip(adversarial(name, 1_000), adversarial(name, 8_000), strict=True):
         message = parse(longer, name)
         check(message, longer)
         assert message.operations <= BYTES_PER_OPERATION * len(longer), longer[:40]
@@ -96,8 +96,8 @@ def test_operations_are_linear(name):
 
 @pytest.mark.parametrize("name", formats())
 def test_a_megabyte_in_well_under_a_second(name):
-    slowest = max(adversarial(name, 4_000), key=lambda text: parse(text, name).operations)
-    text = (slowest * 250)[:1_000_000]
+    slowest = max(adversarial(name, 1_000), key=lambda text: parse(text, name).operations)
+    text = (slowest * 1000)[:1_000_000]
     start = time.process_time()
     message = parse(text, name)
     seconds = time.process_time() - start

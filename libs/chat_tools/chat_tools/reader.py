@@ -18,22 +18,35 @@ REREAD_FACTOR = 2
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What to look for: a pattern, the length of its longest match, and the characters a match can begin with."""
+    """What to look for: a pattern, the length of its longest match, and the characters a match can begin with.
+
+    `literals` are all that can match, or empty where the pattern is more than a list of them.
+    """
 
     pattern: re.Pattern[str]
     longest: int
     first: re.Pattern[str]
+    literals: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, literals: Iterable[str], others: Iterable[str] = (), longest: int = 0) -> Marks:
-        """Compile literals, and other patterns that begin with the first character of one of the literals."""
+    def of(cls, literals: Iterable[str]) -> Marks:
+        """Compile literals."""
         known = sorted({literal for literal in literals if literal}, key=len, reverse=True)
         pairs = ((a, b) for a in known for b in known if a != b)
         if any(b.startswith(a) for a, b in pairs):
             raise ValueError(f"a marker must not begin with another one: {known}")
         first = "".join(sorted({re.escape(literal[0]) for literal in known}))
-        pattern = "|".join([*others, *map(re.escape, known)])
-        return cls(re.compile(pattern), max([longest, *map(len, known)]), re.compile(f"[{first}]"))
+        pattern = "|".join(map(re.escape, known))
+        return cls(re.compile(pattern), max(map(len, known)), re.compile(f"[{first}]"), tuple(known))
+
+    def begun(self, window: str, start: int) -> int:
+        """Return where, from `start` on, a match may have begun that the window's end cuts off."""
+        while begun := self.first.search(window, start):
+            start = begun.start()
+            if not self.literals or any(literal.startswith(window[start:]) for literal in self.literals):
+                return start
+            start += 1
+        return len(window)
 
 
 class Reader:
@@ -92,8 +105,7 @@ class Reader:
             return match
         self.operations += self.end - self.pos
         tail = self.end if self.final else max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
-        begun = marks.first.search(self.window, tail - self.base)
-        self.pos = self.base + begun.start() if begun else self.end
+        self.pos = self.base + marks.begun(self.window, tail - self.base)
         return None
 
     def search(self, marks: Marks) -> Wait[re.Match[str] | None]:

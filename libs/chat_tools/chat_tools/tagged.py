@@ -163,10 +163,8 @@ class TaggedReader:
             if opened:
                 if opened.pop() != kind:
                     return None
-            elif kind != "p":
-                return None
             elif (yield from self._plausible(kind)):
-                return at
+                return at if kind == "p" else None
 
     def _flat_value(self, properties: Mapping[str, object] | None) -> Wait[int | None]:
         """Find the end of a value with every tag taken at its word; None if it has none before the next call."""
