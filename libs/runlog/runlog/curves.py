@@ -9,7 +9,7 @@ from runlog.display import clock_time, shown
 
 @dataclass(frozen=True)
 class Kind:
-    """How the report speaks of a metric. `match`: full names, or last parts of names; `marks`: drawn as points with
+    """How the report speaks of a metric. `match`: names, or ends of them after a slash; `marks`: drawn as points with
     first and last named (measured seldom, such as held-out accuracy).
     """
 
@@ -20,18 +20,16 @@ class Kind:
 
 
 KINDS = (
-    Kind("Reward", ("reward", "reward_mean", "mean_reward"), "mean of the step's episodes"),
-    Kind(
-        "Held-out accuracy", ("eval/accuracy", "held_out_accuracy", "eval_accuracy", "heldout/accuracy"), "greedy", True
-    ),
+    Kind("Reward", ("reward", "reward/mean"), "mean of the step's episodes"),
+    Kind("Held-out accuracy", ("eval/accuracy", "held_out_accuracy"), "greedy", marks=True),
+    Kind("Held-out loss", ("eval/loss", "held_out_loss"), "nats a token", marks=True),
     Kind("Loss", ("loss",)),
+    Kind("Sampler against trainer", ("mismatch/abs", "log_prob_difference"), "mean |log-prob difference|"),
     Kind(
-        "Sampler against trainer",
-        ("log_prob_difference", "log_prob_difference_mean", "logprob_difference_mean"),
-        "mean |log-prob difference|, nats",
+        "Sampler against trainer, worst", ("mismatch/abs/max", "log_prob_difference/max"), "max |log-prob difference|"
     ),
-    Kind("KL", ("kl",), "nats"),
-    Kind("Throughput", ("tokens_per_second",), "tokens/s"),
+    Kind("KL", ("kl", "approx_kl"), "nats"),
+    Kind("Throughput", ("tokens_per_second", "tokens_per_s"), "tokens/s"),
     Kind("Gradient norm", ("grad_norm",)),
     Kind("Entropy", ("entropy",), "nats a token"),
     Kind("Learning rate", ("lr", "learning_rate")),
@@ -40,12 +38,8 @@ HIDDEN = ("step", "time")
 
 
 def kind_of(name: str) -> Kind | None:
-    """The known kind of a metric, by its full name first, then by its last part."""
-    for key in (name, name.rsplit("/", 1)[-1]):
-        for kind in KINDS:
-            if key in kind.match:
-                return kind
-    return None
+    """The known kind of a metric: its name is one of the kind's, perhaps after a prefix ("train/loss")."""
+    return next((k for k in KINDS if any(name == m or name.endswith("/" + m) for m in k.match)), None)
 
 
 def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:

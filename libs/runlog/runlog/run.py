@@ -1,6 +1,7 @@
 """RunLog: the one object a training app talks to."""
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -68,12 +69,14 @@ class RunLog:
             self._writer = None
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """One row of metrics. Steps go upwards, one row each (ValueError otherwise); numbers also go to TensorBoard."""
+        """One row of metrics, with the time of day. Steps go upwards, one row each (ValueError otherwise). Numbers also
+        go to TensorBoard.
+        """
         if step <= self._last_step:
             raise ValueError(
                 f"metrics of step {step} after those of step {self._last_step}; log each step once, upwards"
             )
-        self._write(store.METRICS, {"step": step, **values})
+        self._write(store.METRICS, {"step": step, "time": round(time.time(), 3), **values})
         self._last_step = step
         if self._writer is not None:
             for name, value in values.items():
