@@ -24,10 +24,11 @@ from torch import Tensor
 from seqpack.ops.rows import positions_of, put_rows, take_rows
 
 _CANDIDATES = (8, 12, 16, 20, 24, 32, 48, 64)
-# Costs in multiply-adds, fitted to forward and backward on one CPU core.
+# Costs in multiply-adds, fitted to forward and backward on one CPU core; a GPU waits longer for each step.
 _PAIR_COST = 40  # a pair of places in a chunk: decays, masks and the triangular solve
 _STATE_COST = 30  # an element of a carried state, per chunk: written, read, and both again in the backward pass
-_STEP_COST = 2e6  # a step of the loop
+_STEP_COST = {"cpu": 2e6}  # a step of the loop, by device type
+_STEP_COST_ELSEWHERE = 1e9
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,12 @@ class ChunkPlan:
     order: Tensor
 
 
-def choose_chunk_size(lengths: Sequence[int], heads: int, key_dim: int, value_dim: int) -> int:
+def choose_chunk_size(
+    lengths: Sequence[int], heads: int, key_dim: int, value_dim: int, device_type: str = "cpu"
+) -> int:
     """Return the chunk size with the least work: padding and quadratic terms against the number of state updates."""
     longest = max(lengths, default=1)
+    step_cost = _STEP_COST.get(device_type, _STEP_COST_ELSEWHERE)
     options = {c for c in _CANDIDATES if c <= max(longest, _CANDIDATES[0])}
     if longest <= _CANDIDATES[-1]:
         options.add(max(longest, 1))
@@ -57,7 +61,7 @@ def choose_chunk_size(lengths: Sequence[int], heads: int, key_dim: int, value_di
         chunks, steps = sum(counts), max(counts, default=0)
         inside = size * size * (2 * key_dim + 2 * value_dim + _PAIR_COST)
         chain = 0 if steps <= 1 else 3 * size * key_dim * value_dim + _STATE_COST * key_dim * value_dim
-        return chunks * heads * (inside + chain) + steps * _STEP_COST
+        return chunks * heads * (inside + chain) + steps * step_cost
 
     return min(sorted(options), key=cost)
 
@@ -104,7 +108,7 @@ def chunked(
         (o [T, H, Dv], states after the sequences [n, H, Dk, Dv] or None).
     """
     heads, key_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
-    size = chunk_size or choose_chunk_size(lengths, heads, key_dim, value_dim)
+    size = chunk_size or choose_chunk_size(lengths, heads, key_dim, value_dim, v.device.type)
     plan = plan_chunks(lengths, size, v.device)
     total = sum(plan.steps)
     q, k, v = (put_rows(x, plan.rows, plan.columns, total, size) for x in (q, k, v))

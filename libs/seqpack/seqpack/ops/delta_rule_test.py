@@ -167,6 +167,8 @@ def test_plan_gives_each_token_a_place_of_its_own_in_order(lengths, size):
 def test_chunk_size_fits_the_lengths():
     assert choose_chunk_size([15] * 500, 4, 16, 16) == 15
     assert choose_chunk_size([1, 1], 4, 16, 16) == 1
+    assert choose_chunk_size([0], 4, 16, 16) == 1
+    assert choose_chunk_size([900], 4, 16, 16, "cuda") == 64
     assert choose_chunk_size([8192] * 4, 32, 128, 128) in (32, 48, 64)
 
 
