@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dyncp.cost import CostModel
@@ -99,7 +99,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), 1e-6)
+        return functional.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), 1e-6)
 
 
 class Attention(nn.Module):
@@ -145,7 +145,7 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(c.delta_dim)
         self.out = nn.Linear(values, c.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         c, place = self.c, self.place
         assert place.sharding is not None
         where = (place.sharding, place.group)
@@ -154,9 +154,9 @@ class DeltaNet(nn.Module):
         q, k = (t.reshape(len(x), c.delta_key_heads, c.delta_dim) for t in (q, k))
         v = v.reshape(len(x), c.delta_value_heads, c.delta_dim)
         b, a = self.ba(x).chunk(2, dim=1)
-        g = -self.log_decay.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        g = -self.log_decay.float().exp() * functional.softplus(a.float() + self.dt_bias.float())
         y = gated_delta_rule(q, k, v, g, b.sigmoid(), *where, **place.options)
-        y = self.norm(y) * F.silu(self.z(x).view_as(y))
+        y = self.norm(y) * functional.silu(self.z(x).view_as(y))
         return self.out(y.flatten(1))
 
 
@@ -172,7 +172,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = x + self.mixer(self.norm1(x), positions)
         gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.down(functional.silu(gate) * up)
 
 
 class HybridModel(nn.Module):
@@ -194,4 +194,4 @@ class HybridModel(nn.Module):
         return torch.stack([checkpoint(self._loss, h, t, use_reentrant=False) for h, t in pieces]).sum()
 
     def _loss(self, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(h).float(), targets, ignore_index=-100, reduction="sum")
+        return functional.cross_entropy(self.head(h).float(), targets, ignore_index=-100, reduction="sum")

@@ -3,8 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 4 libs/dyncp/benchmarks/train_speed.py
     ... train_speed.py --tiny        the same code path on the CPU over gloo, seconds
 
-Prints markdown, section by section, as soon as each is known: the fitted cost model, then for every workload and plan tokens a
-second, model FLOPs use, peak memory, and predicted against measured time. There is no optimizer step in the times.
+Prints markdown, section by section, as soon as each is known: the fitted cost model, then for every workload and plan
+tokens a second, model FLOPs use, peak memory, and predicted against measured time. There is no optimizer step in the
+times.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from hybrid_model import TINY, Config, HybridModel
-from seqpack.batch import make_batch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dyncp.agreement import check_same_plan
@@ -28,6 +28,7 @@ from dyncp.plan_types import DynamicPlan
 from dyncp.planner import plan, predicted_seconds, static_plan
 from dyncp.process_groups import ProcessGroups
 from dyncp.shards import pack_group, shard
+from seqpack.batch import make_batch
 
 PEAK_FLOPS = 989e12
 
@@ -64,7 +65,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def prepare(bench: Bench, the_plan: DynamicPlan) -> list[tuple]:
-    """Every step's (ids, positions, targets, sharding, group) of this rank, on the device: a data loader's work, not timed."""
+    """Every step's (ids, positions, targets, sharding, group) of this rank, on the device: a data loader's work, not
+    timed.
+    """
     check_same_plan(the_plan)
     bench.groups.prepare(the_plan)
     generator = torch.Generator().manual_seed(1)
@@ -87,7 +90,9 @@ def prepare(bench: Bench, the_plan: DynamicPlan) -> list[tuple]:
 
 
 def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[tuple], each: bool) -> tuple[list[float], float]:
-    """(seconds of every step, loss). each: wait for the device after every step, to time it alone; else one time for all."""
+    """(seconds of every step, loss). each: wait for the device after every step, to time it alone; else one time for
+    all.
+    """
     model, scale = bench.model, dist.get_world_size() / the_plan.trained_tokens
     synchronize(bench.device)
     dist.barrier()
@@ -148,7 +153,7 @@ def measure(bench: Bench, name: str, the_plan: DynamicPlan) -> str:
 
 
 HEADER = [
-    "| plan | candidate | steps | CP sizes | tokens/s | MFU | peak GiB | ms | predicted ms | error | mean step error | loss |",
+    "| plan | candidate | steps | CP sizes | tokens/s | MFU | peak GiB | ms | predicted | error | step error | loss |",
     "|---" * 12 + "|",
 ]
 
@@ -202,7 +207,7 @@ def main() -> None:
         device, config, cap, bucket, policy = torch.device("cpu"), TINY, 64, 16, MixedPrecisionPolicy()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device, config, cap, bucket = torch.device("cuda", torch.cuda.current_device()), Config(), 8192, 1024
+        device, config, cap, bucket = torch.device("cuda", torch.cuda.current_device()), Config(), 8192, 128
         dist.init_process_group("nccl", timeout=timedelta(minutes=9), device_id=device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     torch.manual_seed(0)
@@ -214,10 +219,8 @@ def main() -> None:
     fully_shard(model, mp_policy=policy)
     model.place.options["backend"] = arguments.delta_backend
     bench = Bench(config, model, device, ProcessGroups(), cap, bucket, arguments.repeats, config.cost(400e12), begin)
-    bench.say(
-        f"# {dist.get_world_size()} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, "
-        f"{parameters / 1e9:.3f} B parameters"
-    )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    bench.say(f"# {dist.get_world_size()} x {name}, torch {torch.__version__}, {parameters / 1e9:.3f} B parameters")
     calibrate(bench, ["ulysses"])
     tail = cap * dist.get_world_size()
     short = lengths_of(arguments.sequences, cap / 4, 1.0, cap, seed=0)

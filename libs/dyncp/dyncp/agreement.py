@@ -8,7 +8,7 @@ from dyncp.plan_types import DynamicPlan
 
 
 def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -> None:
-    """ValueError on every rank, naming the odd ones, unless all ranks hold a plan of the same hash. Eight bytes a rank."""
+    """ValueError on every rank, naming the odd ones, unless all hold a plan of the same hash. Eight bytes a rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     world = dist.get_world_size(group)
@@ -21,8 +21,8 @@ def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -
     odd = [rank for rank, value in enumerate(hashes) if value != common]
     if odd:
         raise ValueError(
-            f"ranks {odd} hold another plan than rank {hashes.index(common)}: plan from the same lengths, world size, cap, "
-            "cost model and layout on every rank"
+            f"ranks {odd} hold another plan than rank {hashes.index(common)}: plan from the same lengths, world size, "
+            "cap, cost model and layout on every rank"
         )
 
 
@@ -31,5 +31,5 @@ def communication_device(group: dist.ProcessGroup | None = None) -> torch.device
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     if dist.get_backend(group) == "hccl":
-        return torch.device("npu", torch.npu.current_device())
+        return torch.device("npu", torch.get_device_module("npu").current_device())
     return torch.device("cpu")

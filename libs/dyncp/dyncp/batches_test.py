@@ -1,4 +1,4 @@
-"""split_batch and merge_outputs are exact inverses, for a world of one and of two processes, for any number of samples."""
+"""split_batch and merge_outputs are exact inverses, for worlds of one and two processes and any number of samples."""
 
 import pytest
 import torch

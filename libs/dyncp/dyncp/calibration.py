@@ -1,4 +1,4 @@
-"""Measure instead of guess: fit the cost model's numbers to timed groups, and to this machine's operations and links."""
+"""Measure instead of guess: fit the cost model's numbers to timed groups of ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,7 +54,9 @@ def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
 def uniform_plan(
     lengths: Sequence[int], world_size: int, cap: int, cp_size: int, method: Method, layout: Layout
 ) -> DynamicPlan:
-    """One step in which every group of cp_size ranks has sequences of the same lengths; what remains of the world idles."""
+    """One step in which every group of cp_size ranks has sequences of the same lengths; what remains of the world
+    idles.
+    """
     count, each = world_size // cp_size, len(lengths)
     groups = [
         Group(tuple(range(g * cp_size, (g + 1) * cp_size)), tuple(range(g * each, (g + 1) * each)))
@@ -75,14 +77,15 @@ def calibrate_groups(
     methods: Sequence[Method],
     layout: Layout = "contiguous",
 ) -> CostModel:
-    """The cost model with measured numbers for every size and method. run(plan): seconds of its one step (collective)."""
+    """The cost model with measured numbers for each size and method. run(plan): its one step's seconds (collective)."""
     rows = []
     for size in sizes:
         for method in methods if size > 1 else methods[:1]:
             if not cost.allowed(size, method):
                 continue
-            timings = []
-            for lengths in workloads(size, cap):
-                timings.append(Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout))))
+            timings = [
+                Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout)))
+                for lengths in workloads(size, cap)
+            ]
             rows.append((method, size, *fit(timings)))
     return replace(cost, measured=tuple(rows))

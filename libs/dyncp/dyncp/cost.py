@@ -1,4 +1,6 @@
-"""How long a group of ranks takes for its sequences: linear, quadratic, linear-attention and communication, by layer type."""
+"""How long a group of ranks takes for its sequences: linear, quadratic, linear-attention and communication, by layer
+type.
+"""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,8 +16,8 @@ class Topology:
     """The links between ranks, and how many communicators a rank may hold.
 
     bandwidth: bytes a second a rank sends to ranks of its node; node_bandwidth: to other nodes. latency: seconds before
-    the first byte of a collective. overlap: share of the ring's traffic that hides behind attention. max_groups: process
-    groups any one rank may be in (the world not counted).
+    the first byte of a collective. overlap: share of the ring's traffic that hides behind attention. max_groups:
+    process groups any one rank may be in (the world not counted).
     """
 
     bandwidth: float = 250e9
@@ -50,9 +52,10 @@ class CostModel:
     (query, key) pair of all full-attention layers; a causal sequence has length^2 / 2. delta: a token's recurrences and
     convolutions. delta_again: how much of `delta` is computed again where a shard also summarizes itself for its right
     neighbours. Bytes are of one token in all layers of the kind: q_bytes for queries, kv_bytes for keys and values;
-    state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size, base, token, pair) of whole groups
-    as `dyncp.calibration.fit` finds them; where there is an entry, it replaces the formula. The defaults are a hybrid model of 0.7 B parameters
-    (six recurrent and two attention layers, width 2048) on one H200; `python -m dyncp calibrate` measures your own.
+    state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size, base, token, pair) of whole
+    groups as `dyncp.calibration.fit` finds them; where there is an entry, it replaces the formula. The defaults are a
+    hybrid model of 0.7 B parameters (six recurrent and two attention layers, width 2048) on one H200; `python -m dyncp
+    calibrate` measures your own.
     """
 
     fixed: float = 8e-3
@@ -153,8 +156,8 @@ class CostModel:
         """A model from a Hugging Face text config by counting operations, at `flops` operations a second.
 
         Counts the parameters a token passes (experts: the active ones), full-attention and linear-attention layers by
-        layer_types. Sliding-window layers count as full attention, an upper bound. Forward and backward: three times the
-        forward. Calibrate for better numbers.
+        layer_types. Sliding-window layers count as full attention, an upper bound. Forward and backward: three times
+        the forward. Calibrate for better numbers.
         """
         shape = _Shape.of(config)
         bytes_kv = 2 * shape.kv_heads * shape.head_dim * element_bytes

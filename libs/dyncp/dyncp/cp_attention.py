@@ -25,12 +25,13 @@ def attention(
     layout: Layout = "contiguous",
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each packed sequence to itself, exactly as one rank would compute it. Collective over `group`.
+    """Causal attention of each packed sequence to itself, exactly as one rank would compute it. Collective over
+    `group`.
 
     q: [local tokens, Hq, D]; k, v: [local tokens, Hkv, D] with Hq a multiple of Hkv; this rank's shard of the stream.
     cu_seqlens: boundaries of the whole stream (all ranks, padding included), or its Sharding, which saves a copy from
-    the device. group: the ranks that share the stream, in order; None for one rank. scale: default D ** -0.5.
-    Returns [local tokens, Hq, D]. Differentiable in q, k and v. ValueError for shapes, heads or layouts that do not fit.
+    the device. group: the ranks that share the stream, in order; None for one rank. scale: default D ** -0.5. Returns
+    [local tokens, Hq, D]. Differentiable in q, k and v. ValueError for shapes, heads or layouts that do not fit.
     """
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not known: choose one of {', '.join(METHODS)}")
@@ -55,7 +56,8 @@ def attention(
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     heads = [q.shape[1], k.shape[1], v.shape[1]]
     mixed = to_heads(_interleave([q, k, v], size), sharding, group)
-    out = _whole_stream(*mixed.split([count // size for count in heads], dim=1), sharding, scale)
+    q, k, v = mixed.split([count // size for count in heads], dim=1)
+    out = _whole_stream(q, k, v, sharding, scale)
     return to_tokens(out, sharding, group)
 
 

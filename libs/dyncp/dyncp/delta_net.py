@@ -1,4 +1,5 @@
-"""The gated delta net over a packed stream cut into contiguous shards: the convolution's halo and the recurrence's scan.
+"""The gated delta net over a packed stream cut into contiguous shards: the convolution's halo and the recurrence's
+scan.
 
 Over the tokens of a shard the recurrence S' = exp(g) (I - beta k k^T) S + beta k v^T is affine in the state it
 starts from: S_end = M S_start + S_zero and o_t = U_t S_start + o_zero_t, where the zeros are what the shard gives from
@@ -24,8 +25,8 @@ def check_delta_layout(layout: str) -> None:
     """ValueError for a layout in which a recurrence cannot be cut."""
     if layout != "contiguous":
         raise ValueError(
-            f"a gated delta net runs token after token and cannot be cut in the {layout} layout: use contiguous for the "
-            "whole model"
+            f"a gated delta net runs token after token and cannot be cut in the {layout} layout: use contiguous for "
+            "the whole model"
         )
 
 
@@ -41,8 +42,9 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """Depthwise causal convolution of this rank's shard; the K - 1 tokens before it come from the ranks to its left.
 
-    x: [local tokens, D]; weight: [D, K]; bias: [D] or None; cu_seqlens: boundaries of the whole stream, or its Sharding.
-    Returns [local tokens, D]. Collective over `group` (one small all-gather, skipped where no sequence crosses ranks).
+    x: [local tokens, D]; weight: [D, K]; bias: [D] or None; cu_seqlens: boundaries of the whole stream, or its
+    Sharding. Returns [local tokens, D]. Collective over `group` (one small all-gather, skipped where no sequence
+    crosses ranks).
     """
     sharding, rank = _sharding_and_rank(cu_seqlens, group, layout, x)
     if group is None or sharding.ring_steps == 1:
@@ -69,11 +71,12 @@ def gated_delta_rule(
     layout: Layout = "contiguous",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The gated delta rule of this rank's shard, exactly as if one rank had run the whole stream. Collective over `group`.
+    """The gated delta rule of this rank's shard, exactly as if one rank had run the whole stream. Collective over
+    `group`.
 
     q, k: [local tokens, Hk, Dk]; v: [local tokens, Hv, Dv]; g (log decay, at most 0), beta: [local tokens, Hv].
-    cu_seqlens: boundaries of the whole stream, or its Sharding. Returns [local tokens, Hv, Dv]. Differentiable in q, k, v,
-    g and beta. Exchanged: Hv x Dk x (Dk + Dv) numbers a rank, nothing where no sequence crosses ranks.
+    cu_seqlens: boundaries of the whole stream, or its Sharding. Returns [local tokens, Hv, Dv]. Differentiable in q, k,
+    v, g and beta. Exchanged: Hv x Dk x (Dk + Dv) numbers a rank, nothing where no sequence crosses ranks.
     """
     sharding, rank = _sharding_and_rank(cu_seqlens, group, layout, q)
     options: dict[str, Any] = {"scale": scale, "l2norm_qk": l2norm_qk, "chunk_size": chunk_size, "backend": backend}
@@ -97,7 +100,7 @@ def gated_delta_rule(
     return _Correct.apply(out, unit, pair, first, rank, group)
 
 
-Operands = tuple[torch.Tensor, ...]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _sharding_and_rank(
@@ -136,24 +139,29 @@ def _passes_through(sharding: Sharding, rank: int) -> bool:
 def _zero_and_unit(
     operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as `_zero_then_unit` in one call: the head's tokens once more behind all others, a sequence of their own."""
+    """The same as `_zero_then_unit` in one call: the head's tokens once more behind all others, a sequence of their
+    own.
+    """
     q, k, v, g, beta = operands
     again = (q[:head], k[:head], torch.zeros_like(v[:head]), g[:head], beta[:head])
-    doubled = tuple(torch.cat(pair) for pair in zip(operands, again, strict=True))
+    own = len(q)
+    q, k, v, g, beta = (torch.cat(pair) for pair in zip(operands, again, strict=True))
     cu = sharding.local_cu_seqlens(rank, q.device)
     cu = torch.cat([cu, cu[-1:] + head])
     zeros = _states(len(sharding.runs(rank)), v, k.shape[2], v.shape[2])
     starts = torch.cat([zeros, _identity(v, k.shape[2])])
-    out, ends = local_delta_rule(*doubled, cu, initial_state=starts, output_final_state=True, **options)
+    out, ends = local_delta_rule(q, k, v, g, beta, cu, initial_state=starts, output_final_state=True, **options)
     assert ends is not None
-    return out[: len(q)], ends[:-1], out[len(q) :], ends[-1]
+    return out[:own], ends[:-1], out[own:], ends[-1]
 
 
 def _zero_then_unit(
     operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head, the tokens whose
-    sequence came from the left, outputs [head, Hv, Dk] and end state M from the identity with zero values."""
+    """(out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head, the
+    tokens whose sequence came from the left, outputs [head, Hv, Dk] and end state M from the identity with zero
+    values.
+    """
     q, k, v, g, beta = operands
     dk = k.shape[2]
     zeros = _states(len(sharding.runs(rank)), v, dk, v.shape[2])
@@ -185,8 +193,8 @@ def _identity(v: torch.Tensor, dk: int) -> torch.Tensor:
 class _Correct(torch.autograd.Function):
     """Add what the state from the left contributes: out[t] += unit[t] S for the head's tokens.
 
-    S is composed of the pairs of ranks first .. rank - 1. Every rank takes part in both collectives, needed or not: `out`
-    passes through, so autograd calls the backward on every rank.
+    S is composed of the pairs of ranks first .. rank - 1. Every rank takes part in both collectives, needed or not:
+    `out` passes through, so autograd calls the backward on every rank.
     """
 
     @staticmethod

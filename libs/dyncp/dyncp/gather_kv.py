@@ -1,6 +1,7 @@
 """All-gather attention: every rank gathers all keys and values of the stream and attends with its own queries.
 
-Simple and fast where keys are few (grouped-query attention); the gathered keys and values take cp_size times the memory.
+Simple and fast where keys are few (grouped-query attention); the gathered keys and values take cp_size times the
+memory.
 """
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""Can the heads of an attention layer be dealt over a group of ranks? Pure arithmetic, asked at plan time and again at run time."""
+"""Can the heads of an attention layer be dealt over a group of ranks? Pure arithmetic, asked at plan time and again at
+run time.
+"""
 
 
 def check_heads(query_heads: int, kv_heads: int, cp_size: int) -> None:

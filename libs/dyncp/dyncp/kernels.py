@@ -1,8 +1,8 @@
 """One block of attention with its log-sum-exp, forward and backward: what ring and all-gather attention are built from.
 
-Two versions with one meaning: `plain_*` in any dtype on any device, the oracle, and `flash_*` over torch's variable-length
-flash attention for half precision on CUDA. out and lse handed to a backward may be those of the whole row (merged over
-many blocks): the gradient of a block needs only the row's final normaliser.
+Two versions with one meaning: `plain_*` in any dtype on any device, the oracle, and `flash_*` over torch's
+variable-length flash attention for half precision on CUDA. out and lse handed to a backward may be those of the whole
+row (merged over many blocks): the gradient of a block needs only the row's final normaliser.
 """
 
 import torch

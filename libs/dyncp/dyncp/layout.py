@@ -1,13 +1,15 @@
-"""Which token of a packed stream lies on which rank, and who attends to what. Pure integers, made once per packed batch.
+"""Which token of a packed stream lies on which rank, and who attends to what. Pure integers, made once per packed
+batch.
 
-Contiguous: the stream is cut into cp_size equal intervals; sequences begin and end anywhere.
-Zigzag: every sequence is cut into 2 x cp_size chunks and rank r takes chunks r and 2 x cp_size - 1 - r, which gives every
-rank the same share of a causal triangle.
+Contiguous: the stream is cut into cp_size equal intervals; sequences begin and end anywhere. Zigzag: every sequence is
+cut into 2 x cp_size chunks and rank r takes chunks r and 2 x cp_size - 1 - r, which gives every rank the same share of
+a causal triangle.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +29,8 @@ class Run(NamedTuple):
     offset: int
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Selection:
     """Some tokens of a tensor: `index` (i64) where they are scattered, else the slice start : start + length."""
 
     start: int
@@ -93,8 +96,8 @@ class Sharding:
         if (lengths % align).any():
             bad = int(np.flatnonzero(lengths % align)[0])
             raise ValueError(
-                f"zigzag over {self.cp_size} ranks needs every sequence padded to a multiple of {align}; sequence {bad} "
-                f"has {lengths[bad]} tokens: pack with align={align}"
+                f"zigzag over {self.cp_size} ranks needs every sequence padded to a multiple of {align}; sequence "
+                f"{bad} has {lengths[bad]} tokens: pack with align={align}"
             )
         if self.total % self.cp_size:
             raise ValueError(
@@ -135,7 +138,9 @@ class Sharding:
 
     @cached_property
     def gathered_order(self) -> Ints | None:
-        """i64[total]: stream position -> position in the ranks' shards laid end to end; None where that is the identity."""
+        """i64[total]: stream position -> position in the ranks' shards laid end to end; None where that is the
+        identity.
+        """
         if self.layout == "contiguous" or self.cp_size == 1:
             return None
         return np.argsort(np.concatenate([self.stream_index(rank) for rank in range(self.cp_size)]))
@@ -177,7 +182,7 @@ def _runs(sharding: Sharding, rank: int) -> tuple[Run, ...]:
     bounds, cp_size = sharding.bounds, sharding.cp_size
     begin = rank * sharding.local_tokens
     offset = 0
-    for sequence, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for sequence, (start, end) in enumerate(pairwise(bounds)):
         if sharding.layout == "contiguous" or cp_size == 1:
             first, last = max(start, begin), min(end, begin + sharding.local_tokens)
             pieces = [(first - start, last - first)] if first < last else []

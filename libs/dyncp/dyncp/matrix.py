@@ -1,4 +1,6 @@
-"""The exactness matrix: outputs and all gradients of n ranks against one process, for every cell that a model can ask for."""
+"""The exactness matrix: outputs and all gradients of n ranks against one process, for every cell that a model can ask
+for.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -6,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from seqpack.batch import make_batch
-from seqpack.packed import PackedBatch
 from tensordict import TensorDict
 
 from dyncp.cost import CostModel
@@ -16,6 +16,8 @@ from dyncp.matrix_model import MatrixModel, Place, Sizes, build_model
 from dyncp.planner import plan
 from dyncp.shards import pack_group, shard, unshard
 from dyncp.sizes import LAYOUTS, Layout
+from seqpack.batch import make_batch
+from seqpack.packed import PackedBatch
 
 MIXES = {
     "all of length 1": (1, 1, 1, 1, 1),
@@ -30,10 +32,10 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Setup:
-    """What the matrix runs on. other: sizes of the cells marked so. oracle: the backend of the reference, in float64."""
+    """What the matrix runs on. other: sizes of the cells marked so. oracle: the reference's backend, in float64."""
 
-    sizes: Sizes = Sizes()
-    other: Sizes = Sizes(query_heads=4, kv_heads=2, value_dim=3)
+    sizes: Sizes = field(default_factory=Sizes)
+    other: Sizes = field(default_factory=lambda: Sizes(query_heads=4, kv_heads=2, value_dim=3))
     mixes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MIXES)
     dtype: torch.dtype = torch.float64
     device: str = "cpu"

@@ -1,22 +1,23 @@
-"""A small reference model for the exactness matrix: embedding, then attention and gated-delta-net layers with residuals.
+"""A small reference model for the exactness matrix: embedding, then attention and gated-delta-net layers with
+residuals.
 
-Given a Place it runs one shard of a group through dyncp; given cu_seqlens it runs the whole stream on one rank through a
-backend of seqpack.ops, by default the naive one that goes token by token. The two share parameters and nothing else.
+Given a Place it runs one shard of a group through dyncp; given cu_seqlens it runs the whole stream on one rank through
+a backend of seqpack.ops, by default the naive one that goes token by token. The two share parameters and nothing else.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from seqpack.ops.conv import causal_conv1d as local_conv1d
-from seqpack.ops.delta_rule import gated_delta_rule as local_delta_rule
-from seqpack.ops.varlen_attention import attention as local_attention
 from torch import nn
 
 from dyncp.cp_attention import attention
 from dyncp.cp_methods import Method
 from dyncp.delta_net import causal_conv1d, check_delta_layout, gated_delta_rule
 from dyncp.layout import Sharding
+from seqpack.ops.conv import causal_conv1d as local_conv1d
+from seqpack.ops.delta_rule import gated_delta_rule as local_delta_rule
+from seqpack.ops.varlen_attention import attention as local_attention
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of a call lie: the stream's sharding, the ranks that share it, and how attention communicates."""
+    """Where the tokens of a call lie: the stream's sharding, the ranks that share it, how attention communicates."""
 
     sharding: Sharding
     group: dist.ProcessGroup | None

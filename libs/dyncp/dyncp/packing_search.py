@@ -1,4 +1,6 @@
-"""The combinatorial part of planning: sequences into groups, groups into steps. Plain Python over floats, made to be quick."""
+"""The combinatorial part of planning: sequences into groups, groups into steps. Plain Python over floats, made to be
+quick.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from dyncp.sizes import Layout
 
 @dataclass(slots=True)
 class Bin:
-    """A group in the making: `size` ranks, `room` tokens left (of the whole group), `seconds` so far without the base."""
+    """A group in the making: `size` ranks, `room` tokens left in all of it, `seconds` so far without the base."""
 
     size: int
     room: int
@@ -91,7 +93,7 @@ def static_shape(problem: Problem, size: int) -> Shape:
 
 
 def dynamic_shape(problem: Problem, target: float, smallest: np.ndarray) -> Shape:
-    """Groups as small as `target` seconds a step allows: long sequences spread over many ranks, short ones stay whole."""
+    """Groups as small as `target` seconds a step allows: long sequences spread over ranks, short ones stay whole."""
     wanted = _wanted_sizes(problem, target, smallest)
     steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
     short = [i for i in problem.order if wanted[i] == 1]
@@ -164,7 +166,9 @@ def _wanted_sizes(problem: Problem, target: float, smallest: np.ndarray) -> list
 
 
 def _place_long(problem: Problem, samples: list[int], wanted: list[int], target: float) -> list[list[Bin]]:
-    """Widest first: into an open group that stays within the target, else a new group in the first step with ranks left."""
+    """Widest first: into an open group that stays within the target, else a new group in the first step with ranks
+    left.
+    """
     samples.sort(key=lambda i: -wanted[i])
     steps: list[list[Bin]] = []
     free: list[int] = []
@@ -195,7 +199,9 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
 
 
 def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -> list[list[Bin]]:
-    """Short sequences over the ranks that are left (and the room in wide groups), one more step at a time until they fit."""
+    """Short sequences over the ranks that are left (and the room in wide groups), one more step at a time until they
+    fit.
+    """
     wide = [(b.room, b.seconds, list(b.samples)) for step in steps for b in step]
     total = int(problem.lengths[samples].sum()) if samples else 0
     while True:

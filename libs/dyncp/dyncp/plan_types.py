@@ -1,12 +1,15 @@
-"""The plan of one optimizer step as data: frozen, JSON-able, hashed; the same on every rank because it is a function of lengths."""
+"""The plan of one optimizer step as data: frozen, JSON-able, hashed; the same on every rank because it is a function of
+lengths.
+"""
 
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dyncp.cp_methods import Method
 from dyncp.sizes import Layout, ceil_div, check_layout, local_tokens
 
 
@@ -44,9 +47,9 @@ class Step(NamedTuple):
 class DynamicPlan:
     """Who computes which samples together, step by step, until one optimizer step is accumulated.
 
-    lengths: tokens of each sample of the global batch. trained_tokens: how many of them are trained, over the whole batch:
-    every rank divides its loss sum by this number, so the gradient is the same under any plan. seconds: predicted time of
-    each step (not part of the hash). name: the candidate that won, such as static-2 or dynamic.
+    lengths: tokens of each sample of the global batch. trained_tokens: how many of them are trained, over the whole
+    batch: every rank divides its loss sum by this number, so the gradient is the same under any plan. seconds:
+    predicted time of each step (not part of the hash). name: the candidate that won, such as static-2 or dynamic.
     """
 
     lengths: tuple[int, ...]
@@ -54,7 +57,7 @@ class DynamicPlan:
     max_tokens_per_rank: int
     steps: tuple[Step, ...]
     layout: Layout = "contiguous"
-    method: str = "ulysses"
+    method: Method = "ring"
     trained_tokens: int = 0
     name: str = "dynamic"
     seconds: tuple[float, ...] = ()
@@ -117,7 +120,7 @@ class DynamicPlan:
     @classmethod
     def from_json(cls, text: str) -> "DynamicPlan":
         """The plan written by `to_json`. ValueError where it is not one, or was changed by hand (the hash differs)."""
-        data = json.loads(text)
+        data: dict[str, Any] = json.loads(text)
         missing = {"lengths", "world_size", "max_tokens_per_rank", "steps"} - data.keys()
         if missing:
             raise ValueError(f"not a plan: {', '.join(sorted(missing))} missing")
@@ -126,10 +129,8 @@ class DynamicPlan:
             Step(tuple(Group(tuple(ranks), tuple(samples)) for ranks, samples in groups))
             for (groups,) in data.pop("steps")
         )
-        plan = cls(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()},
-            steps=steps,
-        )
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        plan = cls(**values, steps=steps)
         if expected not in (None, plan.hash):
             raise ValueError(
                 f"the plan's hash is {plan.hash}, the file says {expected}: it was changed after it was written"
@@ -138,14 +139,15 @@ class DynamicPlan:
 
     @cached_property
     def hash(self) -> str:
-        """16 hexadecimal digits over everything that ranks must agree on (predicted times and the name are left out)."""
+        """16 hexadecimal digits over all that ranks must agree on (predicted times and the name are left out)."""
         facts = [self.lengths, self.world_size, self.max_tokens_per_rank, self.steps, self.layout, self.method]
         text = json.dumps([*facts, self.trained_tokens], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def seed_plan(lengths: tuple[int, ...], world_size: int, max_tokens_per_rank: int, cp_size: int) -> DynamicPlan:
-    """The first published way to deal samples: groups of one size, equal consecutive slices, one sample a step and group.
+    """The first published way to deal samples: groups of one size, equal consecutive slices, one sample a step and
+    group.
 
     Any number of samples works: fewer than groups, not divisible, one. Groups that run out of samples run dummies.
     `dyncp.plan` is better; this one is the plainest plan there is, an oracle for tests.

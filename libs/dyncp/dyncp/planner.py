@@ -26,18 +26,18 @@ def plan(
 ) -> DynamicPlan:
     """Deal samples to groups of ranks, step by step: every sample once, every rank in one group a step, the cap hard.
 
-    lengths: tokens of each sample. max_tokens_per_rank: tokens a rank may hold, padding included. The candidates are every
-    static context-parallel size that divides the world and dynamic plans at several target times; under the cost model
-    the answer is never slower than the best static one. trained_tokens: what losses are divided by (all tokens where 0).
-    A pure function: equal arguments give an equal plan, on every rank. ValueError for a sequence that fits no group, for
-    heads that Ulysses cannot deal and for a layout that a layer type cannot take.
+    lengths: tokens of each sample. max_tokens_per_rank: tokens a rank may hold, padding included. The candidates are
+    every static context-parallel size that divides the world and dynamic plans at several target times; under the cost
+    model the answer is never slower than the best static one. trained_tokens: what losses are divided by (all tokens
+    where 0). A pure function: equal arguments give an equal plan, on every rank. ValueError for a sequence that fits no
+    group, for heads that Ulysses cannot deal and for a layout that a layer type cannot take.
     """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
     topology = topology or Topology()
     smallest = problem.smallest_sizes()
     best: DynamicPlan | None = None
     seconds = float("inf")
-    for target in _targets(problem, smallest):
+    for target in _targets(problem):
         shape = dynamic_shape(problem, target, smallest)
         if shape.total < seconds and _communicators(problem, shape) <= topology.max_groups:
             best, seconds = _finish(problem, shape, "dynamic", method, trained_tokens), shape.total
@@ -64,13 +64,16 @@ def static_plan(
     layout: Layout = "contiguous",
     trained_tokens: int = 0,
 ) -> DynamicPlan:
-    """The best plan in which every group has cp_size ranks; the baseline. ValueError where that size cannot hold a sample."""
+    """The best plan in which every group has cp_size ranks; the baseline. ValueError where that size cannot hold a
+    sample.
+    """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
     longest = int(problem.smallest_sizes().max(initial=1))
     if cp_size not in static_sizes(problem, longest):
         raise ValueError(
             f"static context parallelism of {cp_size} is not possible: it must divide the {world_size} ranks"
-            f"{', deal the heads evenly' if method == 'ulysses' else ''} and hold the longest sequence, which needs {longest}"
+            f"{', deal the heads evenly' if method == 'ulysses' else ''} and hold the longest sequence, which needs "
+            f"{longest}"
         )
     return _finish(problem, static_shape(problem, cp_size), f"static-{cp_size}", method, trained_tokens)
 
@@ -107,17 +110,20 @@ def make_problem(
 def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) -> str:
     length, widest = int(problem.lengths[sample]), problem.sizes[-1]
     text = (
-        f"sample {sample} has {length} tokens and fits no group: the widest of {widest} ranks holds {problem.room(widest)}"
-        f" at {problem.cap} tokens a rank; raise max_tokens_per_rank to {ceil_div(length, widest)} or shorten it"
+        f"sample {sample} has {length} tokens and fits no group: the widest of {widest} ranks holds "
+        f"{problem.room(widest)} at {problem.cap} tokens a rank; raise max_tokens_per_rank to "
+        f"{ceil_div(length, widest)} or shorten it"
     )
     if widest < problem.world_size and method == "ulysses":
-        text += f" (Ulysses cannot deal {cost.query_heads} heads over {problem.world_size} ranks: method ring or all_gather can)"
+        text += (
+            f" (Ulysses cannot deal {cost.query_heads} heads over {problem.world_size} ranks, ring and all_gather can)"
+        )
     return text
 
 
 def _sizes_to_try(world_size: int) -> list[int]:
-    """All sizes up to 64, then eight between powers of two, and the world."""
-    sizes = set(range(1, min(world_size, 64) + 1)) | {world_size}
+    """All sizes up to 64, then eight between powers of two, and all divisors of the world."""
+    sizes = set(range(1, min(world_size, 64) + 1)) | {d for d in range(1, world_size + 1) if world_size % d == 0}
     power = 64
     while power < world_size:
         sizes |= {size for size in range(power, 2 * power, power // 8) if size <= world_size}
@@ -130,20 +136,15 @@ def static_sizes(problem: Problem, longest: int) -> list[int]:
     return [size for size in problem.sizes if problem.world_size % size == 0 and size >= longest]
 
 
-def _targets(problem: Problem, smallest: np.ndarray) -> list[float]:
+def _targets(problem: Problem) -> list[float]:
     """Times a step may take, from perfect balance upwards."""
-    if not len(problem.lengths):
+    tokens = int(problem.lengths.sum())
+    if not tokens:
         return []
-    work = sum(
-        problem.table[1].seconds(float(n), p) - problem.table[1].base for n, p in zip(*_totals(problem), strict=True)
-    )
-    steps = ceil_div(int(problem.lengths.sum()), problem.world_size * problem.cap)
+    work = problem.table[1].token * tokens + problem.table[1].pair * float(problem.pairs.sum())
+    steps = ceil_div(tokens, problem.world_size * problem.cap)
     even = problem.table[1].base + work / problem.world_size / steps
     return [even * slack for slack in SLACKS]
-
-
-def _totals(problem: Problem) -> tuple[list[float], list[float]]:
-    return [float(problem.lengths.sum())], [float(problem.pairs.sum())]
 
 
 def _static_bound(problem: Problem, size: int) -> float:
@@ -164,7 +165,9 @@ def _communicators(problem: Problem, shape: Shape) -> int:
 
 
 def _laid_out(step: list[Bin]) -> list[tuple[int, Bin]]:
-    """(first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups are needed."""
+    """(first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups are
+    needed.
+    """
     start, placed = 0, []
     for b in sorted(step, key=lambda b: (-b.size, -b.seconds)):
         placed.append((start, b))

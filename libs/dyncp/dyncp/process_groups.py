@@ -27,9 +27,7 @@ class ProcessGroups:
         """Make the plan's groups. Collective. ValueError where one plan needs more than the limit."""
         needed = [ranks for ranks in plan.process_groups() if len(ranks) < plan.world_size]
         if len(needed) > self.limit:
-            raise ValueError(
-                f"the plan needs {len(needed)} process groups, the limit is {self.limit}: plan with max_groups={self.limit}"
-            )
+            raise ValueError(f"the plan needs {len(needed)} process groups, the limit is {self.limit}: raise it")
         for ranks in needed:
             if ranks in self._groups:
                 self._groups.move_to_end(ranks)

@@ -1,8 +1,8 @@
 """Ring attention: keys and values travel round the group while each rank attends to what it holds at the moment.
 
-Blocks are merged by online softmax over their log-sum-exp (Liu et al. 2023, Ring Attention with Blockwise Transformers).
-The next shard is on its way while the current one is computed, forward and backward. In the contiguous layout the ring
-stops as soon as no sequence reaches further back.
+Blocks are merged by online softmax over their log-sum-exp (Liu et al. 2023, Ring Attention with Blockwise
+Transformers). The next shard is on its way while the current one is computed, forward and backward. In the contiguous
+layout the ring stops as soon as no sequence reaches further back.
 """
 
 from typing import Any

@@ -19,8 +19,8 @@ class Shard:
     """The tokens of a packed batch that lie on one rank.
 
     values: per-token tensors cut to the local tokens (the token dimension keeps its place), per-sample tensors whole.
-    position_ids: i64[local tokens], positions in each sequence, not in the shard. index: i64[local tokens], the place of
-    each token in the stream. sharding: what `dyncp.attention` and `dyncp.gated_delta_rule` take as cu_seqlens.
+    position_ids: i64[local tokens], positions in each sequence, not in the shard. index: i64[local tokens], the place
+    of each token in the stream. sharding: what `dyncp.attention` and `dyncp.gated_delta_rule` take as cu_seqlens.
     """
 
     values: dict[str, torch.Tensor]

@@ -8,7 +8,8 @@ LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 
 
 def local_cp_size(longest: int, max_tokens_per_rank: int, world_size: int) -> int:
-    """Context-parallel size for one micro-batch: longest / max_tokens_per_rank, up to a power of two, at most the world.
+    """Context-parallel size for one micro-batch: longest / max_tokens_per_rank, up to a power of two, at most the
+    world.
 
     This is the rule of dynamic context parallelism as it first appeared: one size for the whole micro-batch.
     `dyncp.plan` chooses a size for every group instead. ValueError where even the whole world cannot hold the sequence.
@@ -21,8 +22,8 @@ def local_cp_size(longest: int, max_tokens_per_rank: int, world_size: int) -> in
     needed = ceil_div(longest, max_tokens_per_rank)
     if needed > world_size:
         raise ValueError(
-            f"a sequence of {longest} tokens needs {needed} ranks at {max_tokens_per_rank} tokens a rank, the world has "
-            f"{world_size}: raise max_tokens_per_rank to {ceil_div(longest, world_size)} or cut the sequence"
+            f"a sequence of {longest} tokens needs {needed} ranks at {max_tokens_per_rank} tokens a rank, the world "
+            f"has {world_size}: raise max_tokens_per_rank to {ceil_div(longest, world_size)} or cut the sequence"
         )
     return min(1 << (needed - 1).bit_length(), world_size)
 
