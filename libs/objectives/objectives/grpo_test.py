@@ -136,6 +136,18 @@ def test_untrained_tokens_get_no_gradient(name):
         assert grad[0] == 0
 
 
+@pytest.mark.parametrize("objective", [*VARIANTS.values(), SFT()])
+def test_a_mask_over_a_first_token_trains_nothing_there(objective):
+    """The batch's own check refuses such a mask; a packed row made by hand may still have one."""
+    packed = pack_sequences(batch_of([4, 3]))
+    packed = packed.with_values(loss_mask=torch.ones(7, dtype=torch.bool))
+    new = torch.full((7,), -1.0, requires_grad=True)
+    loss, _ = objective(new, torch.ones(7), packed, Totals(tokens=5, sequences=2))
+    loss.backward()
+    assert new.grad[0] == new.grad[4] == 0
+    assert new.grad[1] != 0
+
+
 def test_group_without_signal_gives_exactly_no_gradient():
     batch = batch_of([5, 4, 6, 3])
     advantage = advantages.grpo(torch.tensor([0.3, 0.3, 1.0, 0.0]), batch["group"])
