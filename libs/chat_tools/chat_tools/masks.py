@@ -82,7 +82,8 @@ def find_region(
     start = _turn_start(text, before, frame.prompt, lower)
     if start is None or start < lower:
         return f"message {index}: its beginning cannot be told from the message before"
-    return Region(index, start, max(body_end, start), _turn_end(template.tokenizer, text, body_end, frame.closing))
+    body_end, end = _turn_end(template.tokenizer, text, body_end, frame.closing)
+    return Region(index, start, max(body_end, start), end)
 
 
 def _replaced(template: ChatTemplate, messages: Sequence[Message], index: int, mark: str, prompted: bool) -> str | None:
@@ -120,16 +121,17 @@ def _turn_start(text: str, before: int, prompt: str, lower: int) -> int | None:
     return before
 
 
-def _turn_end(tokenizer: Any, text: str, body_end: int, closing: str) -> int:
-    """Return where the end-of-turn token ends; the separator after it is not the model's."""
+def _turn_end(tokenizer: Any, text: str, body_end: int, closing: str) -> tuple[int, int]:
+    """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
     marker = closing.rstrip()
     if marker and text.startswith(marker, body_end):
-        return body_end + len(marker)
-    if marker:  # history may close a turn with another token than the last turn
+        return body_end, body_end + len(marker)
+    if marker:  # history or a call may close a turn with another token, whose last characters are the same
         for token in sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True):
-            if token and text.startswith(token, body_end):
-                return body_end + len(token)
-    return body_end
+            at = text.rfind(token, max(body_end - len(token) + 1, 0), body_end + len(token)) if token else -1
+            if at >= 0:
+                return at, at + len(token)
+    return body_end, body_end
 
 
 def find_regions(

@@ -90,6 +90,7 @@ def render(
     if official != ids:
         problems.append(_difference(official, ids))
     if mask is not None and len(mask) == len(ids):
+        _complete(mask, offsets)
         spans = _spans_of_runs(mask, offsets, messages, problems)
     else:
         regions, unproven = find_regions(template, messages, text, add_generation_prompt)
@@ -217,6 +218,13 @@ def _mask_of(spans: Sequence[Span], length: int) -> list[bool]:
     for span in spans:
         mask[span.token_start : span.token_end] = [True] * (span.token_end - span.token_start)
     return mask
+
+
+def _complete(mask: list[bool], offsets: Sequence[tuple[int, int]]) -> None:
+    """Mark all tokens of a character whose first token is marked: transformers' mask ends with the first of them."""
+    for i in range(1, len(mask)):
+        if mask[i - 1] and offsets[i] == offsets[i - 1] and offsets[i][0] < offsets[i][1]:
+            mask[i] = True
 
 
 def _spans_of_runs(
