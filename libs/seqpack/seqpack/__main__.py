@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,13 +16,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m seqpack", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     view = commands.add_parser("view", help="draw a plan as one HTML file")
-    view.add_argument("plan", type=Path, help="what a plan's to_json() wrote")
-    view.add_argument("--out", type=Path, help="the HTML file (default: beside the plan)")
+    view.add_argument("plan", type=_path, help="what a plan's to_json() wrote")
+    view.add_argument("--out", type=_path, help="the HTML file (default: beside the plan)")
     plan = commands.add_parser("plan", help="make a plan from a JSON list of lengths")
-    plan.add_argument("lengths", type=Path, help="a JSON list of lengths")
+    plan.add_argument("lengths", type=_path, help="a JSON list of lengths")
     plan.add_argument("--max-tokens", type=int, required=True, help="tokens that a bin or micro-batch may hold")
     plan.add_argument("--ranks", type=int, help="data-parallel ranks; micro-batches instead of bins")
-    plan.add_argument("--out", type=Path, help="the JSON file (default: standard output)")
+    plan.add_argument("--out", type=_path, help="the JSON file (default: standard output)")
     arguments = parser.parse_args(argv)
     try:
         text, out = (_view if arguments.command == "view" else _plan)(arguments)
@@ -34,6 +35,11 @@ def main(argv: list[str] | None = None) -> int:
         out.write_text(text, encoding="utf-8")
         print(f"wrote {out}", file=sys.stderr)
     return 0
+
+
+def _path(text: str) -> Path:
+    """A path relative to where the user stands, also under `bazel run`."""
+    return Path(os.environ.get("BUILD_WORKING_DIRECTORY", "")) / text
 
 
 def _view(arguments: argparse.Namespace) -> tuple[str, Path | None]:
