@@ -1,5 +1,6 @@
 """Between text on disk and the tokenizer of a model directory."""
 
+import logging
 from pathlib import Path
 
 import transformers
@@ -23,8 +24,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def quiet_libraries() -> None:
-    """No progress bars for loading and saving files of a few hundred kilobytes; warnings stay."""
+    """No progress bars for files of a few hundred kilobytes, no advice on tracing that nobody does; warnings stay."""
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:

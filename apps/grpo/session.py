@@ -1,13 +1,13 @@
 """What every rank of a GRPO run holds: the sampler, the chat format, the tasks; and how they are asked."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from apps.common.ranks import gather_lists, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
-from engines import TrainEngine
+from engines import TrainEngine, WeightPiece
 from rollout import Chat, NativeEngine, Sampling, Trajectory
 from rollout.episode import derive_seed, run_episode, run_group
 
@@ -22,9 +22,18 @@ class Session:
     sampler: NativeEngine
     runner: asyncio.Runner
 
-    def sync(self, engine: TrainEngine, version: int) -> None:
-        """Give the sampler the engine's present weights under a new version number."""
-        self.runner.run(self.sampler.update_weights(version, engine.export_weights()))
+    def sync(self, engine: TrainEngine, version: int) -> int:
+        """Give the sampler the engine's present weights under a new version number; the bytes handed over."""
+        size = 0
+
+        def counted() -> Iterator[WeightPiece]:
+            nonlocal size
+            for piece in engine.export_weights():
+                size += piece.flat.numel() * piece.flat.element_size()
+                yield piece
+
+        self.runner.run(self.sampler.update_weights(version, counted()))
+        return size
 
     def sample(self, step: int) -> list[Trajectory]:
         """A group of answers to each of the step's prompts, on every rank, in order of the prompts."""

@@ -34,23 +34,25 @@ def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: i
     batch["advantages"] = advantages.per_token(scores, batch["loss_mask"])
     metrics = train(batch, scores, config, engine)
     trained = time.perf_counter()
-    session.sync(engine, step + 1)
+    size = session.sync(engine, step + 1)
     ended = time.perf_counter()
 
     tokens = sum(len(t.ids) for t in trajectories)
     rewards = batch["reward"]
     metrics |= {
-        "reward/mean": rewards.mean().item(),
+        "reward": rewards.mean().item(),
         "reward/solved_groups": _share(rewards, config.group_size, lambda r: r.min(1).values > 0),
         "reward/mixed_groups": _share(rewards, config.group_size, lambda r: r.min(1).values < r.max(1).values),
         "rollout/tokens": float(tokens),
         "rollout/sampled_tokens": float(sum(sum(t.loss_mask) for t in trajectories)),
         "rollout/policy_version": float(max(max(t.policy_versions) for t in trajectories)),
+        "weights/version": float(session.sampler.version),
+        "weights/bytes": float(size),
         "time/rollout_s": sampled - begun,
         "time/train_s": trained - sampled,
         "time/export_and_update_weights_s": ended - trained,
         "time/step_s": ended - begun,
-        "tokens_per_s": tokens / (ended - begun),
+        "tokens_per_second": tokens / (ended - begun),
     }
     return StepResult(trajectories, scores.tolist(), metrics)
 
@@ -83,7 +85,12 @@ def train(batch: TensorDict, scores: torch.Tensor, config: GrpoConfig, engine: T
         for part in range(parts)
     ]
     means = {f"train/{name}": sum(result[name] for result in results) / len(results) for name in results[0]}
-    return means | {"train/sequences": float(len(rows)), "train/updates": float(len(results))}
+    agreement = {
+        "log_prob_difference": means.pop("train/mismatch/abs"),
+        "log_prob_difference_max": max(result["mismatch/abs/max"] for result in results),
+    }
+    del means["train/mismatch/abs/max"]
+    return means | agreement | {"train/sequences": float(len(rows)), "train/updates": float(len(results))}
 
 
 def _share(rewards: torch.Tensor, group_size: int, test) -> float:

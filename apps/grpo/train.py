@@ -1,6 +1,7 @@
 """A GRPO run from start to end: warm start, steps, evaluations, checkpoints, export, report."""
 
 import asyncio
+import random
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.checkpoints import checkpoint_path, last_checkpoint
 from apps.common.config_file import as_plain
+from apps.common.export import save_export
 from apps.common.ranks import rank_and_world, settle
 from apps.common.reporter import Reporter
-from apps.common.tokens import end_of_turn, load_tokenizer
+from apps.common.tokens import end_of_turn, load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from apps.grpo.step import StepResult, grpo_step
@@ -38,6 +40,7 @@ def train(config: GrpoConfig, model: Path, run_dir: Path) -> Result:
     """One rank's whole run; every rank calls it. `model` is the Hugging Face directory to start from."""
     begun = time.perf_counter()
     settle(config.threads, config.seed)
+    quiet_libraries()
     tokenizer = load_tokenizer(model)
     resumed = last_checkpoint(run_dir) if config.resume else None
     with asyncio.Runner() as runner:
@@ -55,7 +58,7 @@ def train(config: GrpoConfig, model: Path, run_dir: Path) -> Result:
             session.sync(engine, done)
         log = Reporter(run_dir, as_plain(config), config.steps, "grpo", resume_step=done if config.resume else None)
         before, after = _steps(config, session, engine, log, done, tokenizer)
-        engine.save_hf(str(run_dir / "export"))
+        save_export(engine, tokenizer, run_dir / "export")
     result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
     log.close(_summary(result), f"GRPO, {config.recipe}")
     return result
@@ -73,13 +76,13 @@ def _steps(
     with log:
         before = after = session.accuracy()
         if done == 0:
-            log.step(0, {"held_out/accuracy": before}, {"held-out": before})
+            log.step(0, {"eval/accuracy": before}, {"held-out": before})
         for step in range(done, config.steps):
             result = grpo_step(config, session, engine, step)
             last = step + 1 == config.steps
             row: dict[str, Any] = dict(result.metrics)
             if last or (step + 1) % config.eval_every == 0:
-                after = row["held_out/accuracy"] = session.accuracy()
+                after = row["eval/accuracy"] = session.accuracy()
             log.step(step + 1, row, _shown(row))
             for episode in _kept(config, result, step + 1, tokenizer):
                 log.episode(episode)
@@ -102,17 +105,18 @@ def _engine_config(config: GrpoConfig, model: Path) -> EngineConfig:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:
-    names = {"reward/mean": "reward", "held_out/accuracy": "held-out", "tokens_per_s": "tokens/s"}
+    names = {"reward": "reward", "eval/accuracy": "held-out", "tokens_per_second": "tokens/s"}
     return {short: row[name] for name, short in names.items() if name in row}
 
 
 def _kept(
     config: GrpoConfig, result: StepResult, step: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """A few of the step's episodes for the report: the first groups that have something to learn from."""
+    """A few of the step's episodes for the report, from all over the batch, those with an advantage first."""
     if rank_and_world()[0] != 0:
         return []
-    order = sorted(range(len(result.trajectories)), key=lambda i: result.advantages[i] == 0)
+    spread = random.Random(step).sample(range(len(result.trajectories)), len(result.trajectories))
+    order = sorted(spread, key=lambda i: result.advantages[i] == 0)
     return [
         {
             "step": step,

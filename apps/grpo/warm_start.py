@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.config_file import as_plain
+from apps.common.export import save_export
 from apps.common.reporter import Reporter
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
@@ -51,10 +52,9 @@ def warm_start(
             shown: dict[str, float | int | str] = {"loss": metrics["loss"]}
             if done % warm.eval_every == 0 or done == warm.steps:
                 session.sync(engine, done)
-                accuracy = row["held_out/accuracy"] = shown["held-out"] = session.accuracy()
+                accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy()
             log.step(done, row, shown)
             if accuracy >= warm.until_accuracy:
                 break
         log.note(f"warm start: {done} steps, {accuracy:.1%} of the held-out problems right")
-    engine.save_hf(str(run_dir / "export"))
-    return WarmStarted(run_dir / "export", done, accuracy)
+    return WarmStarted(save_export(engine, tokenizer, run_dir / "export"), done, accuracy)

@@ -11,9 +11,10 @@ from tensordict import TensorDict
 
 from apps.common.checkpoints import checkpoint_path, last_checkpoint
 from apps.common.config_file import as_plain
+from apps.common.export import save_export
 from apps.common.ranks import settle
 from apps.common.reporter import Reporter
-from apps.common.tokens import load_tokenizer
+from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.sft.config import SftConfig
 from apps.sft.data import Conversations, load_conversations
 from apps.sft.fit import fit
@@ -37,7 +38,9 @@ def train(config: SftConfig, model: Path, data: Path, run_dir: Path) -> Result:
     """One rank's whole run; every rank calls it. `data` is a file of conversations."""
     begun = time.perf_counter()
     settle(config.threads, config.seed)
-    conversations = load_conversations(config.data, data, load_tokenizer(model))
+    quiet_libraries()
+    tokenizer = load_tokenizer(model)
+    conversations = load_conversations(config.data, data, tokenizer)
     resumed = last_checkpoint(run_dir) if config.resume else None
     engine = build_engine(replace(config.engine, model=str(model)))
     done = 0
@@ -47,7 +50,7 @@ def train(config: SftConfig, model: Path, data: Path, run_dir: Path) -> Result:
     log = Reporter(run_dir, as_plain(config), config.steps, "sft", resume_step=done if config.resume else None)
     with log:
         before, after = _steps(config, conversations, engine, log, done)
-    engine.save_hf(str(run_dir / "export"))
+    save_export(engine, tokenizer, run_dir / "export")
     result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
     log.close(_summary(result), f"SFT, {config.recipe}")
     return result
@@ -82,18 +85,18 @@ def _steps(
     held_out = conversations.held_out[: config.eval_conversations]
     before = after = held_out_loss(engine, held_out)
     if done == 0:
-        log.step(0, {"held_out/loss": before}, {"held-out loss": before})
+        log.step(0, {"eval/loss": before}, {"held-out loss": before})
     for reason, count in conversations.skipped.items():
         log.note(f"skipped {count} conversations: {reason}")
     batch_at = batches(conversations.train, config.batch_size, config.seed)
     clock = time.perf_counter()
     for step, metrics in fit(engine, batch_at, config.objective, config.steps, start=done):
         row: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
-        row["tokens_per_s"] = metrics["tokens"] / (time.perf_counter() - clock)
+        row["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - clock)
         last = step == config.steps
         if last or step % config.eval_every == 0:
-            after = row["held_out/loss"] = held_out_loss(engine, held_out)
-        log.step(step, row, {"loss": metrics["loss"], "held-out loss": after, "tokens/s": row["tokens_per_s"]})
+            after = row["eval/loss"] = held_out_loss(engine, held_out)
+        log.step(step, row, {"loss": metrics["loss"], "held-out loss": after, "tokens/s": row["tokens_per_second"]})
         if last or step % config.save_every == 0:
             engine.save(str(checkpoint_path(log.run_dir, step)))
         clock = time.perf_counter()

@@ -1,0 +1,65 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import EngineConfig
+from objectives import GRPO
+from rollout import Sampling
+
+from apps.common.config_file import dump_config, load_config
+from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.main import configure
+from apps.grpo.recipes import RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_survives_its_file(name, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(dump_config(RECIPES[name]))
+    assert load_config(GrpoConfig, path) == RECIPES[name]
+    assert RECIPES[name].recipe == name
+
+
+def test_no_flags_mean_the_quickstart():
+    assert configure([]) == RECIPES["quickstart"]
+
+
+def test_a_model_or_a_file_asks_for_the_settings_of_real_checkpoints():
+    assert configure(["--model", "dir", "--data", "file.jsonl"]) == replace(
+        RECIPES["math"], model=Path("dir"), data=DataConfig(data=Path("file.jsonl"))
+    )
+    assert configure(["--model=dir", "--recipe", "quickstart"]).recipe == "quickstart"
+
+
+def test_flags_reach_into_every_group():
+    argv = ["--engine.lr", "0.5", "--objective.clip-high", "0.3", "--sampling.temperature", "0.7", "--digits", "3"]
+    config = configure(argv)
+    assert (config.engine.lr, config.objective.clip_high) == (0.5, 0.3)
+    assert (config.sampling.temperature, config.data.digits) == (0.7, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"engine": EngineConfig(model="x")}, "--model"),
+        ({"engine": EngineConfig(temperature=0.5)}, "--sampling.temperature"),
+        ({"sampling": Sampling(seed=1)}, "--seed"),
+        ({"sampling": Sampling(greedy=True)}, "must differ"),
+        ({"objective": GRPO(kl_coef=0.1)}, "reference policy"),
+        ({"group_size": 1}, "siblings"),
+        ({"steps": 0}, "--steps must be at least 1"),
+        ({"mini_batches": 0}, "--mini-batches must be at least 1"),
+    ],
+)
+def test_settings_without_effect_or_sense_are_refused(change, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        replace(RECIPES["quickstart"], **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [({"eval_data": Path("x")}, "--data"), ({"eval_share": 1.0}, "--eval-share"), ({"digits": 0}, "--digits")],
+)
+def test_data_settings_are_checked(change, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        DataConfig(**change)
