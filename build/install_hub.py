@@ -1,7 +1,7 @@
 """Installs the packages of a lock file for Bazel: a folder and a py_library for each.
 
-Run by the repository rule in hub.bzl with the machine's own Python. pip downloads and installs (so its configuration, mirrors
-and caches hold); what is ours is the split into one folder a package and the dependency lists, read from the wheels.
+Run by the repository rule in hub.bzl with the machine's own Python. pip downloads and installs, so its configuration,
+mirrors and caches hold; the split into one folder a package and the dependency lists, read from the wheels, are ours.
 """
 
 import argparse
@@ -98,8 +98,8 @@ def download_local_build(pip: list[str], entry: str, target: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if f"--hash=sha256:{digest}" not in entry:
         sys.exit(
-            f"pip offers {wheel.name} with sha256 {digest}, which the lock does not list. If you trust where it comes from, "
-            "add the hash: `./bazelw run //build:lock` does."
+            f"pip offers {wheel.name} with sha256 {digest}, which the lock does not list. "
+            "If you trust where it comes from, add the hash: `./bazelw run //build:lock` does."
         )
     shutil.move(wheel, target / "wheels" / wheel.name)
     folder.rmdir()
@@ -176,8 +176,8 @@ def complete(pip: list[str], target: Path, fallback: Path | None) -> Wheels:
         unknown = sorted(missing - known.keys())
         if unknown:
             sys.exit(
-                f"the wheels need {', '.join(unknown)}, which no lock file lists. Add what asks for it to the .in file and "
-                "make the locks again: ./bazelw run //build:lock"
+                f"the wheels need {', '.join(unknown)}, which no lock file lists. "
+                "Add what asks for it to the .in file and make the locks again: ./bazelw run //build:lock"
             )
         download(pip, {name: known[name] for name in sorted(missing)}, target)
 
@@ -235,6 +235,7 @@ def main() -> None:
     download(pip, entries, args.target)
     wheels = complete(pip, args.target, args.fallback_lock)
     names = install(pip, args.target)
+    (args.target / "wanted.txt").unlink()
     (args.target / "BUILD.bazel").write_text(ROOT_BUILD)
     for name in names:
         deps = sorted(label_name(n) for n in wheels.closure(name)[0])

@@ -1,4 +1,4 @@
-"""Runs ruff or mypy of the locked hub over the user's tree: `./bazelw run //build:ruff -- check`, `./bazelw run //build:mypy`."""
+"""Runs the hub's ruff or mypy over the tree: `./bazelw run //build:ruff -- check`, `./bazelw run //build:mypy`."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
 """Makes the lock files again: `./bazelw run //build:lock` (all) or `./bazelw run //build:lock -- tf517` (one).
 
-Each `build/NAME.in` of HUBS becomes a lock with the hashes of every file of each pinned version, so that it serves all
-platforms of the wheels. A lock for CPUs is the same resolution less the CUDA libraries, and it lists as well the hash of the
-torch build that this machine's pip prefers (a local +cpu wheel), besides those it listed before.
+Each source of HUBS becomes a lock with the hashes of every file of each pinned version, so that it serves all platforms
+of the wheels. A lock for CPUs is the same resolution less the CUDA libraries, and it lists as well the hash of
+the torch build that this machine's pip prefers (a local +cpu wheel), besides those it listed before.
 """
 
 import hashlib
@@ -39,8 +39,9 @@ HUBS = {
 
 def resolve(uv: Path, source: Path) -> dict[str, str]:
     """Lock entries with all hashes; no comment and no registry's name among them."""
-    options = ["--python-version", PYTHON, "--python-platform", "x86_64-unknown-linux-gnu", "--generate-hashes", "--no-header"]
-    command = [str(uv), "pip", "compile", "-q", *options, "--no-annotate", "--no-emit-index-url", "--no-config", str(source)]
+    target = ["--python-version", PYTHON, "--python-platform", "x86_64-unknown-linux-gnu"]
+    plain = ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-config"]
+    command = [str(uv), "pip", "compile", "-q", *target, *plain, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{source.name} cannot be resolved:\n{done.stderr}")

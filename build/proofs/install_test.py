@@ -1,4 +1,4 @@
-"""`pip install ./libs/NAME` works in a clean environment, offline, from the locked hub's wheels, and NAME imports alone."""
+"""`pip install ./libs/NAME` works in a clean environment, offline, from the hub's wheels, and NAME imports alone."""
 
 import os
 import shutil

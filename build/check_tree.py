@@ -1,0 +1,95 @@
+"""Checks of the tree as a whole: `./bazelw run //build:check_tree`.
+
+Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
+Python file is in a Bazel target and each test file in a test target; and the arrows between the libraries hold for every
+target of a folder, tests included.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+# Spelled so that this file does not hold them itself.
+FORBIDDEN = {
+    "a registry's host": re.compile(
+        r"(pypi\.org|pythonhosted\.org|files\.python|download\.py[t]orch\.org|registry\.npmjs)"
+    ),
+    "a path of a machine": re.compile(
+        r"(?<![\w.$}/-])/(work|root|home/\w+|tmp/tv|Users/\w+|opt/pypi|opt/wheels)(/|\b)"
+    ),
+}
+SOURCES = ("libs/", "apps/", "build/")
+NEVER = [("engines", "rollout"), ("rollout", "engines")]
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+
+
+def tracked() -> list[str]:
+    """Paths of the tracked files that exist."""
+    out = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
+    return [name for name in out.split("\0") if name and Path(name).is_file()]
+
+
+def query(expression: str) -> set[str]:
+    """The labels that a bazel query finds, as paths where they are files."""
+    command = ["./bazelw", "query", "--keep_going", "--output=label", expression]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 3):
+        sys.exit(f"bazel query {expression}:\n{done.stderr}")
+    return {line.removeprefix("//").replace(":", "/").lstrip("/") for line in done.stdout.split()}
+
+
+def check_text(names: list[str]) -> list[str]:
+    """Complaints about the files' names and lines."""
+    complaints = [f"{name}: the name is not ASCII" for name in names if not name.isascii()]
+    for name in names:
+        if name == "build/check_tree.py":
+            continue
+        try:
+            lines = Path(name).read_text().splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture
+        for number, line in enumerate(lines, 1):
+            if line != line.rstrip():
+                complaints.append(f"{name}:{number}: trailing blanks")
+            complaints += [f"{name}:{number}: {what}" for what, pattern in FORBIDDEN.items() if pattern.search(line)]
+    return complaints
+
+
+def check_targets(names: list[str]) -> list[str]:
+    """Complaints about Python files that Bazel does not know."""
+    mine = [name for name in names if name.endswith(".py") and name.startswith(SOURCES)]
+    in_rules = query("labels(srcs, //...) + labels(main, //...) + kind('source file', labels(data, //...))")
+    in_tests = query("labels(srcs, kind(py_test, //...))")
+    complaints = [f"{name}: in no Bazel target" for name in mine if name not in in_rules]
+    return complaints + [f"{n}: in no test target" for n in mine if n.endswith("_test.py") and n not in in_tests]
+
+
+def check_arrows() -> list[str]:
+    """Complaints about dependencies that no target of a library may have, its tests included."""
+    present = [name for name in LIBRARIES if Path("libs", name, "BUILD.bazel").exists()]
+    pairs = [(a, b) for a, b in NEVER if a in present and b in present]
+    pairs += [(a, b) for a in present for b in present if a != b and "runlog" in (a, b)]
+    complaints = []
+    for above, below in pairs:
+        found = query(f"deps(//libs/{above}/...) intersect //libs/{below}/...")
+        complaints += [f"a target of {above} depends on {label}" for label in sorted(found)]
+    for name in present:
+        found = query(f"deps(//libs/{name}/...) intersect //apps/...")
+        complaints += [f"a target of {name} depends on {label}" for label in sorted(found)]
+    return complaints
+
+
+def main() -> int:
+    """Prints every complaint; 1 if there is one."""
+    os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
+    names = tracked()
+    complaints = check_text(names) + check_targets(names) + check_arrows()
+    print("\n".join(complaints))
+    print(f"{len(names)} tracked files, {len(complaints)} complaints")
+    return int(bool(complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

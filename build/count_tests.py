@@ -1,0 +1,63 @@
+"""Counts the test cases of Bazel runs: each skip and failure by name, then `N passed, M failed, K skipped`.
+
+Reads the event files of the runs (--build_event_json_file) and the JUnit files that they name. A failed target without
+a failed case (it timed out, or could not be built) counts as one failure, so nothing that went wrong is left out.
+"""
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+
+def results(events: Path) -> dict[str, tuple[str, Path | None]]:
+    """(status, JUnit file) of each test target in an event file; the last attempt counts."""
+    found: dict[str, tuple[str, Path | None]] = {}
+    for line in events.read_text().splitlines():
+        event = json.loads(line)
+        label = event["id"].get("testResult", {}).get("label")
+        if label:
+            result = event["testResult"]
+            files = {output["name"]: output["uri"] for output in result.get("testActionOutput", [])}
+            xml = Path(unquote(urlparse(files["test.xml"]).path)) if "test.xml" in files else None
+            found[label] = (result["status"], xml)
+        summary = event["id"].get("testSummary", {}).get("label")
+        if summary and summary not in found:
+            found[summary] = (event["testSummary"]["overallStatus"], None)
+    return found
+
+
+def count_cases(label: str, status: str, xml: Path | None) -> Counter[str]:
+    """Cases of one target by outcome."""
+    counts: Counter[str] = Counter()
+    cases = list(ET.parse(xml).iter("testcase")) if xml and xml.exists() else []
+    for case in cases:
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+        elif skipped is not None and skipped.get("type") != "pytest.xfail":
+            counts["skipped"] += 1
+            print(f"skipped: {label} {case.get('name')}: {skipped.get('message')}")
+        else:
+            counts["passed"] += 1
+    if status != "PASSED":
+        print(f"failed: {label}: {status}")
+        counts["failed"] += not counts["failed"]
+    return counts
+
+
+def main(files: list[str]) -> int:
+    """Prints the account; 1 if anything failed or nothing ran."""
+    targets: dict[str, tuple[str, Path | None]] = {}
+    for name in files:
+        targets |= results(Path(name)) if Path(name).exists() else {}
+    counts = sum((count_cases(label, *target) for label, target in sorted(targets.items())), Counter())
+    print(f"{len(targets)} test targets")
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    return int(bool(counts["failed"]) or not counts["passed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""The closing count: all outcomes, targets without cases, and a later run that takes an earlier one's place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from build.count_tests import main
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"><failure message="no"/></testcase>
+<testcase name="c"><skipped type="pytest.skip" message="no device"/></testcase>
+<testcase name="d"><skipped type="pytest.xfail" message="known"/></testcase>
+</testsuite></testsuites>"""
+GOOD = '<testsuites><testsuite><testcase name="a"/><testcase name="b"/></testsuite></testsuites>'
+
+
+def _events(path: Path, targets: dict[str, tuple[str, str | None]]) -> str:
+    lines = []
+    for number, (label, (status, junit)) in enumerate(targets.items()):
+        outputs = []
+        if junit is not None:
+            xml = path.with_suffix(f".{number}.xml")
+            xml.write_text(junit)
+            outputs = [{"name": "test.xml", "uri": xml.as_uri()}]
+        result = {"status": status, "testActionOutput": outputs}
+        lines.append(json.dumps({"id": {"testResult": {"label": label}}, "testResult": result}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_counts_cases_and_targets_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A target that timed out is one failure; an expected failure is a pass."""
+    targets = {"//a": ("FAILED", JUNIT), "//b": ("TIMEOUT", None), "//c": ("PASSED", GOOD)}
+    assert main([_events(tmp_path / "fast", targets)]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "4 passed, 2 failed, 1 skipped"
+    assert "skipped: //a c: no device" in out
+    assert "failed: //b: TIMEOUT" in out
+
+
+def test_status_of_a_clean_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The later file holds the same target again: it is counted once."""
+    first, second = (
+        _events(tmp_path / "fast", {"//a": ("PASSED", GOOD)}),
+        _events(tmp_path / "full", {"//a": ("PASSED", GOOD)}),
+    )
+    assert main([first, second, str(tmp_path / "absent")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
+
+
+def test_nothing_run_is_a_failure(tmp_path: Path) -> None:
+    """An empty account is not a green one."""
+    assert main([str(tmp_path / "absent")]) == 1
