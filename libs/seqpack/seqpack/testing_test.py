@@ -12,6 +12,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.leak = leak
         self.weight = nn.Parameter(torch.tensor(0.7))
+        self.out = nn.Linear(8, 8)  # gets what leaked as its input: not where it began
 
     def forward(self, x, positions):
         before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
@@ -22,8 +23,8 @@ class Mixer(nn.Module):
         if self.leak == "future":
             before = before + torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1) * 1e-2
         if self.leak == "gradient":
-            return Spread.apply(x + before * self.weight)
-        return x + before * self.weight
+            return Spread.apply(self.out(x + before * self.weight))
+        return self.out(x + before * self.weight)
 
 
 class Spread(torch.autograd.Function):

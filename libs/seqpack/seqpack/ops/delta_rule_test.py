@@ -144,6 +144,9 @@ def test_half_precision_is_computed_in_float32():
     half = [t.detach().bfloat16() for t in operands]
     o, final = gated_delta_rule(*half, cumulative(lengths), output_final_state=True)
     exact, _ = gated_delta_rule(*(t.double() for t in half), cumulative(lengths))
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast, _ = gated_delta_rule(*half, cumulative(lengths))
+    assert torch.equal(under_autocast, o)
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(o.double(), exact, rtol=2**-8, atol=1e-6)
 

@@ -39,7 +39,7 @@ def attention(
         backend: "auto", "naive", "torch" or "varlen" (see `seqpack.ops.backends`).
 
     Returns:
-        [T, Hq, D] in the dtype of q.
+        [T, Hq, D] in the dtype of q, or autocast's where that is on.
 
     Raises:
         ValueError: shapes that disagree, or a backend that cannot run here, with the reason.
@@ -52,9 +52,21 @@ def attention(
         raise ValueError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window must be at least 1 and needs causal=True, got window={window}, causal={causal}")
+    q, k, v = _one_dtype(q, k, v)
     run = choose(Request.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
     factor = q.shape[2] ** -0.5 if scale is None else scale
     return run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen))
+
+
+def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to autocast's dtype as torch's own attention does; without autocast, insist on one dtype."""
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first")
+    return q, k, v
 
 
 def attention_naive(call: AttentionCall) -> Tensor:

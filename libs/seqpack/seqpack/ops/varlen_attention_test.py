@@ -59,6 +59,16 @@ def test_nothing_crosses_a_boundary_not_even_nan():
         assert torch.equal(before[45:], after[45:])
 
 
+def test_autocast_casts_as_it_does_for_torch_attention():
+    lengths = [40, 3]
+    q, k, v = inputs(lengths, 2, 2, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = attention(q, k, v.bfloat16(), cumulative(lengths))
+    assert o.dtype == torch.bfloat16
+    exact = attention(*(t.bfloat16().double() for t in (q, k, v)), cumulative(lengths))
+    assert ((o.double() - exact).norm() / exact.norm()).item() < 1e-2
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 5000), max_size=40))
 def test_buckets_hold_every_sequence_once_and_waste_little(lengths):
@@ -75,6 +85,7 @@ def test_buckets_hold_every_sequence_once_and_waste_little(lengths):
         ({"k": torch.randn(5, 3, 8), "v": torch.randn(5, 3, 8)}, "4 query heads are no multiple of the 3 key heads"),
         ({"v": torch.randn(5, 2, 4)}, "q must be"),
         ({"window": 3, "causal": False}, "window must be at least 1 and needs causal=True"),
+        ({"v": torch.randn(5, 2, 8).bfloat16()}, "q, k and v must have one dtype"),
         ({"window": 0}, "window must be at least 1"),
         ({"cu_seqlens": cumulative([6])}, "ends at 6, but there are 5"),
         ({"backend": "varlen"}, "cannot run with backend 'varlen': needs a CUDA device"),
