@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from engines.capability import No, Yes
 from engines.capability import supports as capability
 from engines.checkpoint import load_checkpoint, replace_directory, save_checkpoint
-from engines.config import EngineConfig
+from engines.config import EngineConfig, parse_context_parallel
 from engines.launch import ensure_group
 from engines.loading import compute_dtype, load_model, resolve_device
 from engines.metrics import MetricSum, check_agreement
@@ -58,8 +58,16 @@ class FSDP2Engine:
         self.scorer: Any = TokenScorer(self.model, config.logit_chunk)
         self._shard()
         self.optimizer = build_optimizer(self.scorer, config) if trainable else None
+        self.strategy = strategy or self._default_strategy()
+
+    def _default_strategy(self) -> Strategy:
+        config, rank, world = self.config, dist.get_rank(), dist.get_world_size()
+        if parse_context_parallel(config.context_parallel) != 1:
+            from engines.context_parallel import ContextParallelRows
+
+            return ContextParallelRows(config, self.model.config, rank, world)
         rows = PackedRows if config.batching == "packed" else PaddedRows
-        self.strategy = strategy or rows(config.max_tokens_per_rank, dist.get_rank(), dist.get_world_size())
+        return rows(config.max_tokens_per_rank, rank, world)
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
@@ -170,7 +178,9 @@ class FSDP2Engine:
         inputs = self.strategy.inputs(packed, wanted)
         scores, entropies = self.scorer(inputs, temperature, entropy)
         rows = [scores] if entropies is None else [scores, entropies]
-        return torch.stack([self.strategy.collect(row, inputs).float() for row in rows])
+        # Ranks that share a micro-batch all have its scores, and `forward` adds over ranks: each adds its share.
+        share = self.strategy.share(inputs)
+        return torch.stack([self.strategy.collect(row, inputs).float() for row in rows]) * share
 
     # ------------------------------------------------------------------ weights and files
 
