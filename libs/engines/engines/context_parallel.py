@@ -98,7 +98,7 @@ class ContextParallelRows:
         return StepPlan(tuple(group.sample_ids for group in mine), int(made.hash[:13], 16), made.fill)
 
     def inputs(self, packed: "PackedBatch", wanted: Tensor) -> ModelInputs:
-        """This rank's shard of the packed micro-batch; the hidden state before a wanted token scores it, wherever it is."""
+        """This rank's shard of the packed micro-batch; hidden state t - 1 scores token t, on whichever rank it is."""
         if "stand_in" in packed.extras:
             return _one_token(self.whole.inputs(packed, wanted))
         ranks = self._ranks[packed.indices]
