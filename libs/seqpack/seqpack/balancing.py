@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
+from math import fsum
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class BalancePlan:
     @classmethod
     def from_json(cls, text: str) -> "BalancePlan":
         """Read what `to_json` wrote; ValueError for anything else."""
-        return cls(**from_json(text, cls.__name__))
+        return from_json(cls, text)
 
 
 def balance(costs: Sequence[float], num_parts: int, equal_size: bool = False) -> BalancePlan:
@@ -105,7 +106,7 @@ def exchange(parts: list[list[int]], costs: Floats, target: float, equal_size: b
     Each step takes the exchange that brings the heaviest part and its partner closest together. It ends when the
     heaviest part is at most `target`, no lighter part helps it, or after eight steps a part.
     """
-    loads = np.array([costs[part].sum() for part in parts])
+    loads = np.array([total(costs, part) for part in parts])
     for step in range(8 * len(parts)):
         heavy = int(loads.argmax())
         if loads[heavy] <= target:
@@ -121,11 +122,16 @@ def exchange(parts: list[list[int]], costs: Floats, target: float, equal_size: b
             parts[light].append(given)
             if taken is not None:
                 parts[heavy].append(taken)
-            loads[heavy], loads[light] = costs[parts[heavy]].sum(), costs[parts[light]].sum()
+            loads[heavy], loads[light] = total(costs, parts[heavy]), total(costs, parts[light])
             break
         else:
             return step
     return 8 * len(parts)
+
+
+def total(costs: Floats, part: list[int]) -> float:
+    """Return the sum of a part's costs, rounded once: the same on every machine, in every order."""
+    return fsum(costs[part].tolist())
 
 
 def best_exchange(heavy: Floats, light: Floats, difference: float, may_move: bool) -> tuple[int, int | None] | None:

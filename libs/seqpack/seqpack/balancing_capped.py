@@ -5,6 +5,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from seqpack.balancing import total
 from seqpack.bounds import Floats, Ints
 
 WIDEST = 256
@@ -58,7 +59,7 @@ def exchange_capped(parts: list[list[int]], sizes: Ints, costs: Floats, cap: int
     The heaviest part is relieved as far as lighter ones allow, then set aside, then the next: at most four
     exchanges a part.
     """
-    loads = [float(costs[part].sum()) for part in parts]
+    loads = [total(costs, part) for part in parts]
     heap = [(-load, part) for part, load in enumerate(loads)]
     heapify(heap)
     done = 0
@@ -71,7 +72,7 @@ def exchange_capped(parts: list[list[int]], sizes: Ints, costs: Floats, cap: int
             continue
         done += 1
         for part in (heavy, light):
-            loads[part] = float(costs[parts[part]].sum())
+            loads[part] = total(costs, parts[part])
             heappush(heap, (-loads[part], part))
     return done
 

@@ -14,8 +14,8 @@ def check_positive_int(value: Any, name: str) -> int:
     return int(value)
 
 
-def check_lengths(lengths: Any, cap: int | None = None, name: str = "lengths", minimum: int = 1) -> list[int]:
-    """Return the lengths as ints; each must be an integer in `minimum`..`cap`.
+def check_lengths(lengths: Any, cap: int | None = None, name: str = "lengths", minimum: int | None = 1) -> list[int]:
+    """Return the lengths as ints; each must be an integer in `minimum`..`cap` (None: no limit).
 
     Takes any sequence, numpy array or one-dimensional torch tensor of integers.
     """
@@ -25,7 +25,7 @@ def check_lengths(lengths: Any, cap: int | None = None, name: str = "lengths", m
             if isinstance(length, bool) or not isinstance(length, int | np.integer):
                 raise ValueError(f"{name}[{index}] must be an integer, got {length!r}")
         items = [int(length) for length in items]
-    if items and min(items) < minimum:
+    if items and minimum is not None and min(items) < minimum:
         index = next(i for i, length in enumerate(items) if length < minimum)
         raise ValueError(f"{name}[{index}] must be at least {minimum}, got {items[index]}")
     if items and cap is not None and max(items) > cap:

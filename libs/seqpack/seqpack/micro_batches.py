@@ -65,7 +65,7 @@ class MicroBatchPlan:
     @classmethod
     def from_json(cls, text: str) -> "MicroBatchPlan":
         """Read what `to_json` wrote; ValueError for anything else."""
-        return cls(**from_json(text, cls.__name__))
+        return from_json(cls, text)
 
 
 def plan_micro_batches(
@@ -119,7 +119,7 @@ def _items(
         raise ValueError(f"long_groups must be 'split' or 'refuse', got {long_groups!r}")
     if groups is None:
         return [(i,) for i in range(len(aligned))], ()
-    names = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+    names = check_lengths(groups, name="groups", minimum=None)
     if len(names) != len(aligned):
         raise ValueError(f"{len(names)} groups for {len(aligned)} lengths")
     members: dict[int, list[int]] = {}

@@ -48,7 +48,7 @@ class PackPlan:
     @classmethod
     def from_json(cls, text: str) -> "PackPlan":
         """Read what `to_json` wrote; ValueError for anything else."""
-        return cls(**from_json(text, cls.__name__))
+        return from_json(cls, text)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> PackPlan:

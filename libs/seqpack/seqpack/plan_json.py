@@ -3,7 +3,9 @@
 import hashlib
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
+
+Plan = TypeVar("Plan")
 
 
 def to_json(plan: Any) -> str:
@@ -16,16 +18,19 @@ def plan_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
 
 
-def from_json(text: str, kind: str) -> dict[str, Any]:
-    """Return the fields of a plan of that kind, lists as tuples. ValueError for other JSON."""
+def from_json(plan_type: type[Plan], text: str) -> Plan:
+    """Return the plan of that type that `to_json` wrote. ValueError for other JSON."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a plan: {error}") from error
-    if not isinstance(data, dict) or data.get("kind") != kind:
+    if not isinstance(data, dict) or data.get("kind") != plan_type.__name__:
         found = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"expected a plan of kind {kind!r}, got {found!r}")
-    return {key: _frozen(value) for key, value in data.items() if key != "kind"}
+        raise ValueError(f"expected a plan of kind {plan_type.__name__!r}, got {found!r}")
+    try:
+        return plan_type(**{key: _frozen(value) for key, value in data.items() if key != "kind"})
+    except TypeError as error:
+        raise ValueError(f"not a whole {plan_type.__name__}: {error}") from error
 
 
 def _frozen(value: Any) -> Any:
