@@ -148,7 +148,7 @@ def test_charts_are_drawn(page):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert page.texts("#charts .name") == ["Reward", "Held-out accuracy", "Loss", "custom"]
-    assert [t for t in page.texts("#charts .annotation-text") if t] == ["before 0.42", "after 0.8"]
+    assert [t for t in page.texts("#charts .annotation-text") if t] == ["before 42.0 %", "after 80.0 %"]
 
 
 def test_an_episode_shows_its_tokens_calls_and_reward(page):

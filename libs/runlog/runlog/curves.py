@@ -1,5 +1,6 @@
 """Metrics as curves: which there are, what they are called, how long ones are thinned."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +18,16 @@ class Kind:
     match: tuple[str, ...]
     unit: str = ""
     marks: bool = False
+    percent: bool = False
 
 
 KINDS = (
     Kind("Reward", ("reward", "reward/mean"), "mean of the step's episodes"),
-    Kind("Held-out accuracy", ("eval/accuracy", "held_out_accuracy"), "greedy", marks=True),
+    Kind("Held-out accuracy", ("eval/accuracy", "held_out_accuracy"), "greedy answers", marks=True, percent=True),
     Kind("Held-out loss", ("eval/loss", "held_out_loss"), "nats a token", marks=True),
     Kind("Loss", ("loss",)),
     Kind("Sampler against trainer", ("mismatch/abs", "log_prob_difference"), "mean |log-prob difference|"),
-    Kind(
-        "Sampler against trainer, worst", ("mismatch/abs/max", "log_prob_difference/max"), "max |log-prob difference|"
-    ),
+    Kind("Sampler against trainer, worst", ("mismatch/abs/max", "log_prob_difference/max"), "maximum"),
     Kind("KL", ("kl", "approx_kl"), "nats"),
     Kind("Throughput", ("tokens_per_second", "tokens_per_s"), "tokens/s"),
     Kind("Gradient norm", ("grad_norm",)),
@@ -78,6 +78,14 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
     return out
 
 
+def noisy(values: Sequence[float]) -> bool:
+    """Whether a smoothed line helps: a dozen points or more that go up and down far more than along."""
+    if len(values) < 12:
+        return False
+    travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
+    return travelled > 3 * (max(values) - min(values))
+
+
 def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
     """The report's charts: known kinds first, in their order, then the others by name. A metric that never changes is
     left out unless it is a known one.
@@ -89,6 +97,8 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
             continue
         xs, ys = thin(steps, values, max_points)
         marks = kind.marks if kind else name.startswith("eval/")
+        percent = kind is not None and kind.percent
+        word = _percent if percent else shown
         made.append(
             {
                 "name": name,
@@ -96,11 +106,12 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
                 "unit": kind.unit if kind else "",
                 "known": kind is not None,
                 "marks": marks,
+                "percent": percent,
                 "x": xs,
                 "y": [_short(y) for y in ys],
-                "smooth": [] if marks or len(ys) < 12 else [_short(y) for y in smooth(ys, max(5, len(ys) // 20))],
-                "first": shown(ys[0]),
-                "last": shown(ys[-1]),
+                "smooth": [_short(y) for y in smooth(ys, max(5, len(ys) // 20))] if not marks and noisy(ys) else [],
+                "first": word(ys[0]),
+                "last": word(ys[-1]),
             }
         )
     order = {kind.title: i for i, kind in enumerate(KINDS)}
@@ -120,7 +131,7 @@ def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[s
     if reward := by_title.get("Reward"):
         tenth = max(1, len(reward[1]) // 10)
         start, end = (sum(part) / len(part) for part in (reward[1][:tenth], reward[1][-tenth:]))
-        tiles.append(_tile("Reward", shown(end), f"{shown(start)} at the start; means of {tenth} steps"))
+        tiles.append(_tile("Reward", shown(end), f"{shown(start)} at first, {tenth}-step means"))
     tiles.append(_tile("Steps", f"{metrics[-1]['step']:,}", f"{episodes:,} episodes kept"))
     if rate := by_title.get("Throughput"):
         ordered = sorted(rate[1])

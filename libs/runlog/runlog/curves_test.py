@@ -2,7 +2,7 @@
 
 import pytest
 
-from runlog.curves import charts, headline, kind_of, smooth, thin
+from runlog.curves import charts, headline, kind_of, noisy, smooth, thin
 
 RUN = [
     {"step": s, "time": 1000.0 + 2 * s, "reward": s / 10, "loss": 1.0, "train/kl": 0.1 * s, "constant": 3, "odd": s % 3,
@@ -37,6 +37,14 @@ def test_thinning_keeps_the_mean_and_the_last_step():
 def test_smoothing_has_no_pull_towards_the_start():
     assert smooth([2.0] * 20, 5) == pytest.approx([2.0] * 20)
     assert smooth([1.0, 3.0], 1) == pytest.approx([1.0, 3.0])
+
+
+def test_only_noise_is_smoothed():
+    ramp = [min(i / 10, 1.0) for i in range(100)]
+    assert not noisy(ramp)
+    assert noisy([x + (i % 2) for i, x in enumerate(ramp)])
+    assert not noisy([0.0, 1.0] * 5)
+    assert not noisy([1.0] * 50)
 
 
 def test_the_headline():

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runlog.store import spread
+
 PER_TOKEN = ("mask", "advantage", "log_probs", "versions")
 
 
@@ -45,22 +47,15 @@ def view(episode: Mapping[str, Any], number: int, max_tokens: int) -> dict[str, 
     return _cut(shown, max_tokens)
 
 
-def sample(episodes: Sequence[dict[str, Any]], max_episodes: int, max_total_tokens: int) -> list[dict[str, Any]]:
-    """At most that many episodes and tokens, evenly spread over the run, the first and the last among them."""
-    chosen = _spread(episodes, max_episodes)
+def within(episodes: Sequence[dict[str, Any]], max_total_tokens: int) -> list[dict[str, Any]]:
+    """As many of the episodes as have at most that many tokens together (one at least), evenly spread."""
+    chosen = list(episodes)
     total = sum(len(e["tokens"]) for e in chosen)
     while total > max_total_tokens and len(chosen) > 1:
-        chosen = _spread(chosen, max(1, int(len(chosen) * min(0.9, max_total_tokens / total))))
+        fewer = max(1, int(len(chosen) * min(0.9, max_total_tokens / total)))
+        chosen = [chosen[i] for i in spread(len(chosen), fewer)]
         total = sum(len(e["tokens"]) for e in chosen)
     return chosen
-
-
-def _spread(items: Sequence[Any], count: int) -> list[Any]:
-    if len(items) <= count:
-        return list(items)
-    if count <= 1:
-        return list(items[-1:])
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _cut(shown: dict[str, Any], max_tokens: int) -> dict[str, Any]:

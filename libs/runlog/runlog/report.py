@@ -12,7 +12,7 @@ from typing import Any
 
 from runlog import store
 from runlog.curves import charts, headline
-from runlog.episodes import sample, view
+from runlog.episodes import view, within
 
 REPORT = "report.html"
 
@@ -40,12 +40,12 @@ def write_report(
     metrics = store.read_metrics(run_dir)
     if not metrics:
         raise ValueError(f"{run_dir / store.METRICS} is missing or empty; log metrics before writing a report")
-    episodes = store.read_episodes(run_dir)
-    shown = sample([view(e, i, max_tokens) for i, e in enumerate(episodes)], max_episodes, max_total_tokens)
+    logged, episodes = store.read_spread(run_dir / store.EPISODES, max_episodes)
+    shown = within([view(e, i, max_tokens) for i, e in episodes], max_total_tokens)
     data = {
         "charts": charts(metrics, max_points),
         "episodes": shown,
-        "episodes_logged": len(episodes),
+        "episodes_logged": logged,
     }
     assets = files("runlog") / "assets"
     environment = jinja2.Environment(
@@ -54,7 +54,7 @@ def write_report(
     template = environment.from_string((assets / "report.html.j2").read_text(encoding="utf-8"))
     page = template.render(
         title=title or run_dir.resolve().name,
-        tiles=headline(metrics, len(episodes)),
+        tiles=headline(metrics, logged),
         config=flat_config(_config(run_dir)),
         data=_script_json(data),
         css=(assets / "report.css").read_text(encoding="utf-8"),

@@ -31,6 +31,16 @@
 
   // ---- curves ---------------------------------------------------------------------------------------------------
   const plots = [];
+  function extent(values, margin) {
+    const low = Math.min(...values), high = Math.max(...values);
+    const room = (high - low || Math.abs(high) || 1) * margin;
+    return [low - room, high + room];
+  }
+  function tickFormat(chart) {
+    if (chart.percent) return ".0%";
+    const most = Math.max(...chart.y.map(Math.abs));
+    return most && most < 1e-3 ? ".1~e" : most >= 1e4 ? "~s" : ".4~g";
+  }
   function figure(chart) {
     const accent = css("--accent"), dim = css("--dim"), line = css("--line"), card = css("--card");
     const traces = [];
@@ -43,19 +53,20 @@
     if (chart.smooth.length) {
       traces.push({ x: chart.x, y: chart.smooth, mode: "lines", name: "smoothed", line: { color: accent, width: 2.2 }, hoverinfo: "skip" });
     }
-    const notes = [];
+    const notes = [], shapes = [], range = extent(chart.y, chart.marks ? 0.24 : 0.06);
     if (chart.marks && chart.x.length > 1) {
-      const last = chart.x.length - 1;
-      notes.push({ x: chart.x[0], y: chart.y[0], text: "before " + chart.first, xanchor: "left", yshift: 13, xshift: -4 });
-      notes.push({ x: chart.x[last], y: chart.y[last], text: "after " + chart.last, xanchor: "right", yshift: 13, xshift: 4 });
+      const last = chart.x.length - 1, rising = chart.y[last] >= chart.y[0] ? 1 : -1;
+      notes.push({ x: chart.x[0], y: chart.y[0], text: "before " + chart.first, xanchor: "left", yshift: -14 * rising, xshift: -4 });
+      notes.push({ x: chart.x[last], y: chart.y[last], text: "after " + chart.last, xanchor: "right", yshift: 14 * rising, xshift: 4 });
+      shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.y[0], y1: chart.y[0], line: { color: dim, width: 1, dash: "dot" } });
     }
     const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { size: 11, color: dim }, automargin: true, fixedrange: false };
     return [traces, {
-      margin: { l: 44, r: 10, t: chart.marks ? 22 : 8, b: 28 }, showlegend: false, paper_bgcolor: card, plot_bgcolor: card, hovermode: "x",
+      margin: { l: 44, r: 10, t: 8, b: 28 }, showlegend: false, paper_bgcolor: card, plot_bgcolor: card, hovermode: "x",
       font: { family: "system-ui, sans-serif", size: 12, color: css("--text") },
       hoverlabel: { bgcolor: card, bordercolor: line, font: { color: css("--text") } },
-      xaxis: { ...axis, showgrid: false, nticks: 6 }, yaxis: { ...axis, nticks: 5, tickformat: ".4~g" },
-      annotations: notes.map((n) => ({ ...n, showarrow: false, font: { size: 11, color: dim } })),
+      xaxis: { ...axis, showgrid: false, nticks: 6 }, yaxis: { ...axis, nticks: 5, range, tickformat: tickFormat(chart) },
+      shapes, annotations: notes.map((n) => ({ ...n, showarrow: false, font: { size: 11, color: css("--text") } })),
     }];
   }
   function draw(plot) {
@@ -166,6 +177,7 @@
 
   // ---- one episode ----------------------------------------------------------------------------------------------
   const COLOURS = { mask: "Mask", advantage: "Advantage", log_probs: "Log-prob", versions: "Weights" };
+  const strongest = data.episodes.reduce((most, e) => (e.advantage || []).reduce((m, a) => Math.max(m, Math.abs(a || 0)), most), 1e-9);
   const usable = (e, key) => Array.isArray(e[key]);
   function shade(e, key, i) {
     if (key === "mask") return e.mask[i] ? css("--sampled") : css("--given");
@@ -173,8 +185,7 @@
     if (value === null || value === undefined) return "transparent";
     if (key === "advantage") {
       if (!value) return "transparent";
-      const most = Math.max(...e.advantage.map((a) => Math.abs(a || 0)), 1e-9);
-      return "rgba(" + css(value > 0 ? "--pos" : "--neg") + "," + (0.12 + 0.5 * Math.abs(value) / most) + ")";
+      return "rgba(" + css(value > 0 ? "--pos" : "--neg") + "," + (0.1 + 0.42 * Math.min(1, Math.abs(value) / strongest)) + ")";
     }
     if (key === "log_probs") return value === 0 ? "transparent" : "rgba(" + css("--neg") + "," + Math.min(0.7, -value / 6) + ")";
     return value < 0 ? "transparent" : "hsla(" + ((value * 67) % 360) + ",65%,50%,0.28)";
