@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from engines import TrainEngine
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.ranks import rank_and_world
+from engines import TrainEngine
 
 
 def save_export(engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Path:

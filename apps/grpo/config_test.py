@@ -2,14 +2,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import EngineConfig
-from objectives import GRPO
-from rollout import Sampling
 
 from apps.common.config_file import dump_config, load_config
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.recipes import RECIPES
+from engines import EngineConfig
+from objectives import GRPO
+from rollout import Sampling
 
 
 @pytest.mark.parametrize("name", RECIPES)

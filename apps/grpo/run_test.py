@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import EngineConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.grpo.main import run
 from apps.grpo.recipes import RECIPES
+from engines import EngineConfig
 
 
 def small(run_dir, **changes):

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.answers import exact_reward
 from apps.common.prompts import Prompt, read_prompts, split_by_length
+from apps.common.split import held_out_keys
 from apps.grpo.config import DataConfig
 from apps.quickstart.arithmetic import Problem, distinct, problems
 from rollout import Reply, Task, calculator
@@ -74,10 +75,11 @@ def _from_files(config: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBas
         held_out, more = _short(
             read_prompts(config.eval_data, config.prompt_column, config.answer_column), config, tokenizer
         )
-        asked = {_key(prompt) for prompt in held_out}
-        train = [prompt for prompt in train if _key(prompt) not in asked]
     else:
-        held_out, train, more = *_split(train, config.eval_share), 0
+        chosen = held_out_keys(map(_key, train), config.eval_share)
+        held_out, more = [prompt for prompt in train if _key(prompt) in chosen], 0
+    asked = {_key(prompt) for prompt in held_out}
+    train = [prompt for prompt in train if _key(prompt) not in asked]
     if not train or not held_out:
         raise ValueError(
             f"{config.data}: {len(train)} prompts to train on and {len(held_out)} held out are too few "
@@ -98,14 +100,6 @@ def _short(prompts: list[Prompt], config: DataConfig, tokenizer: PreTrainedToken
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     kept, skipped = split_by_length(prompts, lengths, config.max_prompt_tokens)
     return kept, len(skipped)
-
-
-def _split(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Held out and trained, by the prompt's own hash: equal prompts are on one side, whatever their order."""
-    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
-    for prompt in prompts:
-        sides[derive_seed(0, _key(prompt)) % 10_000 >= share * 10_000].append(prompt)
-    return sides
 
 
 def _key(prompt: Prompt) -> str:

@@ -3,12 +3,12 @@ import json
 from pathlib import Path
 
 import pytest
-from rollout.environment import Reply, ToolCall
 
 from apps.grpo.config import DataConfig
 from apps.grpo.tasks import as_task, make_tasks
 from apps.quickstart.arithmetic import addition
 from apps.quickstart.tokenizer import build_tokenizer
+from rollout.environment import Reply, ToolCall
 
 TOKENIZER = build_tokenizer()
 
@@ -68,7 +68,7 @@ def test_long_prompts_are_counted_and_too_few_are_refused(tmp_path):
     rows = [{"question": "x" * (300 if i % 2 else 5) + str(i), "answer": "1"} for i in range(100)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert make_tasks(DataConfig(data=path, max_prompt_tokens=100), 0, TOKENIZER).skipped == 50
-    with pytest.raises(ValueError, match="too few.*100 were longer"):
+    with pytest.raises(ValueError, match=r"too few.*100 were longer"):
         make_tasks(DataConfig(data=path, max_prompt_tokens=3), 0, TOKENIZER)
 
 

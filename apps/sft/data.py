@@ -12,12 +12,12 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.prompts import ROLES, Row, read_rows
+from apps.common.split import held_out_keys
 from apps.quickstart.arithmetic import distinct, problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.config import DataConfig
 from apps.sft.samples import Sample, sample_of
 from rollout import calculator
-from rollout.episode import derive_seed
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ def load_conversations(config: DataConfig, path: Path, tokenizer: PreTrainedToke
     if config.eval_data is not None:
         held_out = _samples(config, config.eval_data, tokenizer, skipped)
     else:
-        held_out = [sample for key, sample in train if _is_held_out(key, config.eval_share)]
-        train = [(key, sample) for key, sample in train if not _is_held_out(key, config.eval_share)]
-        return _checked(path, [sample for _, sample in train], held_out, skipped)
+        chosen = held_out_keys((key for key, _ in train), config.eval_share)
+        held_out = [(key, sample) for key, sample in train if key in chosen]
     asked = {key for key, _ in held_out}
     kept = [sample for key, sample in train if key not in asked]
     return _checked(path, kept, [sample for _, sample in held_out], skipped)
@@ -116,10 +115,6 @@ def _with_parsed_arguments(path: Path, number: int, message: dict[str, Any]) -> 
 def _tools(row: Row, column: str) -> Sequence[Any] | None:
     tools = row.get(column)
     return json.loads(tools) if isinstance(tools, str) and tools else tools or None
-
-
-def _is_held_out(key: str, share: float) -> bool:
-    return derive_seed(0, key) % 10_000 < share * 10_000
 
 
 def _checked(path: Path, train: list[Sample], held_out: list[Sample], skipped: Counter[str]) -> Conversations:

@@ -1,0 +1,13 @@
+"""Which rows of a file are held out: a share of the different ones, chosen by their content and not by their order."""
+
+import hashlib
+from collections.abc import Iterable
+
+
+def held_out_keys(keys: Iterable[str], share: float) -> set[str]:
+    """About `share` of the different keys, at least one, those that come first in the order of their hashes.
+
+    Equal keys are on one side, and the order of the rows makes no difference.
+    """
+    ordered = sorted(set(keys), key=lambda key: hashlib.blake2b(key.encode(), digest_size=8).digest())
+    return set(ordered[: max(1, round(len(ordered) * share))])

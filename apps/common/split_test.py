@@ -1,0 +1,13 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apps.common.split import held_out_keys
+
+
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=50), st.floats(0.01, 0.99), st.randoms())
+def test_the_share_is_kept_whatever_the_order(keys, share, random):
+    chosen = held_out_keys(keys, share)
+    assert chosen <= set(keys)
+    assert len(chosen) == max(1, round(len(set(keys)) * share))
+    random.shuffle(keys)
+    assert held_out_keys(keys, share) == chosen
