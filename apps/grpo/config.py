@@ -52,9 +52,17 @@ class WarmStart:
     until_accuracy: float = 1.0
     """Stop as soon as held-out greedy accuracy reaches this."""
     eval_every: int = 20
+    """Steps between looks at that accuracy."""
+    eval_prompts: int = 128
+    """How many of the held-out prompts a look asks."""
     batch_size: int = 64
+    """Demonstrations a step."""
     lr: float = 3e-3
     warmup_steps: int = 20
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or min(self.eval_every, self.eval_prompts, self.batch_size) < 1:
+            raise ValueError("--warm-start.steps must be at least 0, its other counts at least 1")
 
 
 @dataclass(frozen=True)

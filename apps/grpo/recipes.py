@@ -10,15 +10,15 @@ from rollout import Sampling
 QUICKSTART = GrpoConfig(
     recipe="quickstart",
     data=DataConfig(task="arithmetic", digits=2, max_prompt_tokens=64),
-    steps=200,
+    steps=120,
     prompts=64,
     group_size=8,
     max_turns=1,
     max_episode_tokens=64,
-    eval_every=50,
-    save_every=100,
-    warm_start=WarmStart(steps=800, until_accuracy=0.4, eval_every=20, batch_size=64, lr=6e-3, warmup_steps=30),
-    engine=EngineConfig(device="cpu", lr=3e-4),
+    eval_every=40,
+    save_every=60,
+    warm_start=WarmStart(steps=800, until_accuracy=0.4, eval_every=10, batch_size=64, lr=6e-3, warmup_steps=30),
+    engine=EngineConfig(device="cpu", lr=8e-4),
     sampling=Sampling(max_new_tokens=7),
     objective=GRPO(clip_high=0.28),
 )
@@ -27,8 +27,12 @@ QUICKSTART_TOOL = replace(
     QUICKSTART,
     recipe="quickstart-tool",
     data=replace(QUICKSTART.data, task="calculator", digits=3),
+    prompts=32,
     max_turns=2,
     max_episode_tokens=160,
+    warm_start=WarmStart(
+        steps=800, until_accuracy=0.25, eval_every=5, eval_prompts=64, batch_size=32, lr=6e-3, warmup_steps=30
+    ),
     sampling=Sampling(max_new_tokens=24),
 )
 

@@ -56,9 +56,9 @@ class Session:
         trajectories = gather_lists([trajectory for group in groups for trajectory in group])
         return sorted(trajectories, key=lambda trajectory: trajectory.group)
 
-    def accuracy(self) -> float:
-        """Mean reward of greedy answers to the held-out prompts."""
-        config, tasks = self.config, self.tasks.held_out
+    def accuracy(self, count: int | None = None) -> float:
+        """Mean reward of greedy answers to the held-out prompts, or to the first `count` of them."""
+        config, tasks = self.config, self.tasks.held_out[:count]
         greedy = Sampling(greedy=True, max_new_tokens=config.sampling.max_new_tokens)
         jobs = [
             run_episode(

@@ -52,7 +52,7 @@ def warm_start(
             shown: dict[str, float | int | str] = {"loss": metrics["loss"]}
             if done % warm.eval_every == 0 or done == warm.steps:
                 session.sync(engine, done)
-                accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy()
+                accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy(warm.eval_prompts)
             log.step(done, row, shown)
             if accuracy >= warm.until_accuracy:
                 break
