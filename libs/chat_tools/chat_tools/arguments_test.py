@@ -144,7 +144,9 @@ def test_any_text_is_a_value_or_an_error(text):
     json.loads(dumps(value), parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{'a':" * 100_000, "-" * 100_000, "(" * 50 + "1" + "," * 50, "1 2", ""])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{'a':" * 100_000, "-" * 100_000, "(" * 50 + "1" + "," * 50, "1 2", ""]
+)
 def test_hostile_texts_are_errors(text):
     with pytest.raises(LiteralError):
         loads(text)

@@ -63,14 +63,16 @@ class BracketReader:
         elif body.objects and first == "[":
             reason = yield from self._list("{", bare)
         elif body.objects and first == "{":
-            reason = yield from self._object(None, None, close, bare)
+            reason = yield from self._object(None, None, bare)
         elif self.tables.header is not None:
-            reason = yield from self._headed(close)
+            reason = yield from self._headed()
         else:
             reason = yield from self._nothing(first)
         if reason is not None:
             if reader.may_reread() or reason == NOT_A_CALL:
-                reader.rewind(max(start, self.recorder.cursor))  # a marker inside what looked like a string may be the end of the block
+                reader.rewind(
+                    max(start, self.recorder.cursor)
+                )  # a marker inside what looked like a string may be the end of the block
             return reason
         if close:
             yield from self._closing(close)
@@ -94,7 +96,7 @@ class BracketReader:
             reader.rewind(stray)
             self.recorder.note("the call's closing marker is missing")
 
-    def _headed(self, close: str) -> Wait[str | None]:
+    def _headed(self) -> Wait[str | None]:
         reader, pattern = self.reader, self.tables.header
         assert pattern is not None
         start = reader.pos
@@ -107,9 +109,9 @@ class BracketReader:
         if match is None or match.group() != "{":
             return "the text ends inside the call" if match is None else "the call has no arguments"
         identifier = header["id"] if "id" in pattern.groupindex else None
-        return (yield from self._object(header["name"], (identifier or "").strip() or None, close, False))
+        return (yield from self._object(header["name"], (identifier or "").strip() or None, False))
 
-    def _object(self, name: str | None, identifier: str | None, close: str, bare: bool) -> Wait[str | None]:
+    def _object(self, name: str | None, identifier: str | None, bare: bool) -> Wait[str | None]:
         """Read an object and record the call; whether its text is one value is known only at its end."""
         start = self.reader.pos
         broken = yield from find_end(self.reader, self.tables.brackets)
@@ -189,7 +191,12 @@ class BracketReader:
         length = 16
         while True:
             text = yield from self.reader.need(length)
-            if len(text) < length or _CALL.match(text) or not re.fullmatch(r"[\w.\-\s]*", text) or length > _LONGEST_NAME:
+            if (
+                len(text) < length
+                or _CALL.match(text)
+                or not re.fullmatch(r"[\w.\-\s]*", text)
+                or length > _LONGEST_NAME
+            ):
                 return text
             length *= 2
 

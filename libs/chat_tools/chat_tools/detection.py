@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chat_tools.chat_template import ChatTemplate, template_errors
+from chat_tools.chat_template import ChatTemplate, Message, template_errors
 from chat_tools.grammar import FORMATS
 from chat_tools.masks import find_regions
 from chat_tools.parser import parse
@@ -61,10 +61,15 @@ def _written_calls(template: ChatTemplate) -> list[str]:
     texts = []
     for arguments in (_ARGUMENTS, '{"word": "a b", "times": 2}'):
         call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages: list[Message] = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         try:
             text = template.text(messages)
-        except (*template_errors(), TypeError):  # a template that joins text to a dict raises TypeError
+        except template_errors():
+            continue
+        except TypeError:  # what a template raises that joins text to a dict
             continue
         regions, _ = find_regions(template, messages, text, False)
         texts += [text[r.start : r.end] for r in regions]

@@ -29,7 +29,26 @@ TOOLS: list[dict[str, Any]] = [
     }
 ]
 
-_COMMON = ["f", "text", "1", "null", '"a"', "[1, 'a']", '{"mode": "a"}', "{", "}", "[", "]", '"', "\\", "\n", " ", "<", ">", ","]
+_COMMON = [
+    "f",
+    "text",
+    "1",
+    "null",
+    '"a"',
+    "[1, 'a']",
+    '{"mode": "a"}',
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    "\n",
+    " ",
+    "<",
+    ">",
+    ",",
+]
 
 
 def _fragments(fmt: Format) -> list[str]:
@@ -64,7 +83,7 @@ FRAGMENTS = {name: _fragments(fmt) for name, fmt in FORMATS.items()}
 
 
 def check_bytes(data: bytes) -> None:
-    """Parse what the bytes spell in one of the formats, whole and cut; AssertionError if anything is lost or differs."""
+    """Parse what the bytes spell in one of the formats, whole and cut; AssertionError if a character is lost."""
     if len(data) < 3:
         return
     name = list(FORMATS)[data[0] % len(FORMATS)]

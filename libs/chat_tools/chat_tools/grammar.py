@@ -43,7 +43,10 @@ class Pythonic:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Messages with headers (gpt-oss harmony): `start` and `channel` open a header, `message` ends it, `ends` the text."""
+    """Messages with headers: `start` and `channel` open a header, `message` ends it, one of `ends` ends the text.
+
+    The channel named `reasoning` is reasoning; where the pattern `recipient` finds a `name`, the message is a call.
+    """
 
     start: str
     channel: str
@@ -73,12 +76,18 @@ class Format:
 
 
 _CHATML = ("<|im_end|>", "<|endoftext|>")
-_DEEPSEEK = {
-    "section": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "calls": (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
-    "ends": ("<｜end▁of▁sentence｜>",),
-    "bare": True,
-}
+
+
+def _deepseek(name: str, body: Json) -> Format:
+    return Format(
+        name,
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        calls=(("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
+        body=body,
+        ends=("<｜end▁of▁sentence｜>",),
+        bare=True,
+    )
+
 
 _ALL = (
     Format(
@@ -111,16 +120,11 @@ _ALL = (
         reasoning=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
         ends=("</s>",),
     ),
-    Format(
+    _deepseek(
         "deepseek_v3",
-        body=Json(objects=False, header=r"\w+<｜tool▁sep｜>(?P<name>[^\n`<]*?)\s*```(?:json)?", after="```"),
-        **_DEEPSEEK,  # type: ignore[arg-type]
+        Json(objects=False, header=r"\w+<｜tool▁sep｜>(?P<name>[^\n`<]*?)\s*```(?:json)?", after="```"),
     ),
-    Format(
-        "deepseek_v3.1",
-        body=Json(objects=False, header=r"(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>"),
-        **_DEEPSEEK,  # type: ignore[arg-type]
-    ),
+    _deepseek("deepseek_v3.1", Json(objects=False, header=r"(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>")),
     Format(
         "glm-4.5",
         calls=(("<tool_call>", "</tool_call>"),),

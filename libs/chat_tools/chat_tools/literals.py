@@ -122,7 +122,9 @@ class LiteralParser:
     `quotes` are further string delimiters, which know no escapes; with `bare_keys`, dict keys may be plain words.
     """
 
-    def __init__(self, text: str, notes: list[str], pos: int = 0, quotes: tuple[str, ...] = (), bare_keys: bool = False) -> None:
+    def __init__(
+        self, text: str, notes: list[str], pos: int = 0, quotes: tuple[str, ...] = (), bare_keys: bool = False
+    ) -> None:
         self.text = text
         self.pos = pos
         self.notes = notes

@@ -1,4 +1,4 @@
-"""What holds for every text: no exception, no lost character, valid JSON, a stream gives what the whole gives, in linear time."""
+"""What holds for every text: no exception, no lost character, valid JSON; a stream gives what the whole gives."""
 
 import json
 import time
@@ -80,7 +80,7 @@ def test_bytes_cut_anywhere(name, raw, cut):
 
 def adversarial(name: str, size: int) -> list[str]:
     """Texts that make a careless parser go back and forth."""
-    units = [*FRAGMENTS[name], " ", "\n", "<", '"', '\\"', "[", "[]", "{", "'", '{"a":"', '", "', "<tool_call>[\",", "a"]
+    units = [*FRAGMENTS[name], " ", "\n", "<", '"', '\\"', "[", "[]", "{", "'", '{"a":"', '", "', '<tool_call>[",', "a"]
     opened = [a + b for a in FRAGMENTS[name] for b in ('["', "['", '{"x": "', "\n")]
     return [(u * (size // len(u) + 1))[:size] for u in (*units, *opened)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from chat_tools.chat_template import ChatTemplate, Cut, Message
 from chat_tools.masks import Region, common_prefix, find_frame, find_region, find_regions
+from chat_tools.media import Expanded, Media, expand, token_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Rendered:
 
     `ids`, `assistant_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video, 3 audio) have one entry a token. The mask
     is true for what the assistant writes, its end-of-turn token included. `problems` says in words what is not as the
-    template alone would do, or could not be proven; a message that could not be proven is masked out.
+    template alone would do, or could not be proven; a message that could not be proven is masked out. `plain` is the
+    text before media were expanded, and `anchor` where the last assistant turn begins in it.
     """
 
     ids: list[int]
@@ -40,6 +42,8 @@ class Rendered:
     messages: tuple[Message, ...] = field(default=(), repr=False)
     template: ChatTemplate | None = field(default=None, repr=False, compare=False)
     prompted: bool = False
+    plain: str = field(default="", repr=False)
+    anchor: int = 0
 
     def generated(self, ids: Sequence[int], message: Message | None = None) -> Rendered:
         """Append the tokens that a model sampled after the generation prompt, as they are.
@@ -56,6 +60,8 @@ class Rendered:
             self,
             ids=[*self.ids, *ids],
             text=self.text + text,
+            plain=self.plain + text,
+            anchor=len(self.plain),
             assistant_mask=[*self.assistant_mask, *[True] * len(ids)],
             mm_token_type_ids=[*self.mm_token_type_ids, *[0] * len(ids)],
             spans=(*self.spans, span),
@@ -69,99 +75,114 @@ def render(
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
+    *,
+    media: Sequence[Media] = (),
     **options: Any,
 ) -> Rendered:
     """Render messages to ids, text, a mask of what the assistant wrote, and its spans.
 
     `tokenizer` is a Hugging Face fast tokenizer (`apply_chat_template`, offsets); `tools` are dicts or typed functions;
-    `options` go to the template (`enable_thinking=False`). Any list of messages works: where the template demands a
-    user message, a stand-in is rendered after the leading system messages and cut out again.
+    `media` says what the placeholders of images and videos expand to; `options` go to the template
+    (`enable_thinking=False`). Any list of messages works: where the template demands a user message, a stand-in is
+    rendered after the leading system messages and cut out again.
 
     The mask follows the template's `{% generation %}` marks where it has them, else it is proven by rendering
-    (chat_tools.masks). `problems` is empty when the ids are those of `apply_chat_template` and the mask is proven.
-    Errors of the template are raised as they are; ValueError for a tokenizer without offsets.
+    (chat_tools.masks). `problems` is empty when the ids are those of `apply_chat_template` (before media) and the mask
+    is proven. Errors of the template are raised as they are; ValueError for a tokenizer without offsets, or media that
+    do not match the messages.
     """
     template = ChatTemplate(tokenizer, tools, options)
-    plain, cut = template.text_or_cut(messages, add_generation_prompt)
-    text = plain if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
-    ids, offsets = _encode(tokenizer, text)
+    text, cut = template.text_or_cut(messages, add_generation_prompt)
+    plain = text if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
+    ids, offsets = _encode(tokenizer, plain)
     problems: list[str] = []
-    official, mask = _official(template, messages, add_generation_prompt, cut, problems)
+    official, marked = _official(template, messages, add_generation_prompt, cut, problems)
     if official != ids:
         problems.append(_difference(official, ids))
-    if mask is not None and len(mask) == len(ids):
-        _complete(mask, offsets)
-        spans = _spans_of_runs(mask, offsets, messages, problems)
+    if marked is not None and len(marked) == len(ids):
+        regions = _regions_of_runs(marked, offsets, messages, problems)
     else:
-        regions, unproven = find_regions(template, messages, text, add_generation_prompt)
+        regions, unproven = find_regions(template, messages, plain, add_generation_prompt)
         problems += unproven
-        spans = [_span(region, offsets, problems) for region in regions]
-        mask = _mask_of(spans, len(ids))
+    expanded = expand(plain, media)
+    if media:
+        ids, offsets = _encode(tokenizer, expanded.text)
+    spans = [_span(region, expanded, offsets, problems, joined=marked is not None) for region in regions]
     return Rendered(
         ids=ids,
-        text=text,
-        assistant_mask=mask,
+        text=expanded.text,
+        assistant_mask=_mask_of(spans, len(ids)),
         spans=tuple(spans),
         problems=tuple(problems),
-        mm_token_type_ids=[0] * len(ids),
+        mm_token_type_ids=token_types(tokenizer, ids, media) if media else [0] * len(ids),
         messages=tuple(messages),
         template=template,
         prompted=add_generation_prompt,
+        plain=plain,
+        anchor=regions[-1].start if regions else 0,
     )
 
 
-def extend(rendered: Rendered, new_messages: Sequence[Message], add_generation_prompt: bool = True) -> Rendered:
+def extend(
+    rendered: Rendered,
+    new_messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    *,
+    media: Sequence[Media] = (),
+) -> Rendered:
     """Append messages (tool results, a user's turn) to a conversation whose tokens stay exactly as they are.
 
     Only what the template writes after the last assistant turn is tokenised: the end-of-turn token, if the model was
-    cut off before it, the separator, the new messages and the next generation prompt. ValueError where the template
-    cannot be continued so.
+    cut off before it, the separator, the new messages (with their `media`) and the next generation prompt. ValueError
+    where the template cannot be continued so.
     """
     template = rendered.template
     if template is None:
         raise ValueError("only what render() or extend() returned can be extended")
+    if any(message.get("role") == "assistant" for message in new_messages):
+        raise ValueError("extend() takes what others say; an assistant's tokens come in by rendered.generated(ids)")
     messages = [*rendered.messages, *new_messages]
-    text = template.text(messages, add_generation_prompt)
-    problems = list(rendered.problems)
-    tail = _tail(rendered, template, messages, text, add_generation_prompt)
-    ids, _ = _encode(template.tokenizer, tail)
+    tail = _tail(rendered, template, messages, add_generation_prompt)
+    text = expand(tail, media).text
+    ids, _ = _encode(template.tokenizer, text)
+    types = token_types(template.tokenizer, ids, media) if media else [0] * len(ids)
     return replace(
         rendered,
         ids=[*rendered.ids, *ids],
-        text=rendered.text + tail,
+        text=rendered.text + text,
+        plain=rendered.plain + tail,
         assistant_mask=[*rendered.assistant_mask, *[False] * len(ids)],
-        mm_token_type_ids=[*rendered.mm_token_type_ids, *[0] * len(ids)],
-        problems=tuple(problems),
+        mm_token_type_ids=[*rendered.mm_token_type_ids, *types],
         messages=tuple(messages),
         prompted=add_generation_prompt,
     )
 
 
-def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool) -> str:
+def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> str:
     """Return what has to be appended to the rendered text so that the new messages follow."""
+    text = template.text(messages, prompted)
     assistants = [i for i, m in enumerate(rendered.messages) if m.get("role") == "assistant"]
     if not assistants:
-        if not text.startswith(rendered.text):
-            at = common_prefix(text, rendered.text)
+        if not text.startswith(rendered.plain):
+            at = common_prefix(text, rendered.plain)
             raise ValueError(
                 "the template writes the beginning differently once messages follow, from "
-                f"{rendered.text[at : at + 40]!r}; render the whole conversation anew"
+                f"{rendered.plain[at : at + 40]!r}; render the whole conversation anew"
             )
-        return text[len(rendered.text) :]
+        return text[len(rendered.plain) :]
     last = assistants[-1]
     frame = find_frame(template, messages[last])
     region = find_region(template, messages, last, text, prompted, frame, 0)
     if isinstance(region, str):
         raise ValueError(f"the conversation cannot be continued token by token: {region}")
-    written = rendered.text[rendered.spans[-1].start :] if rendered.spans else rendered.text
     end_token = text[region.body_end : region.end]
     tail = text[region.body_end :]
-    done = written.rfind(end_token) if end_token else -1
+    turn = rendered.plain[rendered.anchor :]
+    done = turn.rfind(end_token) if end_token else -1
+    written = ""  # what already stands after the turn's end
     if done >= 0:
         tail = tail[len(end_token) :]
-        written = written[done + len(end_token) :]
-    else:
-        written = ""
+        written = turn[done + len(end_token) :]
     if not tail.startswith(written):
         raise ValueError(f"the template writes {tail[: len(written)]!r} where the conversation already has {written!r}")
     return tail[len(written) :]
@@ -200,17 +221,24 @@ def _difference(official: list[int], ids: list[int]) -> str:
     return f"the ids differ from apply_chat_template's at token {at}"
 
 
-def _span(region: Region, offsets: Sequence[tuple[int, int]], problems: list[str]) -> Span:
-    """Return the tokens that lie wholly in a region; one that reaches over its border is named as a problem."""
-    inside = [i for i, (a, b) in enumerate(offsets) if a < region.end and b > region.start and b > a]
-    while inside and offsets[inside[0]][0] < region.start:
+def _span(
+    region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], problems: list[str], joined: bool
+) -> Span:
+    """Return the tokens that lie wholly in a region.
+
+    One that reaches over its border is named as a problem and left out; `joined` keeps it, where the template's own
+    marks have it so.
+    """
+    start, end = expanded.move(region.start), expanded.move(region.end)
+    inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
+    while inside and offsets[inside[0]][0] < start and not joined:
         problems.append(f"message {region.message}: token {inside[0]} joins the turn's beginning to the prompt")
         inside.pop(0)
-    while inside and offsets[inside[-1]][1] > region.end:
+    while inside and offsets[inside[-1]][1] > end and not joined:
         problems.append(f"message {region.message}: token {inside[-1]} joins the turn's end to what follows")
         inside.pop()
-    first, end = (inside[0], inside[-1] + 1) if inside else (0, 0)
-    return Span(region.message, first, end, region.start, region.end)
+    first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+    return Span(region.message, first, last, start, end)
 
 
 def _mask_of(spans: Sequence[Span], length: int) -> list[bool]:
@@ -227,15 +255,16 @@ def _complete(mask: list[bool], offsets: Sequence[tuple[int, int]]) -> None:
             mask[i] = True
 
 
-def _spans_of_runs(
-    mask: Sequence[bool], offsets: Sequence[tuple[int, int]], messages: Sequence[Message], problems: list[str]
-) -> list[Span]:
+def _regions_of_runs(
+    mask: list[bool], offsets: Sequence[tuple[int, int]], messages: Sequence[Message], problems: list[str]
+) -> list[Region]:
     """Match the runs of the template's own mask with the assistant messages, in order."""
+    _complete(mask, offsets)
     runs = [[i for i, _ in run] for on, run in groupby(enumerate(mask), key=lambda pair: pair[1]) if on]
     assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
     if len(runs) != len(assistants):
         problems.append(f"the template marks {len(runs)} spans for {len(assistants)} assistant messages")
     return [
-        Span(index, run[0], run[-1] + 1, offsets[run[0]][0], offsets[run[-1]][1])
-        for index, run in zip(assistants, runs, strict=False)
+        Region(index, offsets[run[0]][0], offsets[run[-1]][1], offsets[run[-1]][1])
+        for index, run in zip([*assistants, *[len(messages)] * len(runs)], runs, strict=False)
     ]

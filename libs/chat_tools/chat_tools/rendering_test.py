@@ -137,7 +137,11 @@ def test_extend_continues_token_by_token(name):
         words = "\n</think>\n\nhello" if name == "thinking" else " hello" if name == "mistral" else "hello"
         words = "<|channel|>final<|message|>hello" if name == "harmony" else words
         end = {"harmony": "<|end|>"}.get(name, tokenizer.eos_token)
-        letters = [i for c in words for i in tokenizer(c)["input_ids"]] if name != "harmony" else tokenizer(words)["input_ids"]
+        letters = (
+            [i for c in words for i in tokenizer(c)["input_ids"]]
+            if name != "harmony"
+            else tokenizer(words)["input_ids"]
+        )
         sampled = [*letters, tokenizer.convert_tokens_to_ids(end)]
         before = rendered
         rendered = rendered.generated(sampled, {"role": "assistant", "content": "hello"})
@@ -155,7 +159,12 @@ def test_a_turn_cut_off_by_length_is_closed_untrained():
     tokenizer = PLAIN["chatml"]
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True)
     longer = extend(prompt.generated(tokenizer("hel")["input_ids"]), TALK[2:3])
-    assert longer.text == render(tokenizer, [TALK[0], {"role": "assistant", "content": "hel"}, TALK[2]], add_generation_prompt=True).text
+    assert (
+        longer.text
+        == render(
+            tokenizer, [TALK[0], {"role": "assistant", "content": "hel"}, TALK[2]], add_generation_prompt=True
+        ).text
+    )
     assert tokenizer.decode([i for i, m in zip(longer.ids, longer.assistant_mask, strict=True) if m]) == "hel"
 
 

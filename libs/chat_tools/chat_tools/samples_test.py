@@ -36,7 +36,7 @@ def test_round_trip(name, calls, content, reasoning):
         content = ""  # an answer is text or calls
     tools = [
         {"name": n, "parameters": {"properties": {k: schema_of(v) for k, v in a.items()}}}
-        for n, a in {n: a for n, a in calls}.items()
+        for n, a in dict(calls).items()
     ]
     same_names = len({n for n, _ in calls}) < len(calls)
     text = write_turn(name, calls, content, reasoning)

@@ -25,7 +25,7 @@ class TaggedTables:
 
     def __init__(self, fmt: Format) -> None:
         body = fmt.body
-        assert isinstance(body, Tagged) and len(fmt.calls) == 1
+        assert isinstance(body, Tagged)
         call = fmt.calls[0]
         self.body = body
         pairs = {"p": (body.key[0], body.value[1]), "f": call}

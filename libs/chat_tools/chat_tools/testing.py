@@ -29,7 +29,7 @@ def _model() -> Any:
 def tiny_tokenizer(name: str, marks: bool = True, template: str | None = None) -> Any:
     """Make a byte-level BPE tokenizer of some 400 tokens with a family's special tokens and chat template.
 
-    Without `marks`, the template loses its generation marks; `template` is a Jinja text to use in place of the family's.
+    Without `marks`, the template loses its generation marks; `template` is a Jinja text in place of the family's.
     """
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast

@@ -111,7 +111,8 @@ GEMMA = """
 {%- for call in m.tool_calls or [] -%}
 {{- '<start_function_call>call:' + name(call) + '{' -}}
 {%- for key, value in (call.function if call.function is defined else call).arguments | items -%}
-{{- key + ':' + ('<escape>' + value + '<escape>' if value is string else value | tojson) + ('' if loop.last else ',') -}}
+{{- key + ':' + ('<escape>' + value + '<escape>' if value is string else value | tojson) -}}
+{{- '' if loop.last else ',' -}}
 {%- endfor -%}{{- '}<end_function_call>' -}}
 {%- endfor -%}
 {{- '<end_of_turn>' -}}{%- endgeneration -%}{{- '\n' -}}
@@ -133,7 +134,8 @@ GLM = """
 {%- for call in m.tool_calls or [] -%}
 {{- '\n<tool_call>' + name(call) + '\n' -}}
 {%- for key, value in (call.function if call.function is defined else call).arguments | items -%}
-{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\n' -}}
+{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' -}}
+{{- (value if value is string else value | tojson) + '</arg_value>\n' -}}
 {%- endfor -%}{{- '</tool_call>' -}}
 {%- endfor -%}{%- endgeneration -%}
 {%- else -%}{{- '<|' + m.role + '|>\n' + m.content -}}{%- endif -%}
@@ -185,8 +187,14 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "chatml": (_CALLS + CHATML, _CHATML_TOKENS),
     "thinking": (_CALLS + THINKING, _CHATML_TOKENS),
     "llama": (_CALLS + LLAMA, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
-    "mistral": (_CALLS + MISTRAL, ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>")),
-    "gemma": (_CALLS + GEMMA, ("<bos>", "<start_of_turn>", "<start_function_call>", "<end_function_call>", "<end_of_turn>")),
+    "mistral": (
+        _CALLS + MISTRAL,
+        ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"),
+    ),
+    "gemma": (
+        _CALLS + GEMMA,
+        ("<bos>", "<start_of_turn>", "<start_function_call>", "<end_function_call>", "<end_of_turn>"),
+    ),
     "glm": (_CALLS + GLM, ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")),
     "deepseek": (
         _CALLS + DEEPSEEK,

@@ -20,9 +20,9 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns?|Raises|Yields|Ex
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the OpenAI-style schema of a typed function, as chat templates and APIs take it.
 
-    The description is the docstring's first part; arguments are described by an `Args:` section or `:param name:` lines,
-    or by `Annotated[type, "description"]`. Understood: str, int, float, bool, None, Any, Literal, Enum, lists, tuples,
-    sets, dicts with str keys, unions, dataclasses, TypedDicts. ValueError names what cannot be described.
+    The description is the docstring's first part; arguments are described by an `Args:` section or `:param name:`
+    lines, or by `Annotated[type, "description"]`. Understood: str, int, float, bool, None, Any, Literal, Enum, lists,
+    tuples, sets, dicts with str keys, unions, dataclasses, TypedDicts. ValueError names what cannot be described.
     """
     if not callable(function):
         raise ValueError(f"a tool must be a schema dict or a typed function, not {function!r}")
@@ -88,7 +88,9 @@ def _record(hint: Any, where: str) -> dict[str, Any]:
         required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
     else:
         required = sorted(hint.__required_keys__, key=list(hints).index)
-        hints = {k: get_args(v)[0] if get_origin(v) in (typing.Required, typing.NotRequired) else v for k, v in hints.items()}
+        hints = {
+            k: get_args(v)[0] if get_origin(v) in (typing.Required, typing.NotRequired) else v for k, v in hints.items()
+        }
     properties = {key: type_schema(part, f"{where}, {key!r}") for key, part in hints.items()}
     return {"type": "object", "properties": properties, "required": required}
 
@@ -107,7 +109,9 @@ def _container(origin: Any, arguments: tuple[Any, ...], hint: Any, where: str) -
     if isinstance(origin, type) and issubclass(origin, Sequence | Set) and origin not in (bytes, bytearray, memoryview):
         items = type_schema(arguments[0], where) if arguments else {}
         return {"type": "array", **({"items": items} if items else {})}
-    raise ValueError(f"{where}: {hint!r} has no JSON Schema; use str, int, float, bool, list, dict, Literal or a dataclass")
+    raise ValueError(
+        f"{where}: {hint!r} has no JSON Schema; use str, int, float, bool, list, dict, Literal or a dataclass"
+    )
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
