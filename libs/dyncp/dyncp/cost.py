@@ -159,7 +159,7 @@ class CostModel:
         layer_types. Sliding-window layers count as full attention, an upper bound. Forward and backward: three times
         the forward. Calibrate for better numbers.
         """
-        shape = _Shape.of(config)
+        shape = ModelShape.of(config)
         bytes_kv = 2 * shape.kv_heads * shape.head_dim * element_bytes
         return cls(
             fixed=fixed,
@@ -176,7 +176,7 @@ class CostModel:
         )
 
 
-class _Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """What the cost model needs of a config."""
 
     active_parameters: float
@@ -185,13 +185,15 @@ class _Shape(NamedTuple):
     query_heads: int
     kv_heads: int
     head_dim: int
+    delta_key_heads: int
     delta_heads: int
     dk: int
     dv: int
     delta_flops: float
 
     @classmethod
-    def of(cls, config: Any) -> "_Shape":
+    def of(cls, config: Any) -> "ModelShape":
+        """The shape of a Hugging Face config, or of its text part."""
         config = getattr(config, "text_config", None) or config
         layers, hidden = config.num_hidden_layers, config.hidden_size
         types = list(getattr(config, "layer_types", None) or ["full_attention"] * layers)
@@ -210,7 +212,7 @@ class _Shape(NamedTuple):
         mlp = 3 * hidden * ((experts + shared) or config.intermediate_size)
         parameters = (layers - delta) * attention + delta * linear + layers * mlp + embedding
         recurrence = hv * (8.0 * dk * dv + 64.0 * (2 * dk + 2 * dv))
-        return cls(parameters, layers - delta, delta, heads, kv_heads, head_dim, hv, dk, dv, recurrence)
+        return cls(parameters, layers - delta, delta, heads, kv_heads, head_dim, hk, hv, dk, dv, recurrence)
 
 
 def imbalance(cp_size: int, method: Method, layout: Layout) -> float:

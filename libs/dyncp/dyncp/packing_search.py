@@ -4,6 +4,7 @@ quick.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from dyncp.cost import Coefficients
 from dyncp.sizes import Layout
+
+RECENT = 32  # open groups that are looked at for one more sequence
 
 
 @dataclass(slots=True)
@@ -44,11 +47,11 @@ class Problem:
     def __init__(
         self, lengths: Sequence[int], world_size: int, cap: int, layout: Layout, table: dict[int, Coefficients]
     ) -> None:
-        self.world_size, self.cap, self.layout, self.table = world_size, cap, layout, table
+        self.world_size, self.cap, self.layout, self.table = world_size, cap, layout, dict(sorted(table.items()))
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.pairs = self.lengths.astype(np.float64) ** 2 / 2
         self.order = np.argsort(-self.lengths, kind="stable").tolist()
-        self.sizes = sorted(table)
+        self.sizes = list(self.table)
         self._columns: dict[int, tuple[list[int], list[float]]] = {}
 
     def column(self, size: int) -> tuple[list[int], list[float]]:
@@ -68,12 +71,21 @@ class Problem:
         """Tokens a group of this size can hold."""
         return size * (self.cap // 2 * 2 if self.layout == "zigzag" and size > 1 else self.cap)
 
+    @cached_property
+    def seconds_by_size(self) -> np.ndarray:
+        """f64[sizes, samples]: seconds of a group of each size with this sequence alone; infinite for no room."""
+        sizes = np.asarray(self.sizes)[:, None]
+        base, token, pair = (np.array(column)[:, None] for column in zip(*self.table.values(), strict=True))
+        align = np.where(sizes > 1, 2 * sizes, 1) if self.layout == "zigzag" else 1
+        room = np.array([self.room(size) for size in self.sizes])[:, None]
+        seconds = base + token * self.lengths + pair * self.pairs
+        return np.where(-(-self.lengths // align) * align <= room, seconds, np.inf)
+
+    @cached_property
     def smallest_sizes(self) -> np.ndarray:
         """For every sequence the smallest allowed size that can hold it; 0 where none can."""
-        smallest = np.zeros(len(self.lengths), dtype=np.int64)
-        for size in reversed(self.sizes):
-            smallest[self.columns_array(size)[0] <= self.room(size)] = size
-        return smallest
+        fits = np.isfinite(self.seconds_by_size)
+        return np.where(fits.any(axis=0), np.asarray(self.sizes)[fits.argmax(axis=0)], 0)
 
     def step_seconds(self, bins: Sequence[Bin]) -> float:
         """A step lasts as long as its slowest group; idle ranks still run a dummy."""
@@ -92,9 +104,9 @@ def static_shape(problem: Problem, size: int) -> Shape:
     return _cut(problem, _first_fit(problem, size), groups)
 
 
-def dynamic_shape(problem: Problem, target: float, smallest: np.ndarray) -> Shape:
+def dynamic_shape(problem: Problem, target: float) -> Shape:
     """Groups as small as `target` seconds a step allows: long sequences spread over ranks, short ones stay whole."""
-    wanted = _wanted_sizes(problem, target, smallest)
+    wanted = _wanted_sizes(problem, target)
     steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
     short = [i for i in problem.order if wanted[i] == 1]
     steps = _place_short(problem, short, steps)
@@ -104,28 +116,31 @@ def dynamic_shape(problem: Problem, target: float, smallest: np.ndarray) -> Shap
 
 
 def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[Bin] | None:
-    """Longest first, each into the least loaded bin with room; None where one finds no room."""
+    """Longest first, each into the least loaded bin with room; None where one finds no room.
+
+    A bin without room for a sequence waits, widest room first, until a sequence is short enough for it again.
+    """
     columns = {size: problem.column(size) for size in {b.size for b in bins}}
-    base = {size: problem.table[size].base for size in columns}
-    heap = [(base[b.size] + b.seconds, i) for i, b in enumerate(bins)]
+    heap = [(problem.table[b.size].base + b.seconds, i) for i, b in enumerate(bins)]
     heapify(heap)
+    waiting: list[tuple[int, int, float]] = []
     for sample in samples:
-        passed = []
+        while waiting and -waiting[0][0] >= columns[bins[waiting[0][1]].size][0][sample]:
+            _, i, loaded = heappop(waiting)
+            heappush(heap, (loaded, i))
         while heap:
             loaded, i = heappop(heap)
             b = bins[i]
-            need, seconds = columns[b.size][0][sample], columns[b.size][1][sample]
-            if need <= b.room:
-                b.room -= need
-                b.seconds += seconds
-                b.samples.append(sample)
-                heappush(heap, (loaded + seconds, i))
+            tokens, seconds = columns[b.size]
+            if tokens[sample] <= b.room:
                 break
-            passed.append((loaded, i))
+            heappush(waiting, (-b.room, i, loaded))
         else:
             return None
-        for entry in passed:
-            heappush(heap, entry)
+        b.room -= tokens[sample]
+        b.seconds += seconds[sample]
+        b.samples.append(sample)
+        heappush(heap, (loaded + seconds[sample], i))
     return bins
 
 
@@ -151,18 +166,12 @@ def _cut(problem: Problem, bins: list[Bin], groups: int) -> Shape:
     return Shape(steps, [problem.step_seconds(step) for step in steps])
 
 
-def _wanted_sizes(problem: Problem, target: float, smallest: np.ndarray) -> list[int]:
+def _wanted_sizes(problem: Problem, target: float) -> list[int]:
     """For every sequence the smallest size that holds it and meets the target; else the fastest that holds it."""
-    wanted = np.zeros(len(problem.lengths), dtype=np.int64)
-    best = np.full(len(problem.lengths), np.inf)
-    for size in reversed(problem.sizes):
-        tokens, seconds = problem.columns_array(size)
-        total = seconds + problem.table[size].base
-        fits = (tokens <= problem.room(size)) & (size >= smallest)
-        better = fits & ((total <= target) | (total < best))
-        wanted[better] = size
-        best[better] = np.minimum(best[better], np.maximum(total[better], target))
-    return wanted.tolist()
+    seconds = problem.seconds_by_size
+    meets = seconds <= target
+    places = np.where(meets.any(axis=0), meets.argmax(axis=0), seconds.argmin(axis=0))
+    return np.asarray(problem.sizes)[places].tolist()
 
 
 def _place_long(problem: Problem, samples: list[int], wanted: list[int], target: float) -> list[list[Bin]]:
@@ -176,7 +185,7 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
     shortest = min((int(problem.lengths[i]) for i in samples), default=0)
     for sample in samples:
         size = wanted[sample]
-        for b in opened:
+        for b in opened[-RECENT:]:
             tokens, seconds = problem.column(b.size)
             if tokens[sample] <= b.room and problem.table[b.size].base + b.seconds + seconds[sample] <= target:
                 break

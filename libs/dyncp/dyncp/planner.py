@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from dyncp.cost import CostModel, Topology
+from dyncp.cost import Coefficients, CostModel, Topology
 from dyncp.cp_methods import Method
 from dyncp.packing_search import Bin, Problem, Shape, dynamic_shape, static_shape
 from dyncp.plan_types import DynamicPlan, Group, Step
@@ -34,23 +35,21 @@ def plan(
     """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
     topology = topology or Topology()
-    smallest = problem.smallest_sizes()
-    best: DynamicPlan | None = None
-    seconds = float("inf")
+    candidates = []
     for target in _targets(problem):
-        shape = dynamic_shape(problem, target, smallest)
-        if shape.total < seconds and _communicators(problem, shape) <= topology.max_groups:
-            best, seconds = _finish(problem, shape, "dynamic", method, trained_tokens), shape.total
-    longest = int(smallest.max(initial=1))
-    for size in static_sizes(problem, longest):
-        if _static_bound(problem, size) >= seconds:
-            continue
-        shape = static_shape(problem, size)
-        if shape.total < seconds:
-            best, seconds = _finish(problem, shape, f"static-{size}", method, trained_tokens), shape.total
-    if best is None:
-        raise ValueError(f"no plan keeps to {topology.max_groups} process groups a rank: raise Topology.max_groups")
-    return best
+        shape = dynamic_shape(problem, target)
+        if _communicators(problem, shape) <= topology.max_groups:
+            candidates.append((shape.total, "dynamic", shape))
+    seconds = min((candidate[0] for candidate in candidates), default=float("inf"))
+    for size in static_sizes(problem):
+        if _static_bound(problem, size) < seconds:
+            shape = static_shape(problem, size)
+            candidates.append((shape.total, f"static-{size}", shape))
+            seconds = min(seconds, shape.total)
+    if not candidates:
+        raise ValueError("no plan: Topology.max_groups is too small for dynamic groups, and no static size is possible")
+    _, name, shape = min(candidates, key=lambda candidate: candidate[0])
+    return _finish(problem, shape, name, method, trained_tokens)
 
 
 def static_plan(
@@ -68,12 +67,11 @@ def static_plan(
     sample.
     """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
-    longest = int(problem.smallest_sizes().max(initial=1))
-    if cp_size not in static_sizes(problem, longest):
+    if cp_size not in static_sizes(problem):
         raise ValueError(
             f"static context parallelism of {cp_size} is not possible: it must divide the {world_size} ranks"
             f"{', deal the heads evenly' if method == 'ulysses' else ''} and hold the longest sequence, which needs "
-            f"{longest}"
+            f"{problem.smallest_sizes.max(initial=1)}"
         )
     return _finish(problem, static_shape(problem, cp_size), f"static-{cp_size}", method, trained_tokens)
 
@@ -98,13 +96,20 @@ def make_problem(
     short = [i for i, length in enumerate(lengths) if length < 1]
     if short:
         raise ValueError(f"sample {short[0]} has {lengths[short[0]]} tokens: drop empty samples before planning")
-    sizes = [size for size in _sizes_to_try(world_size) if cost.allowed(size, method)]
-    table = {size: cost.coefficients(size, method, layout, topology) for size in sizes}
+    table = _table(world_size, cost, topology, method, layout)
     problem = Problem(lengths, world_size, max_tokens_per_rank, layout, table)
-    homeless = np.flatnonzero(problem.smallest_sizes() == 0)
+    homeless = np.flatnonzero(problem.smallest_sizes == 0)
     if len(homeless):
         raise ValueError(_no_group(problem, int(homeless[0]), cost, method))
     return problem
+
+
+@lru_cache(maxsize=32)
+def _table(
+    world_size: int, cost: CostModel, topology: Topology, method: Method, layout: Layout
+) -> dict[int, Coefficients]:
+    sizes = [size for size in _sizes_to_try(world_size) if cost.allowed(size, method)]
+    return {size: cost.coefficients(size, method, layout, topology) for size in sizes}
 
 
 def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) -> str:
@@ -131,9 +136,10 @@ def _sizes_to_try(world_size: int) -> list[int]:
     return sorted(sizes)
 
 
-def static_sizes(problem: Problem, longest: int) -> list[int]:
-    """Sizes that divide the world and hold the sequence that needs `longest` ranks."""
-    return [size for size in problem.sizes if problem.world_size % size == 0 and size >= longest]
+def static_sizes(problem: Problem) -> list[int]:
+    """Sizes that divide the world and hold every sequence."""
+    holds = np.isfinite(problem.seconds_by_size).all(axis=1)
+    return [size for size, good in zip(problem.sizes, holds, strict=True) if good and problem.world_size % size == 0]
 
 
 def _targets(problem: Problem) -> list[float]:
