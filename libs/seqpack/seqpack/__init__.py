@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from seqpack.costs import SequenceCost as SequenceCost
     from seqpack.geometry import alignment as alignment
     from seqpack.geometry import packed_geometry as packed_geometry
-    from seqpack.jagged import jagged as jagged
     from seqpack.micro_batches import MicroBatchPlan as MicroBatchPlan
     from seqpack.micro_batches import plan_micro_batches as plan_micro_batches
     from seqpack.packed import PackedBatch as PackedBatch
@@ -42,7 +41,6 @@ _EXPORTS = {
     "concat": "seqpack.algebra",
     "from_padded": "seqpack.algebra",
     "index_select": "seqpack.algebra",
-    "jagged": "seqpack.jagged",
     "lengths": "seqpack.batch",
     "make_batch": "seqpack.batch",
     "pack": "seqpack.packing",

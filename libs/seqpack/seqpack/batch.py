@@ -72,7 +72,7 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
         raise ValueError(f"{key} must be a tensor of {expected}, got {getattr(value, 'dtype', type(value).__name__)}")
     if key in TOKEN_KEYS and not is_jagged(value):
         raise ValueError(
-            f"{key} must be jagged, one value a token; build it with seqpack.jagged or cut it with from_padded"
+            f"{key} must be jagged, one value a token; build it with seqpack.batch.jagged or cut it with from_padded"
         )
     if key in SAMPLE_KEYS and value.shape != (len(sizes),):
         raise ValueError(f"{key} must have shape ({len(sizes)},), got {tuple(value.shape)}")
@@ -85,7 +85,7 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
         return
     if parts.dim != parts.values.dim() - 1 and key in TOKEN_KEYS:
         raise ValueError(
-            f"{key} is ragged along dimension {parts.dim} of a sample, not its last; rebuild it with seqpack.jagged"
+            f"{key} is ragged along dimension {parts.dim} of a sample, not its last; rebuild it with batch.jagged"
         )
     if key == "position_ids":
         _check_positions(parts.values)
