@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chat_tools.literals import LiteralError, loads
-from chat_tools.tool_schema import function_schema
 
 _MAX_DEPTH = 32
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -27,6 +26,15 @@ _ALIASES = {
 Schema = Mapping[str, Any]
 
 
+def tool_dict(tool: Any) -> Mapping[str, Any]:
+    """Return a tool's schema, made from the function if it is one."""
+    if isinstance(tool, Mapping):
+        return tool
+    from chat_tools.tool_schema import function_schema  # costs an import only where functions are given
+
+    return function_schema(tool)
+
+
 class ToolSet:
     """The parameters of each tool by name, from OpenAI-style dicts or typed Python functions."""
 
@@ -34,7 +42,7 @@ class ToolSet:
         self.parameters: dict[str, Schema] = {}
         self.given = tools is not None
         for tool in tools or ():
-            schema = tool if isinstance(tool, Mapping) else function_schema(tool)
+            schema = tool_dict(tool)
             function = schema.get("function", schema)
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat_tools.tool_schema import function_schema
+from chat_tools.arguments import tool_dict
 
 Message = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
-        self.tools = [t if isinstance(t, Mapping) else function_schema(t) for t in tools] if tools else None
+        self.tools = [tool_dict(tool) for tool in tools] if tools else None
         self.options = dict(options)
 
     @property

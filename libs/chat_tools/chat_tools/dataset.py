@@ -223,8 +223,8 @@ def _results(
         for place, row in rows:
             yield place, tokenize_row(row, tokenizer, options)
         return
-    tasks = iter(lambda: list(itertools.islice(iter_rows, ROWS_A_TASK)), [])
-    iter_rows = iter(rows)
+    source = iter(rows)
+    tasks = iter(lambda: list(itertools.islice(source, ROWS_A_TASK)), [])
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, spawn, _start_worker, (tokenizer, options)) as pool:
         running: list[tuple[list[str], Future[Any]]] = []

@@ -1,0 +1,123 @@
+"""The command line: audit a chat template, look at rendered conversations, take a model's output apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def load_tokenizer(directory: str) -> Any:
+    """Load a tokenizer from a local directory."""
+    if not Path(directory).is_dir():
+        raise ValueError(f"{directory!r} is no directory: give the folder of a model or tokenizer (tokenizer.json)")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError("loading a tokenizer needs transformers: pip install transformers jinja2") from error
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Audit a template; 0 if the mask is safe, 1 if not."""
+    from chat_tools.audit import audit_template
+
+    report = audit_template(load_tokenizer(options.directory), **_template_options(options.option))
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0 if report.mask_safe else 1
+
+
+def view(options: argparse.Namespace) -> int:
+    """Show conversations of a file with their tokens coloured by mask."""
+    from chat_tools.dataset import read_rows
+    from chat_tools.rendering import render
+    from chat_tools.view import html_view, terminal_view
+
+    tokenizer = load_tokenizer(options.directory)
+    rendered = []
+    for number, (place, row) in enumerate(read_rows([options.file])):
+        if number == options.first + options.count:
+            break
+        if number >= options.first:
+            if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+                raise ValueError(f"{place}: the row has no list of 'messages'")
+            extra = _template_options(options.option)
+            rendered.append(render(tokenizer, row["messages"], row.get("tools"), **extra))
+    if options.html:
+        Path(options.html).write_text(html_view(rendered, Path(options.file).name), encoding="utf-8")
+        print(f"wrote {options.html}: {len(rendered)} conversations")
+    else:
+        print("\n".join(terminal_view(r) for r in rendered))
+    return 0
+
+
+def parse_command(options: argparse.Namespace) -> int:
+    """Take a model's output (a file or standard input) apart and print it as JSON."""
+    from chat_tools.parser import parse
+
+    raw = Path(options.file).read_bytes() if options.file else sys.stdin.buffer.read()
+    message = parse(raw, options.format)
+    data = asdict(message)
+    data["malformed"] = [m._asdict() for m in message.malformed]
+    data["segments"] = [s._asdict() for s in message.segments]
+    print(json.dumps(data, indent=2))
+    return 0
+
+
+def _template_options(pairs: list[str]) -> dict[str, Any]:
+    result = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--option takes NAME=VALUE, such as enable_thinking=false, not {pair!r}")
+        try:
+            result[key] = json.loads(value)
+        except ValueError:
+            result[key] = value
+    return result
+
+
+def build_arguments() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(prog="python -m chat_tools", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    help_option = "an option of the template, NAME=VALUE"
+
+    command = commands.add_parser("audit", help="is a chat template fit for training?")
+    command.add_argument("directory", help="folder of the tokenizer")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument("--option", action="append", default=[], help=help_option)
+    command.set_defaults(run=audit)
+
+    command = commands.add_parser("view", help="show conversations, tokens coloured by mask")
+    command.add_argument("directory", help="folder of the tokenizer")
+    command.add_argument("file", help="conversations, .jsonl or .parquet with a column 'messages'")
+    command.add_argument("--html", metavar="FILE", help="write a page in place of the terminal's colours")
+    command.add_argument("--first", type=int, default=0, help="first row to show")
+    command.add_argument("--count", type=int, default=1, help="how many rows to show")
+    command.add_argument("--option", action="append", default=[], help=help_option)
+    command.set_defaults(run=view)
+
+    command = commands.add_parser("parse", help="take a model's output apart")
+    command.add_argument("format", help="one of chat_tools.formats()")
+    command.add_argument("file", nargs="?", help="a text file; standard input without it")
+    command.set_defaults(run=parse_command)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; a user's error is one line."""
+    options = build_arguments().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except ValueError as error:
+        print(f"chat_tools: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
