@@ -42,13 +42,13 @@ def plan(
             candidates.append((shape.total, "dynamic", shape))
     seconds = min((candidate[0] for candidate in candidates), default=float("inf"))
     for size in static_sizes(problem):
-        if _static_bound(problem, size) < seconds:
+        if _static_bound(problem, size) <= seconds:
             shape = static_shape(problem, size)
             candidates.append((shape.total, f"static-{size}", shape))
             seconds = min(seconds, shape.total)
     if not candidates:
         raise ValueError("no plan: Topology.max_groups is too small for dynamic groups, and no static size is possible")
-    _, name, shape = min(candidates, key=lambda candidate: candidate[0])
+    _, name, shape = min(candidates, key=lambda candidate: (candidate[0], candidate[1] == "dynamic"))
     return _finish(problem, shape, name, method, trained_tokens)
 
 

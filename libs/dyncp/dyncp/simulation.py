@@ -106,7 +106,7 @@ def simulate(
     method: Method = "ring",
     layout: Layout = "contiguous",
 ) -> Iterator[Replay]:
-    """One Replay for each number of ranks. longest: of the trace; 4 x cap where 0, and never more than the world holds."""
+    """One Replay for each number of ranks. longest: of the trace; 4 x cap where 0, never more than the world holds."""
     for count in ranks:
         top = min(longest or 4 * cap, count * cap)
         drawn = [trace_lengths(trace, count * sequences_per_rank, top, seed) for seed in range(batches)]
