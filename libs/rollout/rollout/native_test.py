@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import random
 
 import pytest
@@ -87,6 +88,17 @@ def test_greedy_is_hf_generate(model):
         out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=12, do_sample=False)
         assert list(completion.ids) == out[0, len(prompt) :].tolist()
         assert_teacher_forced(model, prompt, completion)
+
+
+def test_every_step_draws_anew(model):
+    even = copy.deepcopy(model)
+    with torch.no_grad():
+        even.model.norm.weight.fill_(-1.0)  # the norm scales by 1 + weight: all logits are 0, all tokens equally likely
+    done = NativeEngine(even).generate_batch([[3]] * 400, Sampling(max_new_tokens=3))
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        equal = sum(c.ids[a] == c.ids[b] for c in done)
+        assert 1 <= equal <= 25  # 400 / 48 = 8.3 expected of independent draws
+    assert all(abs(p + math.log(VOCAB)) < 1e-5 for c in done for p in c.log_probs)
 
 
 def test_max_batch_cuts_the_work_and_changes_nothing(model):

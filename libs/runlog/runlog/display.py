@@ -56,7 +56,7 @@ class Progress:
             self._live = RichProgress(
                 SpinnerColumn(),
                 TextColumn("{task.description}", style="bold"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self.console.width >= 110 else 10),
                 MofNCompleteColumn(),
                 _Values(),
                 TextColumn("{task.fields[left]}", style="cyan"),
