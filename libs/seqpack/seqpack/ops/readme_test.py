@@ -1,0 +1,12 @@
+from pathlib import Path
+
+
+def test_the_example_of_the_operations_runs():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = text.split("## Packed operations")[1].split("```python\n")[1].split("```")[0]
+    assert len(code.strip().splitlines()) <= 10
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["o"].shape == (18, 4, 16)
+    assert names["o_next"].shape == (3, 4, 16)
+    assert "torch" in names["runnable"]["attention"]
