@@ -113,7 +113,9 @@ def test_a_seed_fixes_a_request_whatever_its_neighbours(model):
     prompts = prompts_of([3, 8, 5])
     mine = Sampling(max_new_tokens=7, seed=11)
     alone = NativeEngine(model, seed=1).generate_batch(prompts[:1], mine)[0]
-    among = NativeEngine(model, seed=2).generate_batch(prompts, [mine, Sampling(), Sampling(temperature=2.0)])[0]
+    among = NativeEngine(model, seed=2).generate_batch(
+        prompts, [mine, Sampling(max_new_tokens=9), Sampling(max_new_tokens=3, temperature=2.0)]
+    )[0]
     assert alone.ids == among.ids
     assert alone.ids != NativeEngine(model).generate_batch(prompts[:1], Sampling(max_new_tokens=7, seed=12))[0].ids
 
@@ -265,7 +267,9 @@ def test_an_error_reaches_every_caller_and_the_engine_lives_on(model):
         mine.model.norm.weight.fill_(float("nan"))
 
     async def ask():
-        return await asyncio.gather(*(engine.generate([3], Sampling()) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(
+            *(engine.generate([3], Sampling(max_new_tokens=2)) for _ in range(3)), return_exceptions=True
+        )
 
     assert all(isinstance(e, ValueError) and "not finite" in str(e) for e in asyncio.run(ask()))
     with torch.no_grad():
