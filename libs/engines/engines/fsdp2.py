@@ -52,7 +52,7 @@ class FSDP2Engine:
         if config.batching == "packed":
             adapt_for_packing(self.model)
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            _recompute_layers(self.model)
         self.model.train(trainable)
         self.model.requires_grad_(trainable)
         self.scorer: Any = TokenScorer(self.model, config.logit_chunk)
@@ -88,17 +88,19 @@ class FSDP2Engine:
         """One optimizer step: plan, pack, accumulate over micro-batches, clip, update.
 
         Every rank gets the same global batch; the plan says which rows it computes. Besides the objective's metrics:
-        loss, grad_norm, lr, step, tokens, trained_tokens, sequences, micro_batches (of a rank), fill, plan_hash and
-        skipped (1 where the gradient was not finite and no update was made).
+        loss, grad_norm, lr, step, tokens, sequences, trained_tokens, computed_tokens and computed_sequences (what
+        `skip_silent_rows` left), micro_batches (of a rank), fill, plan_hash and skipped (1 where the gradient was not
+        finite and no update was made).
         """
         if self.optimizer is None:
             raise ValueError("this engine was built with trainable=False: it can only score")
         self._check_onloaded()
         _require(batch, ("loss_mask", *getattr(objective, "required_keys", ())))
-        lengths, plan = self._plan(batch)
         totals = StepTotals.of(batch)
         if not totals.tokens:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
+        given, batch = _counts(batch), self._without_silent_rows(batch, objective)
+        lengths, plan = self._plan(batch)
         entropy = bool(getattr(objective, "needs_entropy", False))
         collected = MetricSum()
         for packed in self._micro_batches(batch, plan.micro_batches):
@@ -110,9 +112,10 @@ class FSDP2Engine:
             "grad_norm": norm,
             "lr": rate,
             "step": float(self.step),
-            "tokens": float(sum(lengths)),
+            **given,
             "trained_tokens": float(totals.tokens),
-            "sequences": float(len(lengths)),
+            "computed_tokens": float(sum(lengths)),
+            "computed_sequences": float(len(lengths)),
             "micro_batches": float(len(plan.micro_batches)),
             "fill": plan.fill,
             "plan_hash": float(plan.hash),
@@ -242,6 +245,18 @@ class FSDP2Engine:
 
     # ------------------------------------------------------------------ inside
 
+    def _without_silent_rows(self, batch: "TensorDict", objective: Objective) -> "TensorDict":
+        """The rows that matter, at least one; the given batch where all do."""
+        silent_rows = getattr(objective, "silent_rows", None)
+        if silent_rows is None or not self.config.skip_silent_rows:
+            return batch
+        silent = silent_rows(batch)
+        if not bool(silent.any()):
+            return batch
+        from seqpack.algebra import index_select
+
+        return index_select(batch, (~silent).nonzero().squeeze(1).tolist() or [0])
+
     def _plan(self, batch: "TensorDict") -> tuple[list[int], Any]:
         from seqpack.batch import lengths as batch_lengths
 
@@ -281,6 +296,12 @@ class FSDP2Engine:
             raise ValueError("the engine is offloaded: call onload() first")
 
 
+def _recompute_layers(model: Any) -> None:
+    """Gradient checkpointing, under the name this transformers release has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers, each of which becomes a unit of sharding."""
     layers = getattr(model.base_model, "layers", None)
@@ -302,6 +323,13 @@ def _stand_in(batch: "TensorDict", keys: Sequence[str] | None) -> "PackedBatch":
         silent = torch.zeros_like(packed.values["loss_mask"])
         return replace(packed.with_values(loss_mask=silent), extras=extras)
     return replace(packed, extras=extras)
+
+
+def _counts(batch: "TensorDict") -> dict[str, float]:
+    from seqpack.batch import lengths
+
+    sizes = lengths(batch)
+    return {"tokens": float(sum(sizes)), "sequences": float(len(sizes))}
 
 
 def _require(batch: "TensorDict", keys: Sequence[str]) -> None:

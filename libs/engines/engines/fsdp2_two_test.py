@@ -15,7 +15,9 @@ KINDS = ["dense", "moe"]
 
 
 def engine(kind="dense", seed=0, **options):
-    config = EngineConfig(**{"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 20, "weight_decay": 0.1, **options})
+    config = EngineConfig(
+        **{"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, **options}
+    )
     return build_engine(config, tiny_model(kind, seed=seed, scale=2.0))
 
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from objectives.kl import Estimator, estimate
 from objectives.losses import Aggregation, Clipped, aggregate, cispo, ppo_clip
-from objectives.objective import Counts, pair, trained_mask
+from objectives.objective import Counts, pair, silent, trained_mask
 from objectives.off_policy import CORRECTIONS, Correction, mismatch, weights
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from seqpack.packed import PackedBatch
 
 
@@ -70,6 +72,17 @@ class GRPO:
     def needs_entropy(self) -> bool:
         """Only for the bonus."""
         return self.entropy_coef != 0.0
+
+    def silent_rows(self, batch: "TensorDict") -> Tensor:
+        """bool[B]: rows that add exactly nothing to loss and gradient, whatever the policy is: the engine may skip
+        them.
+
+        Those without a trained token, and those whose advantages are all zero while neither KL nor entropy has a term.
+        """
+        trained = batch["loss_mask"]
+        if self.kl_coef or self.entropy_coef:
+            return silent(trained)
+        return silent(trained, batch["advantages"])
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: "PackedBatch", totals: Counts

@@ -157,6 +157,33 @@ def test_group_without_signal_gives_exactly_no_gradient():
     assert all(grad[-1] != 0 for grad in grads[2:])
 
 
+@pytest.mark.parametrize("objective", [*VARIANTS.values(), SFT()])
+def test_silent_rows_add_exactly_nothing(objective):
+    batch = batch_of([5, 4, 1, 6, 3])
+    advantage = torch.tensor([0.0, 1.0, 1.0, 0.0, -1.0])
+    batch["advantages"] = advantages.per_token(advantage, batch["loss_mask"])
+    silent = objective.silent_rows(batch).tolist()
+    quiet = objective.required_keys and not getattr(objective, "kl_coef", 0)
+    assert silent == ([True, False, True, True, False] if quiet else [False, False, True, False, False])
+    rows = [row for row in range(5) if not silent[row]]
+    loss, grads = run(objective, batch, [[0, 1, 2, 3, 4]])
+    assert all(grads[row].eq(0).all() for row in range(5) if silent[row])
+    new, entropy = scored(batch)
+    share, _ = objective(
+        torch.cat([new[row] for row in rows]),
+        torch.cat([entropy[row] for row in rows]),
+        pack_sequences(batch, rows),
+        Totals.of(batch),
+    )
+    torch.testing.assert_close(share.detach(), loss)
+
+
+def test_a_nan_advantage_is_not_silent():
+    batch = batch_of([5, 4])
+    batch["advantages"] = advantages.per_token(torch.tensor([math.nan, 0.0]), torch.ones_like(batch["loss_mask"]))
+    assert GRPO().silent_rows(batch).tolist() == [False, True]
+
+
 def test_without_old_log_probs_it_is_on_policy():
     batch = batch_of([5, 4])
     bare = batch.exclude("old_log_probs")

@@ -80,6 +80,18 @@ def trained_mask(batch: "PackedBatch") -> Tensor:
     return mask.index_fill(0, starts[starts < mask.numel()], False)
 
 
+def silent(loss_mask: Tensor, advantages: Tensor | None = None) -> Tensor:
+    """bool[B]: rows of a jagged batch with no trained token (of an advantage other than 0, where given; NaN is
+    other)."""
+    from seqpack.jagged import ragged
+
+    rows = ragged(loss_mask)
+    speaks = rows.values if advantages is None else rows.values & (ragged(advantages).values != 0)
+    ends = torch.cat([speaks.new_zeros(1, dtype=torch.int64), speaks.cumsum(0)])
+    starts = torch.tensor(rows.starts, device=ends.device)
+    return ends[starts + torch.tensor(rows.lengths, device=ends.device)] == ends[starts]
+
+
 def pair(values: Tensor, mask: Tensor) -> Tensor:
     """(sum over the mask, count of the mask) as a metric."""
     return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().to(values.dtype)]).detach()

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from objectives.losses import Aggregation, aggregate
-from objectives.objective import Counts, pair, trained_mask
+from objectives.objective import Counts, pair, silent, trained_mask
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from seqpack.packed import PackedBatch
 
 
@@ -31,6 +33,10 @@ class SFT:
     def needs_entropy(self) -> bool:
         """It does not."""
         return False
+
+    def silent_rows(self, batch: "TensorDict") -> Tensor:
+        """bool[B]: rows without a trained token."""
+        return silent(batch["loss_mask"])
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: "PackedBatch", totals: Counts
