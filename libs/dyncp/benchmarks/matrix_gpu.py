@@ -1,7 +1,7 @@
 """The exactness matrix in bfloat16 over NCCL: python -m torch.distributed.run --nproc-per-node 4 matrix_gpu.py
 
 One process stands for one GPU; groups of 1, 2 and 4 are taken as far as there are GPUs. Bounds, against a float64
-reference with the same bfloat16 weights: outputs within 1e-2 and gradients within 3e-2 (relative, by norm), and neither
+reference with the same bfloat16 weights: outputs within 2e-2 and gradients within 6e-2 (relative, by norm), and neither
 more than twice the error that one GPU makes in the same cell plus 2e-3. Any cell outside ends the run with an error.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dyncp.matrix import GPU, Verdict, cells, markdown, must_refuse, run_sizes
 
-OUTPUT_BOUND, GRADIENT_BOUND, SLACK = 1e-2, 3e-2, 2e-3
+OUTPUT_BOUND, GRADIENT_BOUND, SLACK = 2e-2, 6e-2, 2e-3
 
 
 def violations(found: dict[int, list[Verdict]]) -> list[str]:
