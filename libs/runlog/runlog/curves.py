@@ -11,7 +11,7 @@ from runlog.display import clock_time, shown
 @dataclass(frozen=True)
 class Kind:
     """How the report speaks of a metric. `match`: names, or ends of them after a slash; `marks`: drawn as points with
-    first and last named (measured seldom, such as held-out accuracy).
+    first and last named (measured seldom, such as held-out accuracy). `always`: shown even if it never changes.
     """
 
     title: str
@@ -19,22 +19,31 @@ class Kind:
     unit: str = ""
     marks: bool = False
     percent: bool = False
+    always: bool = False
 
 
 KINDS = (
-    Kind("Reward", ("reward", "reward/mean"), "mean of the step's episodes"),
-    Kind("Held-out accuracy", ("eval/accuracy", "held_out_accuracy"), "greedy answers", marks=True, percent=True),
+    Kind("Reward", ("reward", "reward/mean"), "mean of the step's episodes", always=True),
+    Kind(
+        "Held-out accuracy",
+        ("eval/accuracy", "held_out_accuracy"),
+        "greedy answers",
+        marks=True,
+        percent=True,
+        always=True,
+    ),
     Kind("Held-out loss", ("eval/loss", "held_out_loss"), "nats a token", marks=True),
-    Kind("Loss", ("loss",)),
+    Kind("Loss", ("loss",), always=True),
     Kind("Sampler against trainer", ("mismatch/abs", "log_prob_difference"), "mean |log-prob difference|"),
-    Kind("Sampler against trainer, worst", ("mismatch/abs/max", "log_prob_difference/max"), "maximum"),
-    Kind("KL", ("kl", "approx_kl"), "nats"),
+    Kind("Sampler against trainer, worst", ("log_prob_difference_max", "mismatch/abs/max"), "maximum"),
+    Kind("KL of sampler and trainer", ("mismatch/kl",), "nats"),
+    Kind("KL", ("approx_kl", "kl"), "nats"),
     Kind("Throughput", ("tokens_per_second", "tokens_per_s"), "tokens/s"),
     Kind("Gradient norm", ("grad_norm",)),
     Kind("Entropy", ("entropy",), "nats a token"),
     Kind("Learning rate", ("lr", "learning_rate")),
 )
-HIDDEN = ("step", "time")
+HIDDEN = ("step", "time", "version", "policy_version", "plan_hash")  # counters and names, no curves
 
 
 def kind_of(name: str) -> Kind | None:
@@ -47,7 +56,7 @@ def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], l
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in metrics:
         for name, value in row.items():
-            if name in HIDDEN or isinstance(value, bool) or not isinstance(value, int | float):
+            if name.rsplit("/", 1)[-1] in HIDDEN or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             steps, values = found.setdefault(name, ([], []))
             steps.append(int(row["step"]))
@@ -88,12 +97,12 @@ def noisy(values: Sequence[float]) -> bool:
 
 def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
     """The report's charts: known kinds first, in their order, then the others by name. A metric that never changes is
-    left out unless it is a known one.
+    left out, but for the kinds that are always shown.
     """
     made = []
     for name, (steps, values) in series(metrics).items():
         kind = kind_of(name)
-        if kind is None and len(set(values)) < 2:
+        if len(set(values)) < 2 and not (kind and kind.always):
             continue
         xs, ys = thin(steps, values, max_points)
         marks = kind.marks if kind else name.startswith("eval/")

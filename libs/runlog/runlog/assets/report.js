@@ -249,7 +249,7 @@
     heading.append(el("strong", "", "Step " + e.step + (e.group === null || e.group === undefined ? "" : ", group " + e.group)), pill(e.reward));
     const facts = [e.length + " tokens"];
     if (e.trained !== null) facts.push(e.trained + " trained");
-    if (e.calls) facts.push(e.calls + (e.calls === 1 ? " tool call" : " tool calls"));
+    if (e.calls && !("tool_calls" in e.metadata)) facts.push(e.calls + (e.calls === 1 ? " tool call" : " tool calls"));
     for (const [name, value] of Object.entries(e.metadata)) facts.push(name.replaceAll("_", " ") + " " + value);
     facts.forEach((f) => heading.append(el("span", "fact", f)));
     pane.append(heading);
