@@ -69,7 +69,7 @@ def gradient(made: DynamicPlan, batch: TensorDict, trained: int) -> torch.Tensor
     return weights.grad
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(plans())
 def test_any_plan_gives_the_same_gradient(made: DynamicPlan) -> None:
     batch = make(list(made.lengths))
@@ -82,7 +82,7 @@ def test_any_plan_gives_the_same_gradient(made: DynamicPlan) -> None:
     torch.testing.assert_close(gradient(chosen, batch, chosen.trained_tokens), expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(plans())
 def test_shards_put_together_are_the_stream(made: DynamicPlan) -> None:
     batch = make(list(made.lengths))
