@@ -73,7 +73,7 @@ def causal_conv1d_torch(call: ConvCall) -> Tensor:
     """Compute it with K multiply-adds over a buffer that has K - 1 rows of past in front of every sequence."""
     x, total, gap = call.x, call.x.shape[0], call.weight.shape[1] - 1
     compute = _compute_dtype(x, call.weight)
-    lengths = torch.tensor(lengths_of(call.cu_seqlens, total), device=x.device)
+    lengths = torch.tensor(lengths_of(call.cu_seqlens, total), dtype=torch.int64, device=x.device)
     sequence, _ = positions_of(lengths)
     n = lengths.numel()
     slots = torch.arange(total, device=x.device) + (sequence + 1) * gap

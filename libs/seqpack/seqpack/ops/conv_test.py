@@ -92,6 +92,13 @@ def test_state_of_a_prefix_continues_the_packed_call_too():
     torch.testing.assert_close(rest, torch.cat([whole[2:7], whole[11:]]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("edges", [[0], [0, 0], [0, 0, 0]])
+def test_no_tokens_at_all(edges):
+    cu = torch.tensor(edges, dtype=torch.int32)
+    assert causal_conv1d(torch.randn(0, 3), torch.randn(3, 4), None, cu, "silu").shape == (0, 3)
+    assert causal_conv1d_state(torch.randn(0, 3), cu, 4).shape == (len(edges) - 1, 3, 3)
+
+
 def test_half_precision_is_summed_in_float32():
     x, weight, bias, _ = inputs([40, 2, 70], dtype=torch.float32)
     y = causal_conv1d(x.bfloat16(), weight, bias, cumulative([40, 2, 70]), "silu")

@@ -113,8 +113,11 @@ def gated_delta_rule_step_torch(step: DeltaStep) -> tuple[Tensor, Tensor]:
     if step.l2norm_qk:
         q, k = _l2norm(q), _l2norm(k)
     with torch.autocast(v.device.type, enabled=False):
-        o, after = _advance(step.state.to(dtype), q, k, v.to(dtype), step.g.to(dtype), step.beta.to(dtype))
-    return (o * step.scale).to(v.dtype), after.to(step.state.dtype)
+        faded = step.state.to(dtype) * step.g.to(dtype).exp()[..., None, None]
+        error = v.to(dtype) - (k[:, :, None] @ faded)[:, :, 0]
+        after = faded + k[..., None] * (error * step.beta.to(dtype)[..., None])[:, :, None]
+        o = (q[:, :, None] @ after)[:, :, 0] * step.scale
+    return o.to(v.dtype), after.to(step.state.dtype)
 
 
 def gated_delta_rule_naive(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
@@ -132,8 +135,10 @@ def gated_delta_rule_naive(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
                 q_t = q_t / (q_t.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
                 k_t = k_t / (k_t.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
             q_t, k_t = q_t.repeat_interleave(groups, 0), k_t.repeat_interleave(groups, 0)
-            o_t, state = _advance(state, q_t, k_t, v[t], g[t], beta[t])
-            outputs.append(call.scale * o_t)
+            state = state * g[t].exp()[:, None, None]
+            error = v[t] - torch.einsum("hkv,hk->hv", state, k_t)
+            state = state + beta[t][:, None, None] * torch.einsum("hk,hv->hkv", k_t, error)
+            outputs.append(call.scale * torch.einsum("hkv,hk->hv", state, q_t))
         finals.append(state)
         start += length
     o = (torch.stack(outputs) if outputs else v).to(call.v.dtype)
@@ -156,14 +161,6 @@ def gated_delta_rule_torch(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
     with torch.autocast(v.device.type, enabled=False):
         o, final = chunked(q, k, v, g, beta, lengths, state, call.output_final_state, call.chunk_size)
     return o.to(call.v.dtype), final
-
-
-def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the recurrence once: state [..., Dk, Dv], q and k [..., Dk], v [..., Dv], g and beta [...]."""
-    decayed = state * g.exp()[..., None, None]
-    error = v - torch.einsum("...kv,...k->...v", decayed, k)
-    after = decayed + torch.einsum("...k,...v->...kv", k, error * beta[..., None])
-    return torch.einsum("...kv,...k->...v", after, q), after
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

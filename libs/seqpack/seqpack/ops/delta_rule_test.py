@@ -138,6 +138,14 @@ def test_nothing_crosses_a_boundary_not_even_nan():
     assert torch.equal(before[23:], after[23:])
 
 
+@pytest.mark.parametrize("edges", [[0], [0, 0, 0]])
+def test_no_tokens_at_all(edges):
+    q, g, state = torch.randn(0, 2, 4), torch.randn(0, 2), torch.randn(len(edges) - 1, 2, 4, 4)
+    o, final = gated_delta_rule(q, q, q, g, g, torch.tensor(edges), initial_state=state, output_final_state=True)
+    assert o.shape == (0, 2, 4)
+    assert torch.equal(final, state)
+
+
 def test_half_precision_is_computed_in_float32():
     lengths = [40, 2, 70]
     *operands, _ = inputs(lengths, 1, 2, (16, 16), dtype=torch.float32)

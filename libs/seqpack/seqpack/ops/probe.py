@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -59,6 +60,7 @@ def _accept(_: Request) -> None:
     """Run anywhere."""
 
 
+@cache
 def installed(package: str, distribution: str | None = None) -> str | None:
     """Return the version of an importable package ('' when it has no metadata), or None where it is not installed."""
     if find_spec(package) is None:
