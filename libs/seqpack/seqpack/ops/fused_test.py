@@ -1,0 +1,137 @@
+"""What the kernels of other packages are handed, seen by stand-ins that compute it in plain torch on a CPU."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from seqpack.ops import fused
+from seqpack.ops.calls import AttentionCall, ConvCall, DeltaCall, DeltaStep
+from seqpack.ops.conv import causal_conv1d_torch
+from seqpack.ops.delta_rule import gated_delta_rule_step_torch, gated_delta_rule_torch
+from seqpack.ops.varlen_attention import attention_torch
+
+CU = torch.tensor([0, 5, 6, 18], dtype=torch.int32)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Install a module that holds the given functions under a name that is not installed here."""
+
+    def install(name, **functions):
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            module = ModuleType(path)
+            monkeypatch.setitem(sys.modules, path, module)
+        for key, function in functions.items():
+            setattr(module, key, function)
+
+    return install
+
+
+def delta_call(state=True):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(18, h, 4) for h in (2, 2, 4))
+    initial = torch.randn(3, 4, 4, 4) if state else None
+    return DeltaCall(q, k, v, -torch.rand(18, 4), torch.rand(18, 4), CU, 0.3, True, initial, state, None)
+
+
+def chunk_kernel(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
+    assert {x.shape[0] for x in (q, k, v, g, beta)} == {1}
+    assert all(x.is_contiguous() for x in (q, k, v, g, beta))
+    assert g.dtype == torch.float32
+    assert cu_seqlens.dtype == torch.int64
+    operands = (x[0] for x in (q, k, v, g, beta))
+    call = DeltaCall(*operands, cu_seqlens, scale, use_qk_l2norm_in_kernel, initial_state, output_final_state, None)
+    o, final = gated_delta_rule_torch(call)
+    return o[None], final
+
+
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("package", ["fla.ops.gated_delta_rule", "flash_qla"])
+def test_the_chunked_kernels_get_one_packed_row(stand_in, package, state):
+    stand_in(package, chunk_gated_delta_rule=chunk_kernel)
+    run = fused.gated_delta_rule_fla if package.startswith("fla.") else fused.gated_delta_rule_flash_qla
+    call = delta_call(state)
+    for got, expected in zip(run(call), gated_delta_rule_torch(call), strict=True):
+        assert (got is None and expected is None) or torch.equal(got, expected)
+
+
+def test_the_recurrent_kernel_gets_one_token_a_sequence(stand_in):
+    def kernel(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel):
+        assert output_final_state
+        assert {x.shape[1] for x in (q, k, v, g, beta)} == {1}
+        operands = (x[:, 0] for x in (q, k, v, g, beta))
+        o, after = gated_delta_rule_step_torch(DeltaStep(*operands, initial_state, scale, use_qk_l2norm_in_kernel))
+        return o[:, None], after
+
+    stand_in("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=kernel)
+    call = delta_call()
+    step = DeltaStep(*(x[:3] for x in (call.q, call.k, call.v, call.g, call.beta)), call.initial_state, 0.3, False)
+    for got, expected in zip(fused.gated_delta_rule_step_fla(step), gated_delta_rule_step_torch(step), strict=True):
+        assert torch.equal(got, expected)
+
+
+def conv_call(state):
+    torch.manual_seed(0)
+    initial = torch.randn(3, 8, 3) if state else None
+    return ConvCall(torch.randn(18, 8), torch.randn(8, 4), torch.randn(8), CU, "silu", initial)
+
+
+def test_the_convolution_package_gets_sequence_numbers(stand_in):
+    def kernel(x, weight, bias, seq_idx, activation):
+        assert x.shape == (1, 8, 18)
+        assert x.stride(1) == 1
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.tolist() == [[0] * 5 + [1] + [2] * 12]
+        return causal_conv1d_torch(ConvCall(x[0].t(), weight, bias, CU, activation, None)).t()[None]
+
+    stand_in("causal_conv1d", causal_conv1d_fn=kernel)
+    assert torch.equal(fused.causal_conv1d_package(conv_call(False)), causal_conv1d_torch(conv_call(False)))
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_the_convolution_of_fla_gets_a_state_of_all_taps(stand_in, state):
+    def kernel(x, weight, bias, initial_state, activation, cu_seqlens):
+        if initial_state is not None:
+            assert initial_state.shape == (3, 8, 4)
+            assert not initial_state[..., 0].any()
+            initial_state = initial_state[..., 1:]
+        return causal_conv1d_torch(ConvCall(x[0], weight, bias, cu_seqlens, activation, initial_state))[None], None
+
+    stand_in("fla.modules.causal_conv1d", causal_conv1d=kernel)
+    assert torch.equal(fused.causal_conv1d_fla(conv_call(state)), causal_conv1d_torch(conv_call(state)))
+
+
+def attention_call(**options):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(18, h, 8) for h in (4, 2, 2))
+    return AttentionCall(**{"q": q, "k": k, "v": v, "cu_seqlens": CU, "scale": 0.2, "causal": True, "window": None,
+                            "max_seqlen": None, **options})  # fmt: skip
+
+
+def with_windows(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa
+    assert (max_q, max_k) == (12, 12)
+    left, right = window_size
+    window = None if left == -1 else left + 1
+    return attention_torch(AttentionCall(query, key, value, cu_q, scale, right == 0, window, max_q))
+
+
+def without_windows(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False):
+    return attention_torch(AttentionCall(query, key, value, cu_q, query.shape[2] ** -0.5, is_causal, None, max_q))
+
+
+@pytest.mark.parametrize("kernel", [with_windows, without_windows])
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}, {"max_seqlen": 12}])
+def test_both_forms_of_varlen_attention_are_served(monkeypatch, kernel, options):
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    call = attention_call(**options)
+    if kernel is without_windows and "window" in options:
+        with pytest.raises(ValueError, match="has no sliding window; use backend='torch'"):
+            fused.attention_varlen(call)
+    else:
+        torch.testing.assert_close(fused.attention_varlen(call), attention_torch(call))
