@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.balancing import BalancePlan, balance, exchange
+from seqpack.balancing import BalancePlan, balance, best_exchange, exchange
 from seqpack.exact import least_maximum
 
 COSTS = {
@@ -78,6 +78,26 @@ def test_few_exchanges_are_needed() -> None:
     assert max(costs[part].sum() for part in parts) <= 1.001 * costs.sum() / 128
     assert 0 < made <= 8 * 128
     assert {len(part) for part in parts} == {64}
+
+
+@given(
+    st.lists(st.integers(0, 30), max_size=6),
+    st.lists(st.integers(0, 30), max_size=6),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_best_exchange_equals_trying_all(heavy: list[int], light: list[int], difference: int, may_move: bool) -> None:
+    pair = best_exchange(np.array(heavy, dtype=float), np.array(light, dtype=float), difference, may_move)
+    takes = [*light, 0] if may_move else light
+    # Moving x over leaves a difference of |difference - 2 x|.
+    left = [abs(difference - 2 * (give - take)) for give in heavy for take in takes]
+    if pair is None:
+        assert min(left, default=difference) >= difference
+    else:
+        give, take = pair
+        moved = heavy[give] - (0 if take is None else light[take])
+        assert abs(difference - 2 * moved) == min(left) < difference
+        assert may_move or take is not None
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_heaviest_part_bound_is_below_the_optimum(costs: list[int], parts: int, 
         ([4, 4, 4], 2, False, 8.0),
         ([9, 1, 1, 1], 2, True, 10.0),  # the largest cost is not alone
         ([9, 1, 1, 1], 2, False, 9.0),
+        ([9, 1, 1], 2, True, 9.0),  # the larger part need not be that of the largest cost
     ],
 )
 def test_heaviest_part_bound(costs: list[float], parts: int, equal_size: bool, bound: float) -> None:

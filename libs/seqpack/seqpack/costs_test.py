@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": ALTERNATING,
     "gemma3_text": ALTERNATING,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 3},
     "qwen3_next": {"num_experts": 4, **EXPERTS, **GDN, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_5_text": GDN,
     "qwen3_5_moe_text": {"num_experts": 4, **EXPERTS, **GDN, "shared_expert_intermediate_size": 40},

@@ -44,9 +44,22 @@ def test_layout_survives_pickle_save_and_copies(lengths: tuple[int, ...]) -> Non
 
 def test_wrong_label_of_the_ragged_dimension_is_put_right() -> None:
     # What planners do that relabel torch's private index after torch chose dimension 1 for equal lengths.
-    x = torch.nested.as_nested_tensor([torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) + 8], layout=torch.jagged)
+    samples = [torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) + 8]
+    x = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
     x._ragged_idx = 2
-    assert same(samples_of(x), [torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) + 8])
+    assert same(samples_of(x), samples)
+    travelled = pickle.loads(pickle.dumps(x))
+    assert tuple(travelled.shape)[2] != 2, "the label should be wrong by now"
+    assert same(samples_of(travelled), samples)
+    assert same(samples_of(join([travelled, jagged(samples)])), samples * 2)
+
+
+def test_bounds_are_explicit_so_that_torch_pads_right_too() -> None:
+    # Without them torch pads (B, 3, j) to the width 3.
+    for lengths in ((4, 7, 2), (5, 5), (1,)):
+        x = jagged(mrope(*lengths))
+        assert torch.nested.to_padded_tensor(x, 0).shape == (len(lengths), 3, max(lengths))
+        assert torch.equal(torch.nested.to_padded_tensor(x, 0), pad(x))
 
 
 def test_holes_are_skipped() -> None:
