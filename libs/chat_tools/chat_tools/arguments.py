@@ -24,6 +24,7 @@ _ALIASES = {
 }  # fmt: skip
 
 Schema = Mapping[str, Any]
+_ANNOTATIONS = frozenset({"type", "description", "title", "default", "examples"})
 
 
 def tool_dict(tool: Any) -> Mapping[str, Any]:
@@ -115,7 +116,10 @@ def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str 
     A string schema takes the text as it is. Otherwise JSON, then a literal, is read; the value counts if it fits. Text
     that fits nothing comes back as text, with a note.
     """
-    types = allowed_types(schema, root)
+    plain = _plain_type(schema)
+    if plain == "string":
+        return text
+    types = {plain} if plain else allowed_types(schema, root)
     if types == {"string"}:
         return _as_string(text, schema, root, notes, path)
     found: list[str] = []
@@ -139,6 +143,14 @@ def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str 
     return text
 
 
+def _plain_type(schema: Any) -> str | None:
+    """Return the type of a schema that says no more than one type: the usual case, without the general machinery."""
+    if type(schema) is not dict or not schema.keys() <= _ANNOTATIONS:
+        return None
+    kind = schema.get("type")
+    return kind if isinstance(kind, str) and kind in _TYPES else None
+
+
 def _as_string(text: str, schema: Any, root: Schema, notes: list[str], path: str) -> str:
     problems = mismatches(text, schema, root, path)
     if problems and text.strip() != text and not mismatches(text.strip(), schema, root, path):
@@ -159,6 +171,8 @@ def _by_word(text: str, types: set[str]) -> Any:
 
 def resolve(schema: Any, root: Schema) -> Schema:
     """Follow local `$ref`s ("#/$defs/..."); what cannot be followed allows anything."""
+    if type(schema) is dict and "$ref" not in schema:
+        return schema
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             return {}
@@ -198,6 +212,9 @@ def allowed_types(schema: Any, root: Schema, depth: int = 0) -> set[str]:
 
 def mismatches(value: Any, schema: Any, root: Schema, path: str, depth: int = 0) -> list[str]:
     """Say what of `value` does not fit `schema`: types, enums, unions, items, properties; [] if it fits."""
+    plain = _plain_type(schema)
+    if plain:
+        return [] if _is_type(value, {plain}) else [f"{path}: {_short(value)} is not {plain}"]
     schema = resolve(schema, root)
     if depth > _MAX_DEPTH or not schema:
         return []

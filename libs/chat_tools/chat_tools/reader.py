@@ -36,7 +36,9 @@ class Marks:
         if any(b.startswith(a) for a, b in pairs):
             raise ValueError(f"a marker must not begin with another one: {known}")
         first = "".join(sorted({re.escape(literal[0]) for literal in known}))
-        pattern = "|".join(map(re.escape, known))
+        rest = [re.escape(literal[1:]) for literal in known]
+        same = len({literal[0] for literal in known}) == 1  # then that character is looked for, which is faster
+        pattern = f"{re.escape(known[0][0])}(?:{'|'.join(rest)})" if same else "|".join(map(re.escape, known))
         return cls(re.compile(pattern), max(map(len, known)), re.compile(f"[{first}]"), tuple(known))
 
     def begun(self, window: str, start: int) -> int:

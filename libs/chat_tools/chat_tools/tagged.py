@@ -8,7 +8,7 @@ tag taken at its word, which is how a missing closing tag is found.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from chat_tools.arguments import ToolSet
@@ -40,10 +40,8 @@ class TaggedTables:
             call[0]: "" if body.name_end == "\n" else name + re.escape(body.name_end),
         }
         marks = [*self.close, *self.open]
-        others = [f"(?P<close>{'|'.join(map(re.escape, self.close))})"]
-        others += [re.escape(opening) + opens.get(opening, "") for opening in self.open]
         self.in_value = Marks(
-            re.compile("|".join(others)),
+            re.compile(_value_pattern(self.close, {mark: opens.get(mark, "") for mark in self.open})),
             _HEADER + 2 * max(map(len, [*marks, body.key[1], body.name_end])),
             Marks.of(marks).first,
         )
@@ -52,6 +50,15 @@ class TaggedTables:
         self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
         self.after_value = [m for m in marks if m != body.value[1]]
         self.after_call = [*(m for kind, pair in pairs.items() if kind != "p" for m in pair), *fmt.ends]
+
+
+def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
+    """Match closing markers (group "close") and opening ones with what completes them."""
+    firsts = {mark[0] for mark in (*closes, *opens)}
+    cut = 1 if len(firsts) == 1 else 0  # the same first character: it is looked for first, which is faster
+    closing = "|".join(re.escape(mark[cut:]) for mark in closes)
+    opening = "|".join(re.escape(mark[cut:]) + rest for mark, rest in opens.items())
+    return f"{re.escape(min(firsts)) if cut else ''}(?:(?P<close>{closing})|{opening})"
 
 
 @dataclass(slots=True)
