@@ -166,7 +166,7 @@ def lengths_of(count: int, typical: float, spread: float, longest: int, seed: in
 
 def calibrate(bench: Bench, methods: list[str]) -> None:
     world = dist.get_world_size()
-    sizes = [size for size in (1, 2, 4) if world % size == 0]
+    sizes = list(range(1, world + 1)) if world <= 4 else [n for n in (1, 2, 4, 8) if world % n == 0]
     bench.cost = calibrate_groups(lambda p: one_step(bench, p), bench.cost, world, bench.cap, sizes, methods)
     bench.say(
         f"\n## Fitted cost model ({bench.clock()})\n",

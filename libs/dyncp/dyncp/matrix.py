@@ -112,13 +112,21 @@ def must_refuse(cell: Cell, cp_size: int, setup: Setup = CPU) -> bool:
     return undealt or (cell.layout == "zigzag" and cell.kind != "attention")
 
 
-def run_sizes(sizes: Sequence[int], setup: Setup = CPU) -> dict[int, list[dict[str, Any]]]:
-    """The cells of every group size that this rank takes part in: groups are ranks 0 .. size - 1. Collective."""
-    found = {}
+def run_sizes(sizes: Sequence[int], setup: Setup = CPU, everywhere: bool = False) -> dict[int, list[dict[str, Any]]]:
+    """The cells of every group size that this rank takes part in. Collective.
+
+    Groups are ranks 0 .. size - 1; or, everywhere, all blocks of `size` ranks at once, so that every device is warm and
+    none waits long.
+    """
+    found, world, rank = {}, dist.get_world_size(), dist.get_rank()
     for size in sizes:
-        group = dist.group.WORLD if size == dist.get_world_size() else dist.new_group(list(range(size)))
-        if dist.get_rank() < size:
-            found[size] = run_cells(group if size > 1 else None, setup)
+        for start in range(0, world - size + 1 if everywhere else 1, size):
+            members = list(range(start, start + size))
+            group = dist.group.WORLD if size == world else dist.new_group(members)
+            if rank in members:
+                mine = group
+        if rank < (world // size if everywhere else 1) * size:
+            found[size] = run_cells(mine if size > 1 else None, setup)
     return found
 
 
