@@ -1,7 +1,7 @@
 """Checks of the tree as a whole: `./bazelw run //build:check_tree`.
 
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
-Python file is in a Bazel target and each test file in a test target; and the arrows between the libraries hold for every
+Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
 target of a folder, tests included.
 """
 

@@ -65,9 +65,7 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int], ragged_dim: int =
     sizes = check_lengths(lengths, minimum=0)
     dim = check_ragged_dim(ragged_dim, values.dim())
     if sum(sizes) != values.shape[dim]:
-        raise ValueError(
-            f"lengths add up to {sum(sizes)}, but dimension {dim} of values is {values.shape[dim]}"
-        )
+        raise ValueError(f"lengths add up to {sum(sizes)}, but dimension {dim} of values is {values.shape[dim]}")
     offsets = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(values.device)
     # Explicit bounds: without them torch pads to the wrong width when the ragged dimension is not the first.
     return torch.nested.nested_tensor_from_jagged(
