@@ -145,7 +145,17 @@ def test_any_text_is_a_value_or_an_error(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, "{'a':" * 100_000, "-" * 100_000, "(" * 50 + "1" + "," * 50, "1 2", ""]
+    "text",
+    [
+        "[" * 100_000,
+        "[" * 200 + "]" * 200,
+        '{"a":' * 200 + "1" + "}" * 200,
+        "{'a':" * 100_000,
+        "-" * 100_000,
+        "(" * 50 + "1" + "," * 50,
+        "1 2",
+        "",
+    ],
 )
 def test_hostile_texts_are_errors(text):
     with pytest.raises(LiteralError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
@@ -21,7 +22,28 @@ def loads(text: str, notes: list[str] | None = None) -> Any:
     Only values that JSON can say come back: numbers are finite (others stay text), keys are strings, tuples become
     lists. `notes` collects what was unusual: "duplicate key 'a'", "number 1e999 kept as text".
     """
-    notes = [] if notes is None else notes
+    try:
+        value = _PLAIN.decode(text)
+    except (ValueError, RecursionError):  # no JSON, or with something to note in it
+        value = _loads_noting(text, [] if notes is None else notes)
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level := [v for item in level if isinstance(item, list | dict) for v in _inner(item)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise LiteralError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _inner(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _loads_noting(text: str, notes: list[str]) -> Any:
     first: list[str] = []
     try:
         value = json.loads(
@@ -33,15 +55,14 @@ def loads(text: str, notes: list[str] | None = None) -> Any:
             object_pairs_hook=lambda pairs: _object(pairs, first),
         )
     except (ValueError, RecursionError):
-        value = LiteralParser(text, notes).whole()
-    else:
-        notes.extend(first)
+        return LiteralParser(text, notes).whole()
+    notes.extend(first)
     return value
 
 
 def dumps(value: Any) -> str:
     """Return `value` as JSON text that encodes to UTF-8."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = _ENCODER.encode(value)
     if _SURROGATE.search(text):
         return json.dumps(value, allow_nan=False)
     return text
@@ -52,6 +73,24 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("not finite")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("duplicate keys")
+    return result
+
+
+_PLAIN = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def _object(pairs: list[tuple[str, Any]], notes: list[str]) -> dict[str, Any]:
