@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
@@ -87,6 +87,6 @@ def _peek(argv: Sequence[str], flag: str) -> str | None:
     return None
 
 
-def _refuse(message: str) -> Any:
+def _refuse(message: str) -> NoReturn:
     sys.stderr.write(f"error: {message}\n")
     raise SystemExit(2)

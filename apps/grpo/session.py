@@ -80,5 +80,5 @@ def _mine(count: int) -> range:
     return range(rank, count, world)
 
 
-async def _all(jobs: Sequence) -> list:  # type: ignore[type-arg]
+async def _all(jobs: Sequence) -> list:
     return list(await asyncio.gather(*jobs))

@@ -1,6 +1,7 @@
 """One GRPO step, the whole algorithm on a page: sample, compare within groups, train, hand over the weights."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -93,5 +94,5 @@ def train(batch: TensorDict, scores: torch.Tensor, config: GrpoConfig, engine: T
     return means | agreement | {"train/sequences": float(len(rows)), "train/updates": float(len(results))}
 
 
-def _share(rewards: torch.Tensor, group_size: int, test) -> float:
+def _share(rewards: torch.Tensor, group_size: int, test: Callable[[torch.Tensor], torch.Tensor]) -> float:
     return test(rewards.view(-1, group_size)).float().mean().item()
