@@ -26,14 +26,19 @@ QUICKSTART = GrpoConfig(
 QUICKSTART_TOOL = replace(
     QUICKSTART,
     recipe="quickstart-tool",
-    data=replace(QUICKSTART.data, task="calculator", digits=3),
-    prompts=32,
+    data=replace(QUICKSTART.data, task="calculator"),
+    steps=50,
+    prompts=48,
+    eval_every=10,
+    save_every=25,
     max_turns=2,
     max_episode_tokens=160,
     warm_start=WarmStart(
         steps=800, until_accuracy=0.25, eval_every=5, eval_prompts=64, batch_size=32, lr=6e-3, warmup_steps=30
     ),
-    sampling=Sampling(max_new_tokens=24),
+    engine=EngineConfig(device="cpu", lr=8e-4, warmup_steps=5),
+    # Cooler than 1: one wrong digit of a copied number spoils an episode of 20 sampled tokens.
+    sampling=Sampling(max_new_tokens=24, temperature=0.6),
 )
 
 MATH = GrpoConfig(
