@@ -39,7 +39,7 @@ def show(value: Fraction) -> str:
 def calculator(name: str = "calculator") -> Tool:
     """A tool `name(expression: string)` that answers with the value of the expression."""
 
-    def run(expression: str) -> str:
+    async def run(expression: str) -> str:  # on the event loop: its work is bounded, a thread would cost more
         return show(evaluate(expression))
 
     return Tool(

@@ -11,6 +11,7 @@ from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environment import Outcome, Task
 from rollout.episode import derive_seed, run_episode, run_group
 from rollout.native import NativeEngine
+from rollout.queue import BatchingQueue
 from rollout.rewards import exact_answer
 from rollout.testing import ScriptedEngine
 from rollout.testing_chat import TEMPLATE, tiny_tokenizer
@@ -227,6 +228,33 @@ def test_a_group_on_a_real_model():
         assert list(t.ids[: len(prompt)]) == prompt
         assert 1 <= sum(t.loss_mask) <= 6
         assert json.dumps(list(t.messages))
+
+
+def test_a_groups_tool_calls_cost_one_batch_a_turn():
+    batches = []
+
+    class Batching(ScriptedEngine):
+        """Answers like a model, in batches like the native engine: first the call, then the answer."""
+
+        def __init__(self):
+            super().__init__(lambda prompt, turn: [])
+            self.queue = BatchingQueue(self.run, 1000)
+
+        def run(self, prompts):
+            batches.append(len(prompts))
+            called = [encode("<tool_response>")[0] in p for p in prompts]
+            texts = ["\\boxed{95}<|im_end|>" if c else CALL + "<|im_end|>" for c in called]
+            return [
+                Completion(tuple(encode(t)), (-1.0,) * len(encode(t)), "stop", (0,) * len(encode(t))) for t in texts
+            ]
+
+        async def generate(self, prompt_ids, sampling, media=None):
+            return await self.queue.submit(prompt_ids)
+
+    task = Task(QUESTION, exact_answer("95"), tools=(calculator(),))
+    group = asyncio.run(run_group(task, Batching(), Chat(TOKENIZER), SAMPLING, size=64))
+    assert [t.reward for t in group] == [1.0] * 64
+    assert batches == [64, 64]
 
 
 def test_seeds_differ_and_are_stable():

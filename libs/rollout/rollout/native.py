@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rollout.engine import Completion, PauseMode, Sampling, StopReason
 from rollout.queue import BatchingQueue
 from rollout.sampling import SamplingRows, choose, draw_uniforms
-from rollout.sync import Piece, WeightAssembler
+from rollout.sync import Piece, WeightAssembler, assemble
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,7 @@ class NativeEngine:
         if version <= self._version:
             raise ValueError(f"weights {version} are not newer than the current {self._version}; count upwards")
         targets, aliases, optional = _named_tensors(self._model)
-        assembler = WeightAssembler(targets, aliases, optional)
-        for piece in pieces:
-            assembler.add(piece)
-        whole = assembler.finish()
+        whole = assemble(WeightAssembler(targets, aliases, optional), pieces)
         with self._lock, torch.no_grad():
             for name, value in whole.items():
                 targets[name].copy_(value)

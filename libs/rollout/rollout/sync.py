@@ -204,3 +204,19 @@ class WeightAssembler:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ValueError(f"weights never arrived: {', '.join(missing[:3])}{more}")
         return whole
+
+
+def assemble(assembler: WeightAssembler, pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    """All tensors of a stream of pieces. The stream is read to its end before a ValueError about any piece is raised:
+    it may be a collective export, in which the other ranks wait for this one.
+    """
+    problem: ValueError | None = None
+    for piece in pieces:
+        if problem is None:
+            try:
+                assembler.add(piece)
+            except ValueError as error:
+                problem = error
+    if problem is not None:
+        raise problem
+    return assembler.finish()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.sync import PlainPiece, WeightAssembler, buckets, checksum, pieces_of
+from rollout.sync import PlainPiece, WeightAssembler, assemble, buckets, checksum, pieces_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
@@ -98,3 +98,16 @@ def test_sizes_are_checked():
         list(buckets([], 0))
     with pytest.raises(ValueError, match="max_elements"):
         list(pieces_of([], 0))
+
+
+def test_a_faulty_stream_is_read_to_its_end():
+    read = []
+
+    def stream():
+        for piece in pieces_of([("v", torch.ones(2)), ("w", torch.ones(2)), ("x", torch.ones(1))]):
+            read.append(piece.name)
+            yield piece
+
+    with pytest.raises(ValueError, match="unknown weight 'v'"):
+        assemble(WeightAssembler({"w": torch.zeros(2)}), stream())
+    assert read == ["v", "w", "x"]

@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
+    "<tool_response>",
     "<tool_call>",
     "</tool_call>",
     "<function=",
