@@ -33,16 +33,42 @@ def threshold_bound(descending: Ints, capacity: int) -> int:
     return int((half + np.maximum(0, -(-rest // capacity))).max())
 
 
-def rounding_bound(lengths: Ints, capacity: int, k: int) -> int:
-    """Bound by the dual feasible function u^(k) of Fekete and Schepers (2001).
+def rounding_bound(lengths: Ints, counts: Ints, capacity: int, k: int) -> int:
+    """Bound by the dual feasible function u^(k) of Fekete and Schepers (2001), for `counts[i]` lengths of `lengths[i]`.
 
     With x = length / capacity: u(x) = x where (k + 1) x is an integer, else floor((k + 1) x) / k. It holds lengths
     just above capacity / (k + 1), of which k fit in a bin.
     """
     steps, remainder = np.divmod(lengths * (k + 1), capacity)
     # u in units of 1 / (k * capacity), so that everything stays an integer
-    total = int(np.where(remainder == 0, lengths * k, steps * capacity).sum())
+    total = int((counts * np.where(remainder == 0, lengths * k, steps * capacity)).sum())
     return -(-total // (k * capacity))
+
+
+def slope_bound(lengths: Ints, counts: Ints, capacity: int, p: int, q: int) -> int:
+    """Bound by the dual feasible function of Burdett and Johnson (1977) with parameter z = p / q >= 1.
+
+    f(x) = (floor(z x) + max(0, frac(z x) - frac(z)) / (1 - frac(z))) / floor(z), with x = length / capacity. For z
+    between 2 and 3 it counts lengths around capacity / 3, where some bins hold two and some three, better than
+    their volume.
+    """
+    whole = p // q
+    start = (p - whole * q) * capacity
+    unit = q * capacity - start
+    steps, remainder = np.divmod(lengths * p, q * capacity)
+    total = int((counts * (steps * unit + np.maximum(0, remainder - start))).sum())
+    return -(-total // (unit * whole))
+
+
+def best_slope_bound(lengths: Ints, counts: Ints, capacity: int) -> int:
+    """Best of `slope_bound` over z in eighths up to 6, refined around the best of them down to 1/256."""
+    step = 8
+    best, p = max((slope_bound(lengths, counts, capacity, p, step), p) for p in range(step + 1, 6 * step) if p % step)
+    while step < 256:
+        step *= 2
+        tried = max((slope_bound(lengths, counts, capacity, n, step), n) for n in (2 * p - 1, 2 * p, 2 * p + 1))
+        best, p = max(best, tried[0]), tried[1]
+    return best
 
 
 def bins_bound(descending: Ints, capacity: int, enough: int) -> int:
@@ -50,10 +76,11 @@ def bins_bound(descending: Ints, capacity: int, enough: int) -> int:
     best = volume_bound(descending, capacity)
     if best < enough:
         best = max(best, threshold_bound(descending, capacity))
-    for k in range(2, 12):
-        if best >= enough:
-            break
-        best = max(best, rounding_bound(descending, capacity, k))
+    if best < enough:
+        lengths, counts = np.unique(descending, return_counts=True)
+        best = max(best, *(rounding_bound(lengths, counts, capacity, k) for k in range(2, 8)))
+        if best < enough:
+            best = max(best, best_slope_bound(lengths, counts, capacity))
     return best
 
 

@@ -3,22 +3,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.bounds import bins_bound, heaviest_part_bound, rounding_bound, threshold_bound, volume_bound
+from seqpack.bounds import (
+    best_slope_bound,
+    bins_bound,
+    heaviest_part_bound,
+    rounding_bound,
+    slope_bound,
+    threshold_bound,
+    volume_bound,
+)
 from seqpack.exact import fewest_bins, least_maximum
+
+slopes = st.integers(1, 40).flatmap(lambda q: st.tuples(st.integers(q, 7 * q), st.just(q)))
 
 
 def descending(lengths: list[int]) -> np.ndarray:
     return np.array(sorted(lengths, reverse=True), dtype=np.int64)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(60, 130), st.integers(1, 12))
-def test_every_bound_is_below_the_optimum(lengths: list[int], capacity: int, k: int) -> None:
-    optimum = fewest_bins(lengths, capacity)
-    array = descending(lengths)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(60, 130), st.integers(1, 12), slopes)
+def test_every_bound_is_below_the_optimum(
+    given_lengths: list[int], capacity: int, k: int, slope: tuple[int, int]
+) -> None:
+    optimum = fewest_bins(given_lengths, capacity)
+    array = descending(given_lengths)
+    p, q = slope
     assert volume_bound(array, capacity) <= optimum
     assert threshold_bound(array, capacity) <= optimum
-    assert rounding_bound(array, capacity, k) <= optimum
-    assert bins_bound(array, capacity, len(lengths)) <= optimum
+    lengths, counts = np.unique(array, return_counts=True)
+    assert rounding_bound(lengths, counts, capacity, k) <= optimum
+    assert slope_bound(lengths, counts, capacity, p, q) <= optimum
+    assert best_slope_bound(lengths, counts, capacity) <= optimum
+    assert bins_bound(array, capacity, len(given_lengths)) <= optimum
 
 
 def test_each_bound_sees_what_the_others_do_not() -> None:
@@ -26,7 +42,17 @@ def test_each_bound_sees_what_the_others_do_not() -> None:
     assert (volume_bound(descending([51] * 10), 100), threshold_bound(descending([51] * 10), 100)) == (6, 10)
     # Just over a third, two fit in a bin: only rounding with k = 2 sees five bins.
     third = descending([34] * 10)
-    assert (volume_bound(third, 100), threshold_bound(third, 100), rounding_bound(third, 100, 2)) == (4, 4, 5)
+    assert (
+        volume_bound(third, 100),
+        threshold_bound(third, 100),
+        rounding_bound(third[:1], np.array([10]), 100, 2),
+    ) == (4, 4, 5)
+    # Around a third of the capacity some bins hold two and some three: only a slope there sees that 3 will not do.
+    lengths, counts = np.unique([20, 30, 30, 35, 35, 35, 36, 36, 38], return_counts=True)
+    array = np.repeat(lengths, counts)[::-1]
+    others = [rounding_bound(lengths, counts, 100, k) for k in range(2, 12)]
+    assert max(volume_bound(array, 100), threshold_bound(array, 100), *others) == 3
+    assert best_slope_bound(lengths, counts, 100) == fewest_bins(array.tolist(), 100) == bins_bound(array, 100, 9) == 4
     # A pair and its leftovers: 60 + 40 fit, 60 + 41 do not.
     assert threshold_bound(descending([60, 60, 41, 41]), 100) == 3
 
