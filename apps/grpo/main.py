@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
 from apps.common import cli
+from apps.common.prompts import read_prompts
 from apps.common.run_dir import resolve_run_dir
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
@@ -33,8 +34,9 @@ def run(config: GrpoConfig) -> Result:
     """
     quiet_libraries()
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
-    if config.data.data is not None and not config.data.data.is_file():
-        raise ValueError(f"no such data file: {config.data.data}")
+    for path in (config.data.data, config.data.eval_data):
+        if path is not None:
+            read_prompts(path, config.data.prompt_column, config.data.answer_column)  # before anything is written
     model = config.model or ensure_tiny_model(run_dir / "model", config.seed)
     tasks = make_tasks(config.data, config.seed, load_tokenizer(model))
     if tasks.skipped:
