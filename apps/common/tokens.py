@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,8 +25,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def quiet_libraries() -> None:
-    """No progress bars for files of a few hundred kilobytes, no advice on tracing that nobody does; warnings stay."""
+    """No progress bars for files of a few hundred kilobytes, and no advice that nobody can follow; warnings stay.
+
+    The advice: on tracing, which nobody does here, and on a CPU to install kernels that need a GPU.
+    """
     transformers.utils.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from apps.grpo.main import run
+from apps.grpo.main import configure, run
 from apps.grpo.recipes import RECIPES
 from engines import EngineConfig
 
@@ -120,6 +120,18 @@ def test_learning_rate_zero_changes_nothing(tmp_path):
 def test_a_tool_episode_goes_all_the_way(tmp_path):
     run(calculator_recipe(tmp_path))
     assert len(rows(tmp_path)) == 2
+
+
+def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
+    _, run_dir = finished
+    rows_ = [{"ask": f"What is {i} and {i}?", "gold": f"Twice.\n#### {2 * i}"} for i in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    argv = ["--model", str(run_dir / "export"), "--data", str(tmp_path / "own.jsonl"), "--prompt-column", "ask"]
+    argv += ["--answer-column", "gold", "--run-dir", str(tmp_path / "run"), "--engine.device", "cpu", "--steps", "1"]
+    argv += ["--prompts", "2", "--group-size", "2", "--sampling.max-new-tokens", "4", "--no-drop-uniform-groups"]
+    run(configure(argv))
+    assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
+    assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
 
 
 def test_a_finished_folder_is_not_written_over(finished):
