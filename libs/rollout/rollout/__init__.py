@@ -51,7 +51,7 @@ _EXPORTS = {
     "run_group": "rollout.episode",
     "to_batch": "rollout.trajectory",
 }
-__all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:

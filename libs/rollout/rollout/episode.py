@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,13 @@ class _Transcript:
         self.loss_mask += [True] * len(completion.ids)
         self.log_probs += completion.log_probs
         self.policy_versions += completion.policy_versions
+
+    def trajectory(
+        self, reward: float, group: int, messages: Sequence[Message], metadata: Mapping[str, Any]
+    ) -> Trajectory:
+        """The streams as they are now, with what is known of the whole episode."""
+        streams = (tuple(self.ids), tuple(self.loss_mask), tuple(self.log_probs), tuple(self.policy_versions))
+        return Trajectory(*streams, reward=reward, group=group, messages=tuple(messages), metadata=metadata)
 
 
 async def run_episode(
@@ -93,16 +100,7 @@ async def run_episode(
             transcript.given(following)
             messages.extend(outcome.messages)
     notes.update(end=end, turns=turn + 1)
-    return Trajectory(
-        ids=tuple(transcript.ids),
-        loss_mask=tuple(transcript.loss_mask),
-        log_probs=tuple(transcript.log_probs),
-        policy_versions=tuple(transcript.policy_versions),
-        reward=reward,
-        group=group,
-        messages=tuple(messages),
-        metadata=notes,
-    )
+    return transcript.trajectory(reward, group, messages, notes)
 
 
 async def run_group(

@@ -19,7 +19,7 @@ _EXPORTS = {
     "summary_table": "runlog.display",
     "write_report": "runlog.report",
 }
-__all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
