@@ -1,12 +1,14 @@
 """Which implementation of an operation can run a given call: asked at call time, never at import."""
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,18 @@ def installed(package: str, distribution: str | None = None) -> str | None:
         return ""
 
 
+@cache
+def has_nvcc() -> bool:
+    """Whether the CUDA compiler is here, which tilelang compiles its kernels with."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if shutil.which("nvcc") or any(home and Path(home, "bin", "nvcc").exists() for home in homes):
+        return True
+    try:
+        return bool(version("nvidia-cuda-nvcc"))
+    except PackageNotFoundError:
+        return False
+
+
 def _needs_cuda_half(request: Request) -> str | None:
     if request.device.type != "cuda":
         return f"needs a CUDA device, the tensors are on {request.device.type}"
@@ -109,11 +123,11 @@ def _triton_trap(request: Request) -> str | None:
     numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in triton.split("+")[0].split(".")[:3])
     if not (3, 4, 0) <= numbers < (3, 7, 1):
         return None
-    if installed("tilelang") is not None and os.environ.get("FLA_TILELANG") != "0":
+    if installed("tilelang") is not None and os.environ.get("FLA_TILELANG") != "0" and has_nvcc():
         return None
     if _refuse_flash_qla(request) is None and os.environ.get("FLA_FLASH_QLA") != "0":
         return None
-    return f"no backward on Hopper with triton {triton}: install tilelang or flash-qla, or triton 3.7.1 or newer"
+    return f"no backward on Hopper with triton {triton}: install tilelang (with nvcc) or flash-qla, or triton 3.7.1"
 
 
 def _refuse_flash_qla(request: Request) -> str | None:

@@ -14,9 +14,10 @@ CUDA = torch.device("cuda")
 def pretend(monkeypatch):
     """Packages and a device that are not here."""
 
-    def set_up(packages, capability=(9, 0), triton="3.6.0"):
+    def set_up(packages, capability=(9, 0), triton="3.6.0", nvcc=True):
         versions = {**dict.fromkeys(packages, "1.0"), "triton": triton}
         monkeypatch.setattr(probe, "installed", lambda package, distribution=None: versions.get(package))
+        monkeypatch.setattr(probe, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
     return set_up
@@ -76,7 +77,7 @@ def test_triton_that_cannot_go_backward_on_hopper_is_avoided(pretend):
     pretend(["fla"])
     assert names("gated_delta_rule") == ["torch"]
     assert names("gated_delta_rule", grad=False) == ["fla", "torch"]
-    with pytest.raises(ValueError, match=r"on Hopper with triton 3\.6\.0: install tilelang or flash-qla"):
+    with pytest.raises(ValueError, match=r"on Hopper with triton 3\.6\.0: install tilelang \(with nvcc\) or flash-qla"):
         choose(request("gated_delta_rule"), "fla")
     pretend(["fla"], triton="3.7.1")
     assert names("gated_delta_rule") == ["fla", "torch"]
@@ -84,6 +85,8 @@ def test_triton_that_cannot_go_backward_on_hopper_is_avoided(pretend):
     assert names("gated_delta_rule") == ["fla", "torch"]
     pretend(["fla", "tilelang"])
     assert names("gated_delta_rule") == ["fla", "torch"]
+    pretend(["fla", "tilelang"], nvcc=False)
+    assert names("gated_delta_rule") == ["torch"]
     pretend(["fla", "flash_qla"])
     assert names("gated_delta_rule", key_dim=64, value_dim=64) == ["torch"]
 
