@@ -137,11 +137,15 @@ def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[s
         tiles.append(
             _tile("Held-out accuracy", _percent(last), f"{_percent(first)} before, {100 * (last - first):+.1f} points")
         )
+    elif loss := by_title.get("Held-out loss"):
+        tiles.append(_tile("Held-out loss", shown(loss[1][-1]), f"{shown(loss[1][0])} before"))
     if reward := by_title.get("Reward"):
         tenth = max(1, len(reward[1]) // 10)
         start, end = (sum(part) / len(part) for part in (reward[1][:tenth], reward[1][-tenth:]))
         tiles.append(_tile("Reward", shown(end), f"{shown(start)} at first, {tenth}-step means"))
-    tiles.append(_tile("Steps", f"{metrics[-1]['step']:,}", f"{episodes:,} episodes kept"))
+    tiles.append(
+        _tile("Steps", f"{metrics[-1]['step']:,}", f"{episodes:,} episodes kept" if episodes else "no episodes kept")
+    )
     if rate := by_title.get("Throughput"):
         ordered = sorted(rate[1])
         tiles.append(_tile("Tokens per second", shown(float(round(ordered[len(ordered) // 2]))), "median step"))

@@ -59,3 +59,9 @@ def test_the_headline():
 
 def test_a_run_of_one_row_has_a_headline():
     assert [t["label"] for t in headline([{"step": 1, "loss": 2.0}], 0)] == ["Steps"]
+
+
+def test_the_headline_of_fine_tuning_is_the_held_out_loss():
+    tiles = headline([{"step": 0, "eval/loss": 2.5}, {"step": 9, "eval/loss": 0.75}], 0)
+    assert tiles[0] == {"label": "Held-out loss", "value": "0.75", "note": "2.5 before"}
+    assert tiles[1]["note"] == "no episodes kept"

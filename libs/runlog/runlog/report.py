@@ -55,6 +55,7 @@ def write_report(
     page = template.render(
         title=title or run_dir.resolve().name,
         tiles=headline(metrics, logged),
+        episodes=logged,
         config=flat_config(_config(run_dir)),
         data=_script_json(data),
         css=(assets / "report.css").read_text(encoding="utf-8"),

@@ -81,6 +81,7 @@ def test_a_run_without_metrics_is_refused(tmp_path):
 def test_a_run_without_episodes_or_config_has_a_report(tmp_path):
     text = write_report(make_run(tmp_path, episodes=0)).read_text(encoding="utf-8")
     assert "logged no configuration" in text
+    assert '<section id="episodes" hidden>' in text
 
 
 def test_configuration_is_flat_and_in_its_own_order():
