@@ -23,7 +23,7 @@ def group():
 
 def engine(seed=0, trainable=True, **changes):
     config = EngineConfig(device="cpu", lr=1e-2, warmup_steps=3, max_tokens_per_rank=20, weight_decay=0.1)
-    return build_engine(config, tiny_model("dense", seed=seed, **changes), trainable=trainable)
+    return build_engine(config, tiny_model("dense", seed=seed, num_hidden_layers=2, **changes), trainable=trainable)
 
 
 def weights(built):

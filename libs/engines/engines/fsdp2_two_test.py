@@ -10,7 +10,7 @@ from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
-STEPS = 4
+STEPS = 3
 KINDS = ["dense", "moe"]
 
 
@@ -18,7 +18,7 @@ def engine(kind="dense", seed=0, **options):
     config = EngineConfig(
         **{"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, **options}
     )
-    return build_engine(config, tiny_model(kind, seed=seed, scale=2.0))
+    return build_engine(config, tiny_model(kind, seed=seed, scale=2.0, num_hidden_layers=2))
 
 
 def weights(built):
