@@ -85,7 +85,7 @@ def test_groups_are_kept_and_bounded(found: list[tuple[dict, dict]]) -> None:
         assert out["bounded"] == (1, 2)
         assert "call prepare(plan)" in out[(0, 1)]
         assert "have no process group yet" in out[(0, 2)]
-        assert "needs 2 process groups, the limit is 1" in out["too many"]
+        assert "needs 2 process groups on rank 1, the limit is 1" in out["too many"]
         assert out["closed"] == 0, rank
 
 

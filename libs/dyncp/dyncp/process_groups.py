@@ -1,6 +1,7 @@
 """The process groups that plans need: made when a plan first asks, in one order on every rank, kept, and bounded."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -13,12 +14,12 @@ class ProcessGroups:
     """A cache of process groups over the default world.
 
     Creating a group is collective over the whole world, so `prepare` must be called by every rank with the same plan,
-    before any of its steps. limit: how many groups of more than one rank and less than the world may exist at a time (a
-    communicator takes device memory); the least recently planned ones are destroyed first. `dyncp.plan` takes the same
-    limit and keeps to it.
+    before any of its steps. limit: how many groups any one rank may be in at a time, the world not counted (each holds
+    device memory); the least recently planned ones are destroyed first, the same on every rank. `Topology.max_groups`
+    is the planner's limit for one plan.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, limit: int = 32) -> None:
         self.limit = limit
         self.created = 0
         self._groups: OrderedDict[Ranks, dist.ProcessGroup] = OrderedDict()
@@ -26,18 +27,26 @@ class ProcessGroups:
     def prepare(self, plan: DynamicPlan) -> None:
         """Make the plan's groups. Collective. ValueError where one plan needs more than the limit."""
         needed = [ranks for ranks in plan.process_groups() if len(ranks) < plan.world_size]
-        if len(needed) > self.limit:
-            raise ValueError(f"the plan needs {len(needed)} process groups, the limit is {self.limit}: raise it")
+        rank, most = _busiest(needed)
+        if most > self.limit:
+            raise ValueError(
+                f"the plan needs {most} process groups on rank {rank}, the limit is {self.limit}: raise it"
+            )
         for ranks in needed:
             if ranks in self._groups:
                 self._groups.move_to_end(ranks)
                 continue
             self._groups[ranks] = dist.new_group(list(ranks))
             self.created += 1
-        while len(self._groups) > self.limit:
-            _, oldest = self._groups.popitem(last=False)
-            if oldest != dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(oldest)
+        rank, most = _busiest(self._groups)
+        while most > self.limit:
+            self._destroy(next(ranks for ranks in self._groups if rank in ranks))
+            rank, most = _busiest(self._groups)
+
+    def _destroy(self, ranks: Ranks) -> None:
+        group = self._groups.pop(ranks)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup | None:
         """The group of these ranks: None for a single rank, the default group for the whole world."""
@@ -54,7 +63,11 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroy all groups. Collective over each group's ranks."""
-        while self._groups:
-            _, group = self._groups.popitem()
-            if group != dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+        for ranks in list(self._groups):
+            self._destroy(ranks)
+
+
+def _busiest(groups: Iterable[Ranks]) -> tuple[int, int]:
+    """(rank, in how many of the groups it is) for the rank that is in most; the lowest of several."""
+    counts = Counter(rank for ranks in groups for rank in ranks)
+    return max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
