@@ -1,11 +1,14 @@
 """The report in a real browser: Chromium, driven over chromedriver's own HTTP protocol (W3C WebDriver)."""
 
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -66,10 +69,16 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
+def driver():
+    # Chromium puts a socket under TMPDIR, and a socket's path has at most 107 characters: the sandbox's is longer.
+    with tempfile.TemporaryDirectory(prefix="report", dir="/tmp", ignore_cleanup_errors=True) as name:
+        yield from session(Path(name))
+
+
+def session(folder):
+    environment = {**os.environ, "HOME": str(folder), "TMPDIR": str(folder)}
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
         deadline = time.monotonic() + 60
         while "successfully on port" not in (folder / "log").read_text():
