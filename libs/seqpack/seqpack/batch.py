@@ -141,4 +141,4 @@ def _tensor(key: str, index: int, value: Any, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"{key} of sample {index} is not a tensor or a list of numbers: {error}") from error
     if tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel():
         raise ValueError(f"{key} of sample {index} is {tensor.dtype}, expected {dtype}")
-    return tensor.to(dtype)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

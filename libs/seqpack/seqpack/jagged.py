@@ -44,19 +44,16 @@ def jagged(tensors: Sequence[Tensor], ragged_dim: int = -1) -> Tensor:
         if not isinstance(sample, Tensor) or sample.is_nested:
             raise ValueError(f"sample {index} must be a plain tensor, got {type(sample).__name__}")
     dim = check_ragged_dim(ragged_dim, first.dim())
+    before, after, dtype, device = first.shape[:dim], first.shape[dim + 1 :], first.dtype, first.device
     for index, sample in enumerate(samples):
-        same_rank = sample.dim() == first.dim()
-        if not same_rank or any(
-            a != b for d, (a, b) in enumerate(zip(sample.shape, first.shape, strict=True)) if d != dim
-        ):
+        shape = sample.shape
+        if len(shape) != first.dim() or shape[:dim] != before or shape[dim + 1 :] != after:
             raise ValueError(
-                f"sample {index} has shape {tuple(sample.shape)}, which differs from {tuple(first.shape)} of sample 0 "
+                f"sample {index} has shape {tuple(shape)}, which differs from {tuple(first.shape)} of sample 0 "
                 f"outside the ragged dimension {dim}"
             )
-        if sample.dtype != first.dtype or sample.device != first.device:
-            raise ValueError(
-                f"sample {index} is {sample.dtype} on {sample.device}, sample 0 is {first.dtype} on {first.device}"
-            )
+        if sample.dtype != dtype or sample.device != device:
+            raise ValueError(f"sample {index} is {sample.dtype} on {sample.device}, sample 0 is {dtype} on {device}")
     return jagged_from_values(torch.cat(samples, dim=dim), [s.shape[dim] for s in samples], dim)
 
 
