@@ -18,8 +18,8 @@ Cost = Callable[[int], float] | Sequence[float]
 class MicroBatchPlan:
     """`ranks[dp_rank][micro_batch]` holds indices; every rank has the same number of micro-batches, some may be empty.
 
-    `lengths` are the true lengths, of which none takes more than its multiple of `align` in a micro-batch; `costs`
-    what was balanced. `split_groups` names the groups that were too long for one micro-batch.
+    `lengths` are the true lengths, each of which counts as its next multiple of `align`; `costs` are what was balanced;
+    `split_groups` names the groups that were too long for one micro-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
