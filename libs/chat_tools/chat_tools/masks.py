@@ -7,6 +7,7 @@ with the template's end-of-turn token, since both are how the model will meet th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ def find_frame(template: ChatTemplate, like: Message) -> Frame:
         answered = template.text([question, answer])
     except template_errors():
         return Frame("", "")
-    prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
+    prompt = prompted[common_prefix(asked, prompted) :]  # the shorter one may have an end of its own
     return Frame(prompt, answered.partition(mark)[2])
 
 
@@ -70,34 +71,67 @@ def find_region(
     template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool, frame: Frame, lower: int
 ) -> Region | str:
     """Find what message `index` wrote in `text`, the rendering of all messages; or say why that cannot be proven."""
-    mark = unused([text])
-    other = _replaced(template, messages, index, mark, prompted)
-    if other is None:
-        return f"message {index}: the template refuses it with other words, so its tokens cannot be told apart"
-    before = common_prefix(text, other)
-    after = common_suffix(text[before:], other[before:])
-    body_end = len(text) - after
-    if mark not in other[before : len(other) - after]:
-        return f"message {index}: the template does not render its content"
-    start = _turn_start(text, before, frame.prompt, lower)
-    if start is None or start < lower:
-        return f"message {index}: its beginning cannot be told from the message before"
-    body_end, end = _turn_end(template.tokenizer, text, body_end, frame.closing)
-    return Region(index, start, max(body_end, start), end)
-
-
-def _replaced(template: ChatTemplate, messages: Sequence[Message], index: int, mark: str, prompted: bool) -> str | None:
-    """Render with one message's words replaced; its calls stay only if the template needs them."""
-    message = messages[index]
+    message, mark = messages[index], unused([text])
     plain = {k: v for k, v in message.items() if k not in _REPLACED}
     plain["content"] = content_like(message, mark)
-    kept = {**plain, "tool_calls": [_renamed(call, mark) for call in message.get("tool_calls") or ()]}
-    for candidate in (plain, kept) if kept["tool_calls"] else (plain,):
-        try:
-            return template.text([*messages[:index], candidate, *messages[index + 1 :]], prompted)
-        except template_errors():
-            continue
-    return None
+    found = _shared(template, messages, index, plain, text, prompted, mark)
+    if found is not None:
+        before, body_end = found
+        body_end, end = _turn_end(template.tokenizer, text, body_end, frame.closing)
+    if message.get("tool_calls") and (found is None or end > _next_begin(template, messages, index, text, prompted)):
+        # Without its calls the message changes how the results are rendered: keep them, with other arguments.
+        kept = {**plain, "tool_calls": [_renamed(call, mark) for call in message["tool_calls"]]}
+        found = _shared(template, messages, index, kept, text, prompted, mark)
+        if found is not None:
+            before, inner_end = found
+            body_end = end = _rendered_end(template, messages[: index + 1], text)
+            if end < inner_end or end > _next_begin(template, messages, index, text, prompted):
+                found = None
+    if found is None:
+        return f"message {index}: the template does not render its content apart from what follows"
+    start = _turn_start(text, before, frame.prompt, lower)
+    if start < lower:
+        return f"message {index}: its beginning cannot be told from the message before"
+    return Region(index, start, max(body_end, start), max(end, start))
+
+
+def _shared(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    index: int,
+    other: Message,
+    text: str,
+    prompted: bool,
+    mark: str,
+) -> tuple[int, int] | None:
+    """Render with another message in place of one; return the characters of `text` that are not in both renderings."""
+    try:
+        changed = template.text([*messages[:index], other, *messages[index + 1 :]], prompted)
+    except template_errors():
+        return None
+    before = common_prefix(text, changed)
+    after = common_suffix(text[before:], changed[before:])
+    return (before, len(text) - after) if mark in changed[before : len(changed) - after] else None
+
+
+def _next_begin(template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool) -> int:
+    """Return where the words of the next message begin."""
+    if index + 1 == len(messages):
+        return len(text)
+    mark = unused([text])
+    following = messages[index + 1]
+    other = {**{k: v for k, v in following.items() if k not in _REPLACED}, "content": content_like(following, mark)}
+    found = _shared(template, messages, index + 1, other, text, prompted, mark)
+    return found[0] if found is not None else 0
+
+
+def _rendered_end(template: ChatTemplate, messages: Sequence[Message], text: str) -> int:
+    """Return where a conversation's rendering ends in the rendering of a longer one; 0 if it is not in it."""
+    try:
+        shorter = template.text(messages)
+    except template_errors():
+        return 0
+    return len(text[: common_prefix(shorter, text)].rstrip())
 
 
 def _renamed(call: Any, mark: str) -> Any:
@@ -107,7 +141,7 @@ def _renamed(call: Any, mark: str) -> Any:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def _turn_start(text: str, before: int, prompt: str, lower: int) -> int | None:
+def _turn_start(text: str, before: int, prompt: str, lower: int) -> int:
     """Return where the generation prompt (or as much of it as history keeps) ends, at or near `before`."""
     if not prompt:  # the turn begins without any header: white space before it is the model's
         return lower + len(text[lower:before].rstrip())
@@ -124,11 +158,15 @@ def _turn_start(text: str, before: int, prompt: str, lower: int) -> int | None:
 def _turn_end(tokenizer: Any, text: str, body_end: int, closing: str) -> tuple[int, int]:
     """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
     marker = closing.rstrip()
+    specials = sorted(filter(None, getattr(tokenizer, "all_special_tokens", ())), key=len, reverse=True)
+    tokens = "|".join(map(re.escape, specials))
+    if specials and (run := re.match(f"(?:{tokens})+", marker)):  # the tokens up to the separator
+        marker = run.group()
     if marker and text.startswith(marker, body_end):
         return body_end, body_end + len(marker)
     if marker:  # history or a call may close a turn with another token, whose last characters are the same
-        for token in sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True):
-            at = text.rfind(token, max(body_end - len(token) + 1, 0), body_end + len(token)) if token else -1
+        for token in specials:
+            at = text.rfind(token, max(body_end - len(token) + 1, 0), body_end + len(token))
             if at >= 0:
                 return at, at + len(token)
     return body_end, body_end

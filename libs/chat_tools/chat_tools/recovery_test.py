@@ -82,6 +82,26 @@ def test_split_utf8():
     assert parse(raw[: raw.index("✓".encode()) + 1], "qwen3_xml").text.endswith("\ufffd")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"text": "a\\"}, \\\\"}}</tool_call>'),
+        ("hermes", "<tool_call>{'name': 'write', 'arguments': {'text': 'a\\'}, \\\\'}}</tool_call>"),
+        ("pythonic", "[write(text='a\\')], b(\\\\')]"),
+        ("gemma", '<|tool_call>call:write{text:<|"|>a"}\\<|"|>}<tool_call|>'),
+    ],
+)
+def test_escapes_and_quotes_cut_anywhere(name, text):
+    whole = parse(text, name, TOOLS)
+    assert len(whole.tool_calls) == 1
+    assert not whole.malformed
+    for cut in range(len(text) + 1):
+        parser = StreamParser(name, TOOLS)
+        parser.feed(text[:cut])
+        parser.feed(text[cut:])
+        assert parser.finish() == whole
+
+
 def test_the_stream_keeps_pace():
     """Text is reported at once unless it may be the beginning of a marker; a call when its last character is there."""
     parser = StreamParser("hermes")
