@@ -117,8 +117,8 @@ def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[tuple], each: b
     return longest.tolist(), total.item() / the_plan.trained_tokens
 
 
-def one_step(bench: Bench, the_plan: DynamicPlan) -> float:
-    """Median seconds of a one-step plan, after a first run that tunes kernels."""
+def plan_seconds(bench: Bench, the_plan: DynamicPlan) -> float:
+    """Median seconds of a plan, after a first run that tunes kernels."""
     prepared = prepare(bench, the_plan)
     run_plan(bench, the_plan, prepared, each=False)
     return statistics.median(run_plan(bench, the_plan, prepared, each=False)[0][0] for _ in range(bench.repeats))
@@ -167,7 +167,7 @@ def lengths_of(count: int, typical: float, spread: float, longest: int, seed: in
 def calibrate(bench: Bench, methods: list[str]) -> None:
     world = dist.get_world_size()
     sizes = list(range(1, world + 1)) if world <= 4 else [n for n in (1, 2, 4, 8) if world % n == 0]
-    bench.cost = calibrate_groups(lambda p: one_step(bench, p), bench.cost, world, bench.cap, sizes, methods)
+    bench.cost = calibrate_groups(lambda p: plan_seconds(bench, p), bench.cost, world, bench.cap, sizes, methods)
     bench.say(
         f"\n## Fitted cost model ({bench.clock()})\n",
         "| method | size | base ms | us/token | ps/pair |",

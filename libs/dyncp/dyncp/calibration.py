@@ -39,7 +39,7 @@ def fit(timings: Sequence[Timing]) -> Coefficients:
 
 
 def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
-    """Lengths for one group: one sequence as long as it goes, and short ones, full and half full; enough to fit."""
+    """Lengths for one group: one sequence as long as it goes, short ones, and long-tailed mixes as in training."""
     full = cp_size * cap
     short = max(1, cap // 16)
     return [
@@ -48,23 +48,34 @@ def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
         (full // 4,) * 4,
         (short,) * (full // short),
         (short,) * (full // short // 2 or 1),
+        *(_long_tailed(full, cap, seed) for seed in range(3)),
     ]
+
+
+def _long_tailed(full: int, cap: int, seed: int) -> tuple[int, ...]:
+    """Lognormal lengths around a quarter of the cap that fill nine tenths of the group."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(max(cap / 4, 1.0)), 1.0, 64)
+    lengths = np.clip(drawn, 1, max(full // 2, 1)).astype(int)
+    kept = lengths[: max(1, int((lengths.cumsum() <= 0.9 * full).sum()))]
+    return tuple(kept.tolist())
 
 
 def uniform_plan(
-    lengths: Sequence[int], world_size: int, cap: int, cp_size: int, method: Method, layout: Layout
+    lengths: Sequence[int], world_size: int, cap: int, cp_size: int, method: Method, layout: Layout, steps: int = 1
 ) -> DynamicPlan:
-    """One step in which every group of cp_size ranks has sequences of the same lengths; what remains of the world
-    idles.
-    """
+    """Equal steps in which every group of cp_size ranks has sequences of the same lengths; left-over ranks idle."""
     count, each = world_size // cp_size, len(lengths)
-    groups = [
-        Group(tuple(range(g * cp_size, (g + 1) * cp_size)), tuple(range(g * each, (g + 1) * each)))
-        for g in range(count)
-    ]
-    groups += [Group((rank,), ()) for rank in range(count * cp_size, world_size)]
+    made = []
+    for step in range(steps):
+        firsts = [(step * count + g) * each for g in range(count)]
+        groups = [
+            Group(tuple(range(g * cp_size, (g + 1) * cp_size)), tuple(range(first, first + each)))
+            for g, first in enumerate(firsts)
+        ]
+        groups += [Group((rank,), ()) for rank in range(count * cp_size, world_size)]
+        made.append(Step(tuple(groups)))
     return DynamicPlan(
-        tuple(lengths) * count, world_size, cap, (Step(tuple(groups)),), layout=layout, method=method, name="uniform"
+        tuple(lengths) * count * steps, world_size, cap, tuple(made), layout=layout, method=method, name="uniform"
     )
 
 
@@ -76,15 +87,19 @@ def calibrate_groups(
     sizes: Sequence[int],
     methods: Sequence[Method],
     layout: Layout = "contiguous",
+    steps: int = 3,
 ) -> CostModel:
-    """The cost model with measured numbers for each size and method. run(plan): its one step's seconds (collective)."""
+    """The cost model with measured numbers for each size and method. run(plan): the plan's seconds (collective).
+
+    A plan of several equal steps is timed, so that what happens once an optimizer step counts as little as in training.
+    """
     rows = []
     for size in sizes:
         for method in methods if size > 1 else methods[:1]:
             if not cost.allowed(size, method):
                 continue
             timings = [
-                Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout)))
+                Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout, steps)) / steps)
                 for lengths in workloads(size, cap)
             ]
             rows.append((method, size, *fit(timings)))

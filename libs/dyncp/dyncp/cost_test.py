@@ -99,6 +99,8 @@ def test_calibration_runs_every_size_that_can_run() -> None:
         ("ulysses", 4),
         ("ring", 4),
     }
-    assert len(asked) == 5 * len(cost.measured)
-    plan = uniform_plan((5, 3), 5, 64, 2, "ring", "contiguous")
+    assert len(asked) == 8 * len(cost.measured)
+    assert [row[2] for row in cost.measured] == pytest.approx([0.1 / 3] * len(cost.measured), rel=0.01)
+    plan = uniform_plan((5, 3), 5, 64, 2, "ring", "contiguous", steps=2)
+    assert sorted(plan.sample_order()) == list(range(8))
     assert [g.sample_ids for g in plan.steps[0].groups] == [(0, 1), (2, 3), ()]

@@ -141,8 +141,7 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) ->
     sizes = setup.other if cell.other else setup.sizes
     facts = (cp_size, cell.kind, cell.layout, cell.method, cell.mix, cell.other)
     planned = _refusal_when_planning(cell, sizes, cp_size)
-    lengths = setup.mixes[cell.mix]
-    packed = pack_group(make_mix(lengths, sizes), range(len(lengths)), cp_size, cell.layout).to(setup.device)
+    packed = _packed(cell.mix, cell.other, cp_size, cell.layout, setup)
     try:
         output, gradients = run_sharded(
             build_model(cell.kind, sizes, setup.dtype, setup.device), packed, rank, cell, group
@@ -206,6 +205,18 @@ def run_sharded(
     return unshard(output.detach(), part.sharding, group), gradients
 
 
+_PACKED: dict[tuple[str, bool, int, str, torch.dtype], PackedBatch] = {}
+
+
+def _packed(mix: str, other: bool, cp_size: int, layout: Layout, setup: Setup) -> PackedBatch:
+    """The packed batch of a mix, padded for the layout. Made once."""
+    key = (mix, other, cp_size, layout, setup.dtype)
+    if key not in _PACKED:
+        lengths, sizes = setup.mixes[mix], setup.other if other else setup.sizes
+        _PACKED[key] = pack_group(make_mix(lengths, sizes), range(len(lengths)), cp_size, layout).to(setup.device)
+    return _PACKED[key]
+
+
 _REFERENCES: dict[tuple[str, bool, str, torch.dtype], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
 
@@ -216,7 +227,7 @@ def _reference(kind: str, other: bool, mix: str, setup: Setup) -> tuple[torch.Te
         return _REFERENCES[key]
     sizes = setup.other if other else setup.sizes
     model = build_model(kind, sizes, setup.dtype, setup.device).double()
-    packed = pack_group(make_mix(setup.mixes[mix], sizes), range(len(setup.mixes[mix])), 1).to(setup.device)
+    packed = _packed(mix, other, 1, "contiguous", setup)
     output = model(packed.values["input_ids"], packed.cu_seqlens, setup.oracle)
     cotangent = packed.values["cotangent"].T.to(setup.dtype).double()
     (output * cotangent).sum().backward()
