@@ -126,7 +126,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, deadline=None)
 @given(json_values)
 def test_literals_are_read_as_python_writes_them(value):
     assert loads(repr(value)) == value
@@ -134,7 +134,7 @@ def test_literals_are_read_as_python_writes_them(value):
     assert json.loads(dumps(value)) == value
 
 
-@settings(max_examples=250)
+@settings(max_examples=250, deadline=None)
 @given(st.text(alphabet="[]{}()'\",:0123456789.eEtrufalsn \\-+_xN\n", max_size=40))
 def test_any_text_is_a_value_or_an_error(text):
     try:

@@ -137,7 +137,8 @@ def _rendered_end(template: ChatTemplate, messages: Sequence[Message], text: str
 def _renamed(call: Any, mark: str) -> Any:
     """Return the call with other arguments (and the id that a tool message may ask for)."""
     function = call.get("function", call)
-    changed = {**function, "arguments": {mark: mark} if not isinstance(function.get("arguments"), str) else mark}
+    given = function.get("arguments")
+    changed = {**function, "arguments": dict.fromkeys(given or [mark], mark) if isinstance(given, dict) else mark}
     return {**call, "function": changed} if "function" in call else changed
 
 

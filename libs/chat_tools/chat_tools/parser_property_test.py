@@ -38,7 +38,7 @@ def check(message: ParsedMessage, text: str) -> None:
         call.arguments.encode()
 
 
-@settings(max_examples=250)
+@settings(max_examples=250, deadline=None)
 @given(st.data(), NAMES, st.booleans())
 def test_every_cut_gives_what_the_whole_gives(data, name, typed):
     text = data.draw(texts(name))
@@ -52,7 +52,7 @@ def test_every_cut_gives_what_the_whole_gives(data, name, typed):
     assert parser.finish() == whole
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), NAMES)
 def test_letter_by_letter(data, name):
     text = data.draw(texts(name))
@@ -62,14 +62,14 @@ def test_letter_by_letter(data, name):
     assert parser.finish() == parse(text, name, TOOLS)
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), NAMES, st.sampled_from(["", "<think>\n", "<|start|>assistant<|channel|>analysis<|message|>"]))
 def test_what_the_prompt_began(data, name, prefill):
     text = data.draw(texts(name))
     check(parse(text, name, TOOLS, prefill=prefill), text)
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(NAMES, st.binary(max_size=60), st.integers(0, 60))
 def test_bytes_cut_anywhere(name, raw, cut):
     parser = StreamParser(name)

@@ -44,7 +44,7 @@ def conversations(draw, name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_proven_mask_is_the_marked_one(name, data):
     messages = data.draw(conversations(name))
@@ -200,3 +200,34 @@ def test_tools_may_be_functions():
     tokenizer = tiny_tokenizer("chatml", template="{{ tools[0].function.name }}")
     assert render(tokenizer, TALK[:1], tools=[look]).text == "look"
     assert ChatTemplate(tokenizer, [look], {}).tools
+
+
+RESULTS_WITH_THE_CALL = """
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if strict and not messages[loop.index0 - 1].tool_calls -%}{{- raise_exception('No call.') -}}{%- endif -%}
+{%- if messages[loop.index0 - 1].tool_calls -%}{{- '<result>' + m.content + '</result>' -}}{%- endif -%}
+{%- else -%}
+{{- '<|im_start|>' + m.role + '\n' + m.content -}}
+{%- for call in m.tool_calls or [] -%}
+{{- '<call>' + call.function.arguments.word + '</call><|im_end|>\n' -}}
+{%- endfor -%}
+{%- if not m.tool_calls -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tool_result_is_never_trained(strict):
+    """The template renders a result only behind its call, or refuses it without one."""
+    tokenizer = tiny_tokenizer("chatml", template=RESULTS_WITH_THE_CALL)
+    turn = {"role": "assistant", "content": "see", "tool_calls": [call("x")]}
+    rendered = render(tokenizer, [TALK[0], turn, TOOL, *TALK[1:]], strict=strict)
+    assert rendered.problems == ()
+    assert [rendered.text[s.start : s.end] for s in rendered.spans] == [
+        "see<call>x</call><|im_end|>",
+        "hello<|im_end|>",
+        "see you<|im_end|>",
+    ]

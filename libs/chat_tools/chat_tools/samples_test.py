@@ -28,7 +28,7 @@ def schema_of(value: object) -> dict:
     return {"type": kinds.get(type(value), "object")}
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(formats()), calls, words.map(str.strip), words.map(str.strip))
 def test_round_trip(name, calls, content, reasoning):
     fmt = FORMATS[name]
