@@ -1,9 +1,10 @@
 """Fused kernels of other packages behind the calls of this one; imported only after `probe` has said that they can run.
 
-Boundaries are handed to the kernels as they are: checking them would make every call wait for the device.
+Boundaries are looked at once for all the layers that share a tensor of them: every look waits for the device.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -56,8 +57,11 @@ def gated_delta_rule_flash_qla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Call a kernel that wants a batch dimension of one, a float32 decay and int64 boundaries."""
+    """Call a kernel that wants a batch dimension of one, a float32 decay, int64 boundaries and no empty sequence."""
     state = call.initial_state
+    boundaries, filled = _BOUNDARIES.of(call.cu_seqlens)
+    if filled is not None and state is not None:
+        state = state[filled]
     o, final = kernel(
         *(x.contiguous()[None] for x in (call.q, call.k, call.v)),
         g=call.g.float().contiguous()[None],
@@ -66,9 +70,49 @@ def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, 
         initial_state=None if state is None else state.float().contiguous(),
         output_final_state=call.output_final_state,
         use_qk_l2norm_in_kernel=call.l2norm_qk,
-        cu_seqlens=call.cu_seqlens.long(),
+        cu_seqlens=boundaries,
     )
-    return o[0], final if call.output_final_state else None
+    if not call.output_final_state:
+        return o[0], None
+    return o[0], final if filled is None else _with_empty(final, filled, call)
+
+
+def _with_empty(final: Tensor, filled: Tensor, call: DeltaCall) -> Tensor:
+    """Final states of all sequences: those without tokens keep the state they began with."""
+    n = call.cu_seqlens.numel() - 1
+    begun = final.new_zeros(n, *final.shape[1:]) if call.initial_state is None else call.initial_state.to(final.dtype)
+    return begun.index_copy(0, filled, final)
+
+
+class _Boundaries:
+    """Boundaries as int64 without empty sequences (FlashQLA refuses those), and which sequences are left; None for all.
+
+    The last tensor's answer is kept: the layers of a model ask for the same one in turn, and kernels that cache by
+    identity then find theirs too.
+    """
+
+    def __init__(self) -> None:
+        self._asked: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._answer: tuple[Tensor, Tensor | None] | None = None
+
+    def of(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(boundaries int64 [m + 1], indices int64 [m] of the m sequences with tokens or None)."""
+        version = -1 if cu_seqlens.is_inference() else cu_seqlens._version  # inference tensors count no writes
+        same = version >= 0 and version == self._version and self._asked is not None and self._asked() is cu_seqlens
+        if not same or self._answer is None:
+            boundaries = cu_seqlens.long()
+            has_tokens = boundaries.diff() > 0
+            if bool(has_tokens.all()):
+                self._answer = boundaries, None
+            else:
+                kept = torch.cat([has_tokens.new_ones(1), has_tokens])
+                self._answer = boundaries[kept], has_tokens.nonzero()[:, 0]
+            self._asked, self._version = weakref.ref(cu_seqlens), version
+        return self._answer
+
+
+_BOUNDARIES = _Boundaries()
 
 
 def gated_delta_rule_step_fla(step: DeltaStep) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """What the kernels of other packages are handed, seen by stand-ins that compute it in plain torch on a CPU."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -58,6 +59,30 @@ def test_the_chunked_kernels_get_one_packed_row(stand_in, package, state):
     call = delta_call(state)
     for got, expected in zip(run(call), gated_delta_rule_torch(call), strict=True):
         assert (got is None and expected is None) or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_the_chunked_kernels_get_no_empty_sequence(stand_in, state):
+    def kernel(*operands, **options):
+        assert bool((options["cu_seqlens"].diff() > 0).all())
+        return chunk_kernel(*operands, **options)
+
+    stand_in("flash_qla", chunk_gated_delta_rule=kernel)
+    call = replace(delta_call(), cu_seqlens=torch.tensor([0, 0, 11, 18], dtype=torch.int32))
+    call = replace(call, initial_state=call.initial_state if state else None)
+    for _ in range(2):  # the second time from what is remembered
+        for got, expected in zip(fused.gated_delta_rule_flash_qla(call), gated_delta_rule_torch(call), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_boundaries_written_anew_are_looked_at_anew(stand_in):
+    stand_in("flash_qla", chunk_gated_delta_rule=chunk_kernel)
+    call = delta_call()
+    call = replace(call, cu_seqlens=call.cu_seqlens.clone())
+    fused.gated_delta_rule_flash_qla(call)
+    call.cu_seqlens[1] += 1
+    for got, expected in zip(fused.gated_delta_rule_flash_qla(call), gated_delta_rule_torch(call), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_the_recurrent_kernel_gets_one_token_a_sequence(stand_in):
