@@ -14,8 +14,8 @@ from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
 
 LENGTHS = [29, 3, 12, 5, 17, 2, 1, 6, 4]
-STEPS = 3
-MODES = {2: ["static:2", "dynamic"], 4: ["static:2", "static:4", "dynamic"]}
+STEPS = 2
+MODES = {2: ["static:2", "dynamic"], 4: ["static:4", "dynamic"]}
 
 
 def engine(kind="dense", cap=16, mode="off"):
