@@ -77,7 +77,7 @@ class ChannelReader:
 
     def _take(self, kind: Kind) -> None:
         start, end = self.recorder.cursor, self.reader.pos
-        self.recorder.text(kind, end, self.reader.slice(start, end))
+        self.recorder.text(kind, end, "" if self.recorder.silent else self.reader.slice(start, end))
 
     def _call(self, name: str) -> Wait[None]:
         """Take a call: all of the message has to be its arguments."""

@@ -56,7 +56,8 @@ class StreamParser:
 
     `prefill` is what the prompt already holds of this turn (Qwen3.5's ends in "<think>\\n"): read first, not reported.
     Without it (None), a closing marker of reasoning that nobody opened makes all before it reasoning, calls too, and
-    the stream says so by `Retracted`. `tools` (dicts or typed functions) give the arguments their types.
+    the stream says so by `Retracted`. `tools` (dicts or typed functions) give the arguments their types. A `silent`
+    parser reports no events, which is a little faster.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class StreamParser:
         tools: Sequence[Any] | None = None,
         *,
         prefill: str | None = None,
+        silent: bool = False,
     ) -> None:
         tables = self.tables = _tables(find_format(format))
         begun = _begun(tables, prefill or "")
         self._reader = Reader()
-        self._recorder = Recorder(len(begun))
+        self._recorder = Recorder(len(begun), silent)
         tool_set = ToolSet(tools)
         self._body: TaggedReader | BracketReader | ChannelReader
         if isinstance(tables.body, TaggedTables):
@@ -170,7 +172,7 @@ class StreamParser:
 
     def _take(self, kind: Kind) -> None:
         start, end = self._recorder.cursor, self._reader.pos
-        self._recorder.text(kind, end, self._reader.slice(start, end))
+        self._recorder.text(kind, end, "" if self._recorder.silent else self._reader.slice(start, end))
 
     def _reasoning(self, close: str) -> Wait[None]:
         if (yield from self._text("reasoning", self.tables.think_end[close])) is not None:
@@ -285,6 +287,6 @@ def parse(
     prefill: str | None = None,
 ) -> ParsedMessage:
     """Take one assistant turn apart. Never raises on what a model wrote, evaluates nothing, loses no character."""
-    parser = StreamParser(format, tools, prefill=prefill)
+    parser = StreamParser(format, tools, prefill=prefill, silent=True)
     parser.feed(text)
     return parser.finish()

@@ -31,20 +31,20 @@ class _Tile:
 
 
 class Recorder:
-    """Collects tiles and events. Positions before `offset` are the prompt's own text and are not reported."""
+    """Collects tiles and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported."""
 
-    def __init__(self, offset: int) -> None:
+    def __init__(self, offset: int, silent: bool = False) -> None:
         self.offset = offset
+        self.silent = silent
         self.cursor = 0
         self.tiles: list[_Tile] = []
         self.events: list[Event] = []
-        self.calls = 0
 
     def text(self, kind: Kind, end: int, text: str) -> None:
         """Take the characters up to `end` as text of `kind`, reported as a delta."""
         if end == self.cursor:
             return
-        if text and end > self.offset:
+        if text and end > self.offset and not self.silent:
             visible = text[self.offset - self.cursor :] if self.cursor < self.offset else text
             self.events.append(TextDelta("reasoning" if kind == "reasoning" else "content", visible))
         last = self.tiles[-1] if self.tiles else None
@@ -69,8 +69,7 @@ class Recorder:
         call = ToolCall(name, arguments, span, identifier, tuple(notes))
         self.tiles.append(_Tile("call", self.cursor, end, self.cursor, end, call=call))
         self.cursor = end
-        if end > self.offset:
-            self.calls += 1
+        if end > self.offset and not self.silent:
             self.events.append(CallFinished(call))
 
     def malformed(self, end: int, reason: str) -> None:
@@ -78,7 +77,7 @@ class Recorder:
         if end == self.cursor:
             return
         self.tiles.append(_Tile("malformed", self.cursor, end, self.cursor, end, reason=reason))
-        if end > self.offset:
+        if end > self.offset and not self.silent:
             self.events.append(
                 MalformedFound(Malformed((max(self.cursor - self.offset, 0), end - self.offset), reason))
             )
@@ -99,8 +98,8 @@ class Recorder:
         """Make all characters up to `end` one block of reasoning, whose text ends at `text_end`."""
         self.tiles = [_Tile("reasoning", 0, end, 0, text_end)]
         self.cursor = end
-        self.calls = 0
-        self.events.append(Retracted(text))
+        if not self.silent:
+            self.events.append(Retracted(text))
 
     def message(self, text: str, operations: int) -> ParsedMessage:
         """Put the result together; `text` is all of it, with what stands before the offset."""
