@@ -21,9 +21,9 @@ def test_every_public_name_is_there():
 
 
 def test_the_import_is_light():
-    """Standard library alone, and under 50 ms: less than four times what `typing`, `dataclasses` and `json` take.
+    """Standard library alone, and less than four times what `typing`, `dataclasses` and `json` take.
 
-    These three take some 10 ms on a quiet machine; the ratio holds on a busy one too. Processor time, the best of five.
+    The ratio holds on a busy machine too. Processor time, the best of five.
     """
     program = (
         "import sys, time; a = time.process_time()\n"
