@@ -70,6 +70,16 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
         **attrs
     )
 
+    # Benchmarks are run by hand, some of them on machines without Bazel; here they are known and seen by the linters.
+    benchmarks = native.glob(["benchmarks/*.py"])
+    if benchmarks:
+        py_library(
+            name = name + "_benchmarks",
+            srcs = benchmarks,
+            visibility = ["//visibility:private"],
+            deps = [":" + name],
+        )
+
     # What `pip install ./libs/NAME` reads; //build/proofs installs each library from it.
     native.filegroup(
         name = name + "_tree",
