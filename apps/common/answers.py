@@ -3,20 +3,9 @@
 import re
 from decimal import Decimal, InvalidOperation
 
+from rollout.rewards import boxed
+
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
-
-
-def boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...} in `text`, braces inside it balanced; None where there is none."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        for i in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start + 7 : i]
-        end = start
-    return None
 
 
 def final_answer(text: str) -> str | None:

@@ -2,25 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.common.answers import boxed, exact_reward, final_answer, same_answer
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("\\boxed{42}", "42"),
-        ("so \\boxed{1} or rather \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{7} and then \\boxed{8", "7"),
-        ("no box", None),
-        ("\\boxed{", None),
-    ],
-)
-def test_boxed_takes_the_last_complete_one(text, expected):
-    assert boxed(text) == expected
+from apps.common.answers import exact_reward, final_answer, same_answer
 
 
 def test_gsm8k_reference_is_read_after_the_hashes():
     assert final_answer("She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,072") == "1,072"
+    assert final_answer("#### 3 and then \\boxed{4}") == "4"
+    assert final_answer("no mark") is None
 
 
 @pytest.mark.parametrize(
