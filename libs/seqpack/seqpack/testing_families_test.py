@@ -1,8 +1,14 @@
+import os
+
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from seqpack.testing import assert_packing_isolated, check_packing
+
+# What a hybrid without fused kernels does with the boundaries that its kernels would need.
+LEAKS_THOUGH_TOLD = {"5.17.0": True, "5.23.0": False}
 
 SIZES = {
     "vocab_size": 64,
@@ -30,6 +36,10 @@ def qwen(kinds):
     return Qwen3_5ForCausalLM(config)
 
 
+def test_transformers_is_the_one_that_the_target_names():
+    assert os.environ.get("TRANSFORMERS", transformers.__version__) == transformers.__version__
+
+
 def test_full_attention_passes_with_positions_that_start_again():
     assert_packing_isolated(llama())
 
@@ -44,6 +54,24 @@ def test_stock_qwen_without_fused_kernels_leaks_through_its_linear_attention():
     assert not report.grads_equal
     assert report.moved
     assert (report.origin.name, report.origin.kind) == ("model.layers.1.linear_attn", "Qwen3_5GatedDeltaNet")
+
+
+def test_stock_qwen_told_the_boundaries_leaks_or_refuses():
+    def packed(model, row):
+        cu, longest = row.cu_seqlens, row.max_seqlen
+        number = torch.repeat_interleave(torch.arange(row.num_sequences, dtype=torch.int32), cu.diff().long())
+        told = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+        ids, positions = row.values["input_ids"][None], row.position_ids[None]
+        return model(input_ids=ids, position_ids=positions, seq_idx=number[None], use_cache=False, **told).logits
+
+    assert transformers.__version__ in LEAKS_THOUGH_TOLD, "run benchmarks/isolation_table.py and add this version"
+    if not LEAKS_THOUGH_TOLD[transformers.__version__]:
+        with pytest.raises(ValueError, match="keep packed sequences apart"):
+            check_packing(qwen(["linear_attention"]), packed)
+        return
+    report = check_packing(qwen(["linear_attention"]), packed)
+    assert report.moved
+    assert (report.origin.name, report.origin.kind) == ("model.layers.0.linear_attn", "Qwen3_5GatedDeltaNet")
 
 
 @pytest.mark.parametrize(
