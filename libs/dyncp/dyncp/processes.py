@@ -1,4 +1,4 @@
-"""Start a world of gloo processes once and run many checks in it: for tests and for the matrix command."""
+"""Start a world of processes once and run many checks in it: for tests and for the matrix command."""
 
 import os
 import socket
@@ -12,24 +12,31 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_world(world_size: int, check: Callable[..., Any], *args: Any) -> list[Any]:
-    """check(*args) in each of world_size gloo processes on this machine; the list of what every rank returned.
+def run_world(world_size: int, check: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """check(*args) in each of world_size processes on this machine; the list of what every rank returned.
 
-    The first rank that raises ends them all, with its traceback in the RuntimeError. Start processes once per world
-    size and loop inside `check`: a start costs seconds. What is returned must be plain data (it is saved by torch).
+    backend: gloo on the CPU, or nccl, which gives each process the CUDA device of its rank. The first rank that raises
+    ends them all, with its traceback in the RuntimeError. Start processes once per world size and loop inside `check`:
+    a start costs seconds. What is returned must be plain data (it is saved by torch).
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        mp.start_processes(_main, (world_size, port, folder, check, args), nprocs=world_size, start_method="spawn")
+        of_all = (world_size, port, folder, backend, check, args)
+        mp.start_processes(_main, of_all, nprocs=world_size, start_method="spawn")
         return [torch.load(Path(folder) / str(rank)) for rank in range(world_size)]
 
 
-def _main(rank: int, world_size: int, port: int, folder: str, check: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, world_size: int, port: int, folder: str, backend: str, check: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device)
     torch.save(check(*args), Path(folder) / str(rank))
     dist.barrier()
     dist.destroy_process_group()
