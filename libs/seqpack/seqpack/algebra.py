@@ -71,7 +71,7 @@ def unbind(x: Batch) -> list[Batch]:
         return samples_of(x) if is_jagged(x) else list(x.unbind(0))
     size = num_samples(x)
     columns = {key: value if isinstance(value, list) else unbind(value) for key, value in leaves(x)}
-    return [_one({key: column[i] for key, column in columns.items()}) for i in range(size)]
+    return [_one({key: column[i] for key, column in columns.items()}, x.device) for i in range(size)]
 
 
 def concat(xs: Sequence[Batch]) -> Batch:
@@ -98,7 +98,8 @@ def concat(xs: Sequence[Batch]) -> Batch:
             joined[key] = list(chain(*column)) if isinstance(column[0], list) else concat(column)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"key {key!r} cannot be concatenated: {error}") from error
-    return build(joined, sum(sizes))
+    devices = {batch.device for batch in batches}
+    return build(joined, sum(sizes), first.device if len(devices) == 1 else None)
 
 
 def to_padded(x: Batch, value: float | Mapping[str, float] = 0, length: int | None = None) -> Batch:
@@ -120,7 +121,7 @@ def to_padded(x: Batch, value: float | Mapping[str, float] = 0, length: int | No
     for key, entry in leaves(x):
         fill = value.get(key, 0) if isinstance(value, Mapping) else value
         filled[key] = pad(entry, fill, length) if is_jagged(entry) else entry
-    return build(filled, size)
+    return build(filled, size, x.device)
 
 
 def from_padded(
@@ -140,7 +141,8 @@ def from_padded(
     if missing:
         raise ValueError(f"keys that the batch does not have: {sorted(missing)}")
     chosen = set(TOKEN_KEYS if keys is None else keys)
-    return build({k: unpad(v, sizes, ragged_dim) if k in chosen else v for k, v in leaves(x)}, size)
+    cut = {k: unpad(v, sizes, ragged_dim) if k in chosen else v for k, v in leaves(x)}
+    return build(cut, size, x.device)
 
 
 def _take(x: Any, indices: list[int]) -> Any:
@@ -170,9 +172,10 @@ def _kind(x: object) -> str:
     return "jagged NestedTensor" if x.is_nested else "dense tensor"
 
 
-def _one(values: dict[str, Any]) -> Any:
+def _one(values: dict[str, Any], device: torch.device | None) -> Any:
     """Build one sample: a TensorDict without batch dimensions, Python values kept as they are."""
     from tensordict import NonTensorData, TensorDict, TensorDictBase
 
     tensors = (Tensor, TensorDictBase)
-    return TensorDict({k: v if isinstance(v, tensors) else NonTensorData(v) for k, v in values.items()}, batch_size=[])
+    kept = {k: v if isinstance(v, tensors) else NonTensorData(v) for k, v in values.items()}
+    return TensorDict(kept, batch_size=[], device=device)

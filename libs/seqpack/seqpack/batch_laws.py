@@ -52,12 +52,14 @@ def batch_of(lengths: list[int], device: str = "cpu") -> tuple[TensorDict, Rows]
             return torch.stack(values)
         return jagged(values, 0 if name == "hidden" else -1)
 
-    return TensorDict({k: column(k, [r[k] for r in rows]) for k in rows[0]}, batch_size=[len(rows)]), rows
+    return TensorDict({k: column(k, [r[k] for r in rows]) for k in rows[0]}, [len(rows)], device=device), rows
 
 
 def assert_samples(batch: TensorDict, rows: Rows, device: str = "cpu") -> None:
     """Assert that the samples of the batch, on the device, are the rows."""
     assert batch.batch_size == (len(rows),)
+    assert batch.device is not None
+    assert batch.device.type == device
     for sample, row in zip(unbind(batch), rows, strict=True):
         assert set(sample.keys()) == set(row)
         for key, value in row.items():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict, TensorDictBase
 
 OLDEST = (0, 15)
@@ -59,16 +60,20 @@ def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
     return ((key, leaf(td, key)) for key in td.keys())  # noqa: SIM118 - a TensorDict iterates over its batch
 
 
-def build(values: Mapping[str, Any], size: int) -> "TensorDict":
-    """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are."""
+def build(values: Mapping[str, Any], size: int, device: "torch.device | None" = None) -> "TensorDict":
+    """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are.
+
+    `device` is the one that the TensorDict declares: one that declares none is consolidated on the host, wherever its
+    tensors lie.
+    """
     tensordict = require_tensordict()
     wrapped = {k: _stack(tensordict, v) if isinstance(v, list) else v for k, v in values.items()}
-    return tensordict.TensorDict(wrapped, batch_size=[size])
+    return tensordict.TensorDict(wrapped, batch_size=[size], device=device)
 
 
 def map_leaves(td: "TensorDictBase", fn: Callable[[Any], Any], size: int) -> "TensorDict":
     """Apply `fn` to every leaf and return the TensorDict of `size` samples."""
-    return build({key: fn(value) for key, value in leaves(td)}, size)
+    return build({key: fn(value) for key, value in leaves(td)}, size, td.device)
 
 
 def _stack(tensordict: Any, values: list[Any]) -> Any:

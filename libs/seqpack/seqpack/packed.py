@@ -154,7 +154,7 @@ def unpack_sequences(packed: PackedBatch) -> "TensorDict":
             out[key] = jagged_from_values(value, packed.media_lengths[key], 0)
         else:
             out[key] = value
-    return build(out, packed.num_sequences)
+    return build(out, packed.num_sequences, packed.cu_seqlens.device)
 
 
 def _tokens(x: Tensor, rows: list[int], geometry: PackedGeometry, fill: float) -> tuple[Tensor, int]:
