@@ -29,7 +29,7 @@ def violations(found: dict[int, list[Verdict]]) -> list[str]:
                 value, floor = getattr(verdict, name), getattr(alone, name)
                 limit = bound if alone.refused else min(bound, 2 * floor + SLACK)
                 if not value <= limit:
-                    bad.append(f"CP {size} {cell}: {name} {value:.2e} > {limit:.2e}")
+                    bad.append(f"CP {size} {cell}: {name} {value:.2e} > {limit:.2e} ({verdict.worst})")
     return bad
 
 

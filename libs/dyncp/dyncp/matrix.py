@@ -79,7 +79,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer: the largest relative differences, or why the cell is refused (at plan time and again at run time)."""
+    """The answer: the largest relative differences, or why the cell is refused (at plan time and again at run time).
+
+    worst: the parameter whose gradient differs most (on this rank's count).
+    """
 
     cp_size: int
     kind: str
@@ -90,6 +93,7 @@ class Verdict:
     output_error: float = 0.0
     gradient_error: float = 0.0
     refused: str = ""
+    worst: str = ""
 
 
 def cells(setup: Setup = CPU) -> Iterator[Cell]:
@@ -142,10 +146,9 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) ->
     facts = (cp_size, cell.kind, cell.layout, cell.method, cell.mix, cell.other)
     planned = _refusal_when_planning(cell, sizes, cp_size)
     packed = _packed(cell.mix, cell.other, cp_size, cell.layout, setup)
+    model = build_model(cell.kind, sizes, setup.dtype, setup.device)
     try:
-        output, gradients = run_sharded(
-            build_model(cell.kind, sizes, setup.dtype, setup.device), packed, rank, cell, group
-        )
+        output, gradients = run_sharded(model, packed, rank, cell, group)
     except ValueError as error:
         if not planned:
             raise
@@ -154,8 +157,12 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) ->
         raise AssertionError(f"{cell} was refused by the planner and ran all the same")
     expected, expected_gradients = _reference(cell.kind, cell.other, cell.mix, setup)
     output_error = relative_error(output[packed.token_mask], expected)
-    worst = max(relative_error(g, e) for g, e in zip(gradients, expected_gradients, strict=True))
-    return Verdict(*facts, output_error=_max_over(output_error, group), gradient_error=_max_over(worst, group))
+    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    errors = (relative_error(g, e) for g, e in zip(gradients, expected_gradients, strict=True))
+    error, name = max(zip(errors, names, strict=True))
+    return Verdict(
+        *facts, output_error=_max_over(output_error, group), gradient_error=_max_over(error, group), worst=name
+    )
 
 
 def _refusal_when_planning(cell: Cell, sizes: Sizes, cp_size: int) -> str:

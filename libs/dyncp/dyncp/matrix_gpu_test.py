@@ -15,6 +15,7 @@ def run_on(count: int) -> None:
         pytest.skip(f"needs {count} CUDA devices, found {torch.cuda.device_count()}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(SCRIPT)]
     done = subprocess.run(command, check=False, timeout=580, capture_output=True, text=True)
+    print(done.stdout)  # the table, for pytest -rP
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "| hybrid | contiguous | ulysses |" in done.stdout
 
