@@ -10,6 +10,10 @@ import numpy as np
 from seqpack.bounds import Ints, bins_bound
 from seqpack.checks import check_lengths, check_positive_int
 from seqpack.plan_json import from_json, plan_hash, to_json
+from seqpack.whole_bins import fill_bins
+
+CLOSE_ENOUGH = 0.005
+"""A packing with this gap is taken; else both ways of packing are tried."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,28 @@ def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     array = np.array(sizes, dtype=np.int64)
     order = np.argsort(-array, kind="stable")
     descending = array[order]
-    bins = best_fit(descending, order, cap)
-    return PackPlan(tuple(map(tuple, bins)), cap, bins_bound(descending, cap, len(bins)), tuple(sizes))
+    bins, bound = _few_bins(descending, order, cap)
+    return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(sizes))
+
+
+def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[int]], int]:
+    """Pack the way that suits the lengths, and the other way too when the gap is wide; return bins and bound."""
+    ways = [best_fit, exact_fit]
+    if len(descending) and descending[0] * 2 <= capacity:  # none alone, and hardly a short one to fill gaps with
+        short = int(descending[np.searchsorted(-descending, -(capacity // 8), side="right") :].sum())
+        if short * 10 < int(descending.sum()):
+            ways.reverse()
+    bins = ways[0](descending, names, capacity)
+    bound = bins_bound(descending, capacity, len(bins))
+    if len(bins) > bound * (1 + CLOSE_ENOUGH):
+        bins = min(bins, ways[1](descending, names, capacity), key=len)
+    return bins, bound
+
+
+def exact_fit(descending: Ints, names: Ints, capacity: int) -> list[list[int]]:
+    """Fill bins exactly as far as that goes, then place what is left by best fit."""
+    bins, left = fill_bins(descending, names, capacity)
+    return bins + best_fit(descending[left], names[left], capacity)
 
 
 def best_fit(descending: Ints, names: Ints, capacity: int) -> list[list[int]]:

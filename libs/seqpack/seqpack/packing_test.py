@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import seqpack.packing
 from seqpack.exact import fewest_bins
 from seqpack.mixes import MIXES
-from seqpack.packing import PackPlan, pack
+from seqpack.packing import CLOSE_ENOUGH, PackPlan, best_fit, exact_fit, pack
 
 CAPACITY = 120
 SHAPES = {
@@ -39,7 +39,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> int:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_valid_and_equal_to_best_fit_decreasing(shape: str) -> None:
+def test_valid_and_no_worse_than_best_fit_decreasing(shape: str) -> None:
     @given(st.lists(SHAPES[shape], max_size=70), st.integers(CAPACITY, 2 * CAPACITY))
     def check(lengths: list[int], capacity: int) -> None:
         plan = pack(lengths, capacity)
@@ -48,9 +48,36 @@ def test_valid_and_equal_to_best_fit_decreasing(shape: str) -> None:
         assert all(plan.bins)
         assert plan.loads == tuple(sum(lengths[i] for i in items) for items in plan.bins)
         assert plan.lower_bound <= len(plan.bins)
-        assert len(plan.bins) == naive_best_fit(lengths, capacity)
+        array = np.sort(np.array(lengths, dtype=np.int64))[::-1]
+        greedy = best_fit(array, np.arange(len(array)), capacity)
+        assert len(greedy) == naive_best_fit(lengths, capacity)
+        assert plan.gap <= CLOSE_ENOUGH or len(plan.bins) <= len(greedy)
 
     check()
+
+
+# Lengths with nothing short among them, over the capacity, and what best fit decreasing leaves of it.
+LONG = {
+    "a fifth to a half": (0.2, 0.5, 0.06),
+    "a quarter to a half": (0.25, 0.5, 0.06),
+    "two to four tenths": (0.2, 0.4, 0.03),
+    "around a third": (0.25, 0.45, 0.08),
+    "around a quarter": (0.15, 0.35, 0.04),
+    "around a fifth": (0.12, 0.28, 0.025),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(("count", "gap"), [(2048, 0.0075), (16384, 0.004)])
+def test_gap_where_best_fit_leaves_gaps(name: str, count: int, gap: float) -> None:
+    low, high, wasted = LONG[name]
+    lengths = np.random.default_rng(count).integers(int(low * 16384), int(high * 16384) + 1, count)
+    plan = pack(lengths, 16384)
+    assert max(plan.loads) <= 16384
+    assert plan.gap <= gap
+    descending = np.sort(lengths)[::-1]
+    assert len(best_fit(descending, np.arange(count), 16384)) > (1 + wasted) * plan.lower_bound
+    assert len(exact_fit(descending, np.arange(count), 16384)) == len(plan.bins)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
