@@ -241,7 +241,8 @@ def under_schedule(tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: Pro
 
 def under_megatron(tiny: Tiny, batch: TensorDict, made: DynamicPlan, own_group: bool) -> tuple[float, Grads]:
     """(loss, gradients) of a static zigzag plan of one step, as Megatron's own static context parallelism: its process
-    groups, its rotary embedding, its PackedSeqParams (own_group: they name the group); only the attention is dyncp's.
+    groups, its rotary embedding, its PackedSeqParams (own_group: they name the group); only the attention is dyncp's,
+    and the delta nets, which take groups of one rank here.
     """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -250,7 +251,10 @@ def under_megatron(tiny: Tiny, batch: TensorDict, made: DynamicPlan, own_group: 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     try:
-        ddp = wrapped(build(tiny, made.method, cp_size))
+        model = build(tiny, made.method, cp_size)
+        if "d" in tiny.kinds:
+            adapt(model)
+        ddp = wrapped(model)
         group = parallel_state.get_context_parallel_group()
         assert tuple(dist.get_process_group_ranks(group)) == made.steps[0].group_of(dist.get_rank()).ranks
         groups = ProcessGroups()

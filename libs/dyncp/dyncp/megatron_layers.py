@@ -17,6 +17,7 @@ from dyncp.cp_methods import Method
 from dyncp.delta_net import causal_conv1d, gated_delta_rule
 from dyncp.layout import Sharding
 from dyncp.shards import Shard
+from dyncp.sizes import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +60,12 @@ def placement(params: Any, tokens: int, rows: int, static: Any = None) -> tuple[
         return params.sharding, params.cp_group
     group = static if getattr(params, "cp_group", None) is None else params.cp_group
     size = 1 if group is None else dist.get_world_size(group)
+    layout: Layout = "contiguous" if size == 1 else "zigzag"
     group = None if size == 1 else group
     if params is not None and params.qkv_format == "thd":
         padded = params.cu_seqlens_q_padded
-        return Sharding.of(params.cu_seqlens_q if padded is None else padded, size, "zigzag"), group
-    return Sharding.of([tokens * size * row for row in range(rows + 1)], size, "zigzag"), group
+        return Sharding.of(params.cu_seqlens_q if padded is None else padded, size, layout), group
+    return Sharding.of([tokens * size * row for row in range(rows + 1)], size, layout), group
 
 
 class CoreAttention(nn.Module):
