@@ -1,11 +1,13 @@
 """On one CUDA device: packed FSDP2 steps with fused kernels in bfloat16 against the padded reference and float32."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
-from engines.packed_model import adapt_for_packing, packed_logits
+from engines.packed_model import PackedContext, adapt_for_packing, packed_hidden, packed_logits
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.ops import backends
@@ -72,11 +74,48 @@ def test_isolated_in_bfloat16():
     assert_packing_isolated(adapted, packed_forward=packed_logits, lengths=(300, 1, 70, 129))
 
 
+def alone(adapted, input_ids):
+    """One sequence through the packed path."""
+    n = len(input_ids)
+    cu_seqlens = torch.tensor([0, n], dtype=torch.int32, device=input_ids.device)
+    positions = torch.arange(n, device=input_ids.device)
+    hidden = packed_hidden(adapted, input_ids, positions, PackedContext(cu_seqlens, n))
+    return adapted.get_output_embeddings()(hidden)
+
+
 def test_isolated_in_float32():
-    """No fused kernel takes float32: the plain operations on the device."""
+    """No fused kernel takes float32: the plain operations on the device.
+
+    Alone means through the same operations: transformers hands float32 to kernels that multiply in TF32.
+    """
     adapted = model().to("cuda")
     adapt_for_packing(adapted)
-    assert_packing_isolated(adapted, packed_forward=packed_logits, lengths=(300, 1, 70, 129))
+    assert_packing_isolated(adapted, packed_logits, alone, lengths=(300, 1, 70, 129))
+
+
+def test_float32_equals_float64():
+    """Packed logits and every gradient on the device, against the same model in float64 on the CPU."""
+    lengths, generator = (300, 1, 70, 129), torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SHAPE["vocab_size"], (sum(lengths),), generator=generator)
+    weights = torch.randn(sum(lengths), SHAPE["vocab_size"], generator=generator, dtype=torch.float64)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+    def run(adapted, device):
+        adapt_for_packing(adapted)
+        context = PackedContext(cu_seqlens.to(device), max(lengths))
+        hidden = packed_hidden(adapted, ids.to(device), positions.to(device), context)
+        logits = adapted.get_output_embeddings()(hidden)
+        (logits.log_softmax(-1) * weights.to(logits)).sum().backward()
+        return {"logits": logits.detach(), **{name: p.grad for name, p in adapted.named_parameters()}}
+
+    expected, found = run(model().double(), "cpu"), run(model().to("cuda"), "cuda")
+    errors = {
+        name: ((found[name].cpu().double() - value).norm() / value.norm()).item() for name, value in expected.items()
+    }
+    print(dict(sorted(errors.items(), key=lambda item: -item[1])[:4]))
+    assert errors.pop("logits") < 1e-5
+    assert max(errors.values()) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
