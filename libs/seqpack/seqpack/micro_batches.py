@@ -96,7 +96,7 @@ def plan_micro_batches(
     item_costs = [sum(costs[i] for i in item) for item in items]
     packed = pack(item_sizes, cap).bins
     slots = aligned_length(max(1, -(-len(packed) // ranks)), multiple) * ranks
-    parts = balance_capped(item_sizes, item_costs, slots, cap, packed)
+    parts = balance_capped(item_sizes, item_costs, slots, cap, packed, together=ranks)
     batches = [tuple(sorted(i for item in part for i in items[item])) for part in parts]
     return MicroBatchPlan(_deal(batches, costs, ranks), tuple(sizes), tuple(costs), cap, step, split_groups)
 

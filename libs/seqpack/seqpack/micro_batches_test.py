@@ -123,6 +123,22 @@ def test_a_better_start_is_used_when_dealing_by_cost_runs_out_of_room() -> None:
     assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
 
 
+@pytest.mark.parametrize(("mix", "most"), [("lognormal", 1.0005), ("bimodal", 1.003), ("truncated", 1.0005)])
+def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
+    lengths = MIXES[mix](2048, 16384).tolist()
+    plan = plan_micro_batches(lengths, 32768, 8, lambda s: 24576.0 * s + s * s)
+    assert plan.max_over_mean <= most
+
+
+def test_slots_that_run_together_are_evened_out() -> None:
+    # No exchange with a slot of the other level is allowed by the cap; within the first level 3 + 1 and 2 + 2 is.
+    sizes, costs = [5, 5, 5, 5, 9, 9], [3.0, 2.0, 2.0, 1.0, 0.1, 0.1]
+    packed = [[0, 1], [2, 3], [4], [5]]
+    parts = balance_capped(sizes, costs, 4, 10, packed, together=2)
+    assert sorted(sum(costs[i] for i in part) for part in parts) == [0.1, 0.1, 4.0, 4.0]
+    assert [sum(costs[i] for i in part) for part in parts][:2] == [4.0, 4.0]
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 90), st.integers(0, 3), st.data())
 def test_exchanges_keep_the_cap_and_never_raise_the_maximum(sizes, cap, more, data) -> None:
     costs = np.array(

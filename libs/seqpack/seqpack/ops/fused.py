@@ -21,10 +21,15 @@ def causal_conv1d_package(call: ConvCall) -> Tensor:
     from causal_conv1d import causal_conv1d_fn
 
     x, cu_seqlens = call.x, call.cu_seqlens
+    tokens = x.shape[0]
     number = torch.arange(cu_seqlens.numel() - 1, device=x.device, dtype=torch.int32)
-    seq_idx = torch.repeat_interleave(number, cu_seqlens.diff().long(), output_size=x.shape[0])[None]
+    seq_idx = torch.repeat_interleave(number, cu_seqlens.diff().long(), output_size=tokens)
+    if tokens == 1:  # a single row has no stride between rows, and the backward pass insists on one: run two
+        x, seq_idx = pad(x, (0, 0, 0, 1)), pad(seq_idx, (0, 1), value=cu_seqlens.numel())
     rows = x.contiguous()[None].transpose(1, 2)  # channels last, as its packed kernel wants it
-    return causal_conv1d_fn(rows, call.weight, call.bias, seq_idx=seq_idx, activation=call.activation)[0].t()
+    y = causal_conv1d_fn(rows, call.weight, call.bias, seq_idx=seq_idx[None], activation=call.activation)
+    y = y.transpose(1, 2).squeeze(0)  # not [0]: its gradient would be written into zeros first
+    return y[:1] if tokens == 1 else y
 
 
 def causal_conv1d_fla(call: ConvCall) -> Tensor:
@@ -39,7 +44,7 @@ def causal_conv1d_fla(call: ConvCall) -> Tensor:
         activation=call.activation,
         cu_seqlens=call.cu_seqlens.long(),
     )
-    return y[0]
+    return y.squeeze(0)
 
 
 def gated_delta_rule_fla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
@@ -73,8 +78,8 @@ def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, 
         cu_seqlens=boundaries,
     )
     if not call.output_final_state:
-        return o[0], None
-    return o[0], final if filled is None else _with_empty(final, filled, call)
+        return o.squeeze(0), None
+    return o.squeeze(0), final if filled is None else _with_empty(final, filled, call)
 
 
 def _with_empty(final: Tensor, filled: Tensor, call: DeltaCall) -> Tensor:

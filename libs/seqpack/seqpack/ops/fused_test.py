@@ -118,6 +118,30 @@ def test_the_convolution_package_gets_sequence_numbers(stand_in):
     assert torch.equal(fused.causal_conv1d_package(conv_call(False)), causal_conv1d_torch(conv_call(False)))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 18])
+def test_the_convolution_packages_gradient_has_channels_last(stand_in, tokens):
+    """Its backward pass refuses others, and strides that are no multiple of 8."""
+
+    def check(grad):
+        assert grad.stride()[1:] == (1, 8)
+        assert grad.stride(0) % 8 == 0
+
+    def kernel(x, weight, bias, seq_idx, activation):
+        cu_seqlens = torch.tensor([0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()])
+        y = causal_conv1d_torch(ConvCall(x[0].t(), weight, bias, cu_seqlens.int(), activation, None))[None]
+        y = y.transpose(1, 2)
+        y.register_hook(check)
+        return y
+
+    stand_in("causal_conv1d", causal_conv1d_fn=kernel)
+    call = replace(conv_call(False), x=torch.randn(tokens, 8), cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32))
+    call.weight.requires_grad_()
+    got = fused.causal_conv1d_package(call)
+    torch.testing.assert_close(got, causal_conv1d_torch(call))
+    torch.cat(got.split([2, 2, 4], dim=1), dim=1).square().sum().backward()
+    assert call.weight.grad is not None
+
+
 @pytest.mark.parametrize("state", [True, False])
 def test_the_convolution_of_fla_gets_a_state_of_all_taps(stand_in, state):
     def kernel(x, weight, bias, initial_state, activation, cu_seqlens):

@@ -159,6 +159,22 @@ def test_empty_sequences_are_allowed():
     assert error(attention(q, q, q, cumulative(lengths)), attention(*[q.double()] * 3, cumulative(lengths))) < 1e-2
 
 
+def test_a_row_of_one_token():
+    """What a rank without samples runs, so that collectives match."""
+    one = cumulative([1])
+    x, weight = random(1, CHANNELS).bfloat16().requires_grad_(), random(CHANNELS, 4).bfloat16().requires_grad_()
+    compare(lambda t, b="auto": causal_conv1d(*t, None, one, "silu", backend=b), [x, weight], 1e-2)
+    q, k, v, g, beta = (t.detach()[:1].requires_grad_() for t in delta_inputs())
+    still = g.detach()  # nothing is there to decay
+    compare(lambda t, b="auto": gated_delta_rule(*t[:3], still, t[3], one, backend=b)[0], [q, k, v, beta], 1e-2)
+    q, k, v = (random(1, h, DIM).bfloat16() for h in (8, 2, 2))  # only v matters
+
+    def attend(t, backend="auto"):
+        return attention(q.to(t[0].dtype), k.to(t[0].dtype), t[0], one, backend=backend)
+
+    compare(attend, [v.requires_grad_()], 1e-2)
+
+
 def test_float32_is_refused_by_name_and_served_by_auto():
     q = random(8, 2, DIM)
     with pytest.raises(ValueError, match="'varlen': its kernels are for bfloat16 and float16, not float32"):
