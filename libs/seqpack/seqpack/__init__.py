@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seqpack.micro_batches import MicroBatchPlan as MicroBatchPlan
     from seqpack.micro_batches import plan_micro_batches as plan_micro_batches
     from seqpack.packed import PackedBatch as PackedBatch
+    from seqpack.packed import pack_each as pack_each
     from seqpack.packed import pack_sequences as pack_sequences
     from seqpack.packed import unpack_sequences as unpack_sequences
     from seqpack.packed import unpack_tokens as unpack_tokens
@@ -44,6 +45,7 @@ _EXPORTS = {
     "lengths": "seqpack.batch",
     "make_batch": "seqpack.batch",
     "pack": "seqpack.packing",
+    "pack_each": "seqpack.packed",
     "pack_sequences": "seqpack.packed",
     "packed_geometry": "seqpack.geometry",
     "plan_micro_batches": "seqpack.micro_batches",

@@ -1,13 +1,13 @@
 """Build and check the batch that all libraries exchange: a TensorDict of jagged tensors (see `seqpack.schema`)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqpack.dicts import build, is_tensordict, leaves, size_of
-from seqpack.jagged import is_jagged, jagged, ragged
+from seqpack.jagged import Ragged, is_jagged, jagged, ragged
 from seqpack.schema import MEDIA_KEYS, SAMPLE_KEYS, TOKEN_KEYS
 
 if TYPE_CHECKING:
@@ -37,8 +37,49 @@ def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
     return batch
 
 
+class Checked(NamedTuple):
+    """A batch that keeps the schema, taken apart: the lengths of its samples and, by key, what it holds.
+
+    A column is a jagged tensor's parts, a dense tensor, a list of per-sample Python values or a nested TensorDict.
+    """
+
+    lengths: list[int]
+    columns: dict[str, Any]
+    device: torch.device
+
+
 def lengths(batch: "TensorDict") -> list[int]:
     """Return the number of tokens of each sample."""
+    return _input_ids(batch).lengths
+
+
+def check_batch(batch: "TensorDict") -> None:
+    """Raise ValueError naming the key that breaks the schema: type, layout, lengths, or a trained first token."""
+    checked(batch)
+
+
+def checked(batch: "TensorDict") -> Checked:
+    """Check the batch as `check_batch` does and return it taken apart, so that nobody need do that twice."""
+    if not is_tensordict(batch):
+        raise ValueError(f"a batch is a TensorDict, got {type(batch).__name__}")
+    size = size_of(batch)
+    ids = _input_ids(batch)
+    sizes = ids.lengths
+    if len(sizes) != size:
+        raise ValueError(f"input_ids holds {len(sizes)} samples, the batch {size}")
+    for index, length in enumerate(sizes):
+        if length < 1:
+            raise ValueError(f"sample {index} of input_ids is empty")
+    columns: dict[str, Any] = {}
+    for key, value in leaves(batch):
+        columns[key] = value if not is_jagged(value) else ids if key == "input_ids" else ragged(value)
+        _check_entry(key, columns[key], sizes)
+    if "loss_mask" in columns:
+        _check_first_tokens(columns["loss_mask"])
+    return Checked(sizes, columns, ids.values.device)
+
+
+def _input_ids(batch: "TensorDict") -> Ragged:
     ids = batch.get("input_ids")
     if ids is None:
         raise ValueError("the batch has no key 'input_ids'")
@@ -46,39 +87,24 @@ def lengths(batch: "TensorDict") -> list[int]:
         raise ValueError(
             "input_ids is not jagged; build the batch with make_batch, or cut a padded one with from_padded"
         )
-    return ragged(ids).lengths
-
-
-def check_batch(batch: "TensorDict") -> None:
-    """Raise ValueError naming the key that breaks the schema: type, layout, lengths, or a trained first token."""
-    if not is_tensordict(batch):
-        raise ValueError(f"a batch is a TensorDict, got {type(batch).__name__}")
-    size = size_of(batch)
-    sizes = lengths(batch)
-    if len(sizes) != size:
-        raise ValueError(f"input_ids holds {len(sizes)} samples, the batch {size}")
-    for index, length in enumerate(sizes):
-        if length < 1:
-            raise ValueError(f"sample {index} of input_ids is empty")
-    for key, value in leaves(batch):
-        _check_entry(key, value, sizes)
-    if "loss_mask" in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
-        _check_first_tokens(batch.get("loss_mask"))
+    return ragged(ids)
 
 
 def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
     expected = TOKEN_KEYS.get(key) or SAMPLE_KEYS.get(key)
-    if expected is not None and (not isinstance(value, Tensor) or value.dtype != expected):
-        raise ValueError(f"{key} must be a tensor of {expected}, got {getattr(value, 'dtype', type(value).__name__)}")
-    if key in TOKEN_KEYS and not is_jagged(value):
+    parts = value if isinstance(value, Ragged) else None
+    tensor = value if parts is None else parts.values
+    if expected is not None and (not isinstance(tensor, Tensor) or tensor.dtype != expected):
+        raise ValueError(f"{key} must be a tensor of {expected}, got {getattr(tensor, 'dtype', type(value).__name__)}")
+    if key in TOKEN_KEYS and parts is None:
         raise ValueError(
             f"{key} must be jagged, one value a token; build it with seqpack.batch.jagged or cut it with from_padded"
         )
-    if key in SAMPLE_KEYS and value.shape != (len(sizes),):
-        raise ValueError(f"{key} must have shape ({len(sizes)},), got {tuple(value.shape)}")
-    if not is_jagged(value):
+    if key in SAMPLE_KEYS and (parts is not None or value.shape != (len(sizes),)):
+        found = "a jagged tensor" if parts is not None else tuple(value.shape)
+        raise ValueError(f"{key} must have shape ({len(sizes)},), got {found}")
+    if parts is None:
         return
-    parts = ragged(value)
     if len(parts.lengths) != len(sizes):
         raise ValueError(f"{key} holds {len(parts.lengths)} samples, input_ids {len(sizes)}")
     if key in MEDIA_KEYS:
@@ -91,9 +117,9 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
         _check_positions(parts.values)
     elif key in TOKEN_KEYS and parts.values.dim() != 1:
         raise ValueError(f"{key} must be (B, j), got samples of {parts.values.dim()} dimensions")
-    for index, (length, expected_length) in enumerate(zip(parts.lengths, sizes, strict=True)):
-        if length != expected_length:
-            raise ValueError(f"sample {index} has {length} values of {key} for {expected_length} input_ids")
+    if parts.lengths != sizes:
+        index = next(i for i, (own, length) in enumerate(zip(parts.lengths, sizes, strict=True)) if own != length)
+        raise ValueError(f"sample {index} has {parts.lengths[index]} values of {key} for {sizes[index]} input_ids")
 
 
 def _check_positions(values: Tensor) -> None:
@@ -103,8 +129,7 @@ def _check_positions(values: Tensor) -> None:
         )
 
 
-def _check_first_tokens(loss_mask: Tensor) -> None:
-    parts = ragged(loss_mask)
+def _check_first_tokens(parts: Ragged) -> None:
     first = parts.values[torch.tensor(parts.starts, dtype=torch.int64, device=parts.values.device)]
     trained = first.nonzero().flatten().tolist()
     if trained:

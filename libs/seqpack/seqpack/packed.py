@@ -1,18 +1,17 @@
 """One row of many sequences (THD): what the model sees, and the way back to the batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from seqpack.batch import check_batch
-from seqpack.batch import lengths as batch_lengths
+from seqpack.batch import Checked, checked
 from seqpack.checks import check_indices
-from seqpack.dicts import build, leaves
+from seqpack.dicts import build
 from seqpack.geometry import PackedGeometry, packed_geometry
-from seqpack.jagged import is_jagged, jagged_from_values, ragged
+from seqpack.jagged import Ragged, jagged_from_values
 from seqpack.schema import MEDIA_KEYS
 
 if TYPE_CHECKING:
@@ -92,37 +91,63 @@ def pack_sequences(
     (False in the masks), or the value that `pad_values` names for a key. Raises ValueError as `check_batch` does,
     and for keys that are missing.
     """
-    check_batch(batch)
-    sizes = batch_lengths(batch)
+    return _pack(checked(batch), indices, align, bucket, keys, pad_values)
+
+
+def pack_each(
+    batch: "TensorDict",
+    rows: Iterable[Sequence[int]],
+    align: int = 1,
+    bucket: int | Sequence[int] | None = None,
+    keys: Sequence[str] | None = None,
+    pad_values: Mapping[str, float] | None = None,
+) -> Iterator[PackedBatch]:
+    """Check the batch once and return an iterator of `pack_sequences` for each sequence of indices in `rows`.
+
+    For the micro-batches of a plan: checking costs about as much as packing one of them. The batch must not change
+    before the last one is packed.
+    """
+    parts = checked(batch)
+    return (_pack(parts, indices, align, bucket, keys, pad_values) for indices in rows)
+
+
+def _pack(
+    batch: Checked,
+    indices: Sequence[int] | None,
+    align: int,
+    bucket: int | Sequence[int] | None,
+    keys: Sequence[str] | None,
+    pad_values: Mapping[str, float] | None,
+) -> PackedBatch:
+    sizes, columns = batch.lengths, batch.columns
     rows = list(range(len(sizes))) if indices is None else check_indices(indices, len(sizes))
     geometry = packed_geometry([sizes[i] for i in rows], align, bucket)
-    wanted = set(batch.keys()) if keys is None else set(keys)
-    missing = (wanted | set(pad_values or ())) - set(batch.keys())
+    wanted = set(columns) if keys is None else set(keys)
+    missing = (wanted | set(pad_values or ())) - set(columns)
     if missing:
         raise ValueError(f"keys that the batch does not have: {sorted(missing)}")
     values: dict[str, Tensor] = {}
     token_dims: dict[str, int] = {}
     media_lengths: dict[str, tuple[int, ...]] = {}
     extras: dict[str, list[Any]] = {}
-    for key, value in leaves(batch):
+    for key, value in columns.items():
         if key not in wanted:
             continue
         if isinstance(value, list):
             extras[key] = [value[i] for i in rows]
-        elif not isinstance(value, Tensor):
-            raise ValueError(f"{key} is a nested TensorDict, which cannot be packed; name the keys to pack without it")
-        elif not is_jagged(value):
+        elif isinstance(value, Tensor):
             values[key] = value.index_select(0, torch.tensor(rows, dtype=torch.int64, device=value.device))
+        elif not isinstance(value, Ragged):
+            raise ValueError(f"{key} is a nested TensorDict, which cannot be packed; name the keys to pack without it")
         elif key in MEDIA_KEYS:
             values[key], media_lengths[key] = _media(value, rows)
         else:
             values[key], token_dims[key] = _tokens(value, rows, geometry, (pad_values or {}).get(key, 0))
-    device = batch.get("input_ids").device
     return PackedBatch(
         values=values,
-        cu_seqlens=torch.tensor(geometry.cu_seqlens, dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor(geometry.cu_seqlens, dtype=torch.int32, device=batch.device),
         max_seqlen=geometry.max_seqlen,
-        position_ids=_positions(geometry).to(device),
+        position_ids=_positions(geometry).to(batch.device),
         lengths=geometry.lengths,
         indices=tuple(rows),
         geometry=geometry,
@@ -157,9 +182,8 @@ def unpack_sequences(packed: PackedBatch) -> "TensorDict":
     return build(out, packed.num_sequences, packed.cu_seqlens.device)
 
 
-def _tokens(x: Tensor, rows: list[int], geometry: PackedGeometry, fill: float) -> tuple[Tensor, int]:
+def _tokens(parts: Ragged, rows: list[int], geometry: PackedGeometry, fill: float) -> tuple[Tensor, int]:
     """Concatenate the chosen samples along their ragged dimension, each followed by its padding."""
-    parts = ragged(x)
     pieces = []
     for row, aligned in zip(rows, geometry.aligned, strict=True):
         pieces.append(parts.values.narrow(parts.dim, parts.starts[row], parts.lengths[row]))
@@ -176,8 +200,7 @@ def _filler(values: Tensor, dim: int, count: int, fill: float) -> Tensor:
     return values.new_full(shape, fill)
 
 
-def _media(x: Tensor, rows: list[int]) -> tuple[Tensor, tuple[int, ...]]:
-    parts = ragged(x)
+def _media(parts: Ragged, rows: list[int]) -> tuple[Tensor, tuple[int, ...]]:
     pieces = [parts.values.narrow(parts.dim, parts.starts[i], parts.lengths[i]) for i in rows]
     joined = torch.cat(pieces, dim=parts.dim) if pieces else parts.values.narrow(parts.dim, 0, 0)
     return joined, tuple(parts.lengths[i] for i in rows)

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+import seqpack.packed
 from seqpack.batch import make_batch
 from seqpack.jagged import jagged, samples_of
-from seqpack.packed import pack_sequences, unpack_sequences, unpack_tokens
+from seqpack.packed import pack_each, pack_sequences, unpack_sequences, unpack_tokens
 
 
 def batch_of(lengths: list[int]) -> TensorDict:
@@ -105,6 +106,26 @@ def test_empty_row() -> None:
     assert dummy.cu_seqlens.tolist() == [0, 4]
     assert dummy.values["input_ids"].tolist() == [0] * 4
     assert not dummy.token_mask.any()
+
+
+def test_packing_each_is_packing_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, rows = batch_of([3, 1, 4, 2]), [[2, 0], [], [1, 3, 1]]
+    expected = [pack_sequences(batch, indices, align=2, pad_values={"input_ids": 7}) for indices in rows]
+    checks = []
+    check = seqpack.packed.checked
+    monkeypatch.setattr(seqpack.packed, "checked", lambda b: (checks.append(b), check(b))[1])
+    packed = list(pack_each(batch, rows, align=2, pad_values={"input_ids": 7}))
+    assert len(checks) == 1
+    for one, other in zip(packed, expected, strict=True):
+        assert (one.lengths, one.indices, one.geometry) == (other.lengths, other.indices, other.geometry)
+        assert (one.token_dims, one.media_lengths, one.extras) == (other.token_dims, other.media_lengths, other.extras)
+        assert one.values.keys() == other.values.keys()
+        assert all(torch.equal(one.values[key], other.values[key]) for key in one.values)
+        assert torch.equal(one.cu_seqlens, other.cu_seqlens)
+    batch["loss_mask"] = jagged([torch.ones(n, dtype=torch.bool) for n in (3, 1, 4, 2)])
+    for call in (lambda: pack_each(batch, rows), lambda: pack_sequences(batch, [0])):
+        with pytest.raises(ValueError, match="loss_mask of sample 0 trains the first token"):
+            call()  # at once, not when the first row is taken
 
 
 def test_keys_and_device() -> None:
