@@ -8,7 +8,7 @@ import torch
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
 from engines.packed_model import PackedContext, adapt_for_packing, packed_hidden, packed_logits
-from engines.tiny import tiny_batch, tiny_model
+from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.ops import backends
 from seqpack.testing import assert_packing_isolated
@@ -17,21 +17,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Shapes that the fused kernels take (key and value dim 128), fixed so that their tuning is paid once.
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    "max_position_embeddings": 4096,
-}
 LENGTHS = [700, 5, 333, 64, 1, 945]
 
 
@@ -44,7 +29,7 @@ def group():
 
 
 def model(kind="dense"):
-    return tiny_model(kind, scale=1.0, **SHAPE)
+    return tiny_model(kind, scale=1.0, **FUSED_SIZES)
 
 
 def engine(**options):
@@ -96,8 +81,8 @@ def test_isolated_in_float32():
 def test_float32_equals_float64():
     """Packed logits and every gradient on the device, against the same model in float64 on the CPU."""
     lengths, generator = (300, 1, 70, 129), torch.Generator().manual_seed(0)
-    ids = torch.randint(0, SHAPE["vocab_size"], (sum(lengths),), generator=generator)
-    weights = torch.randn(sum(lengths), SHAPE["vocab_size"], generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, FUSED_SIZES["vocab_size"], (sum(lengths),), generator=generator)
+    weights = torch.randn(sum(lengths), FUSED_SIZES["vocab_size"], generator=generator, dtype=torch.float64)
     positions = torch.cat([torch.arange(n) for n in lengths])
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 

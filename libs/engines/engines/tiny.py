@@ -16,6 +16,22 @@ _ROPE = {
     "mrope_interleaved": True,
 }
 
+FUSED_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 4096,
+}
+"""`changes` for sizes that the fused kernels take: one set of them, since kernels are tuned for each."""
+
 
 def tiny_config(kind: str = "dense", **changes: Any) -> Any:
     """A transformers config of a hybrid model: gated delta net and full attention layers in turn.
