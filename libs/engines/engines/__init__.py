@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from engines.capability import No as No
     from engines.capability import Yes as Yes
     from engines.config import EngineConfig as EngineConfig
+    from engines.packed_context import PackedContext as PackedContext
     from engines.packed_model import Adaptation as Adaptation
-    from engines.packed_model import PackedContext as PackedContext
     from engines.packed_model import adapt_for_packing as adapt_for_packing
     from engines.protocol import TrainEngine as TrainEngine
     from engines.weights import WeightPiece as WeightPiece
@@ -18,7 +18,7 @@ _EXPORTS = {
     "Adaptation": "engines.packed_model",
     "EngineConfig": "engines.config",
     "No": "engines.capability",
-    "PackedContext": "engines.packed_model",
+    "PackedContext": "engines.packed_context",
     "TrainEngine": "engines.protocol",
     "WeightPiece": "engines.weights",
     "Yes": "engines.capability",

@@ -25,7 +25,7 @@ from dyncp.planner import plan, static_plan
 from dyncp.process_groups import ProcessGroups
 from dyncp.sizes import Layout, sequence_align
 from engines.config import EngineConfig, parse_context_parallel
-from engines.packed_model import PackedContext, positions_of
+from engines.packed_context import PackedContext, positions_of
 from engines.strategy import ModelInputs, PackedRows, StepPlan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ShardedOps:
-    """The operations that mix tokens, over one group's shards: `engines.packed_model.PackedOps`."""
+    """The operations that mix tokens, over one group's shards: `engines.packed_context.PackedOps`."""
 
     def __init__(self, sharding: Sharding, group: dist.ProcessGroup, method: Method) -> None:
         self.sharding = sharding

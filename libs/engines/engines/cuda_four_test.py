@@ -25,9 +25,7 @@ BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (2e-2, 5e-2)}
 
 def curve(dtype, mode, cap, lengths, objective):
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
-    config = EngineConfig(
-        device="cuda", dtype=dtype, lr=1e-3, eps=1e-2, max_tokens_per_rank=cap, context_parallel=mode
-    )
+    config = EngineConfig(device="cuda", dtype=dtype, lr=1e-3, eps=1e-2, max_tokens_per_rank=cap, context_parallel=mode)
     built = build_engine(config, tiny_model(scale=1.0, **FUSED_SIZES))
     steps = [built.train_batch(tiny_batch(lengths, seed=seed, vocab=512), objective) for seed in range(2)]
     return [(step["loss"], step["grad_norm"], step["skipped"]) for step in steps]

@@ -1,16 +1,15 @@
 """The packed forward pass of gated delta net layers, by class: token-major, one row of many sequences."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from engines.packed_model import PackedContext
+from engines.packed_context import PackedContext
 
-PackedForward = Callable[[Any, Tensor, "PackedContext"], Tensor]
+PackedForward = Callable[[Any, Tensor, PackedContext], Tensor]
 
 
 def packed_forward_of(module: nn.Module) -> PackedForward | None:
@@ -21,13 +20,13 @@ def packed_forward_of(module: nn.Module) -> PackedForward | None:
     return None
 
 
-def split_projections(layer: Any, x: Tensor, context: "PackedContext") -> Tensor:
+def split_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
     """Qwen3.5, dense and MoE: q, k, v in one projection, the gate and the two head scalars in their own. x [T, H]."""
     mixed = layer.in_proj_qkv(x)
     return _mix(layer, mixed, layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x), context)
 
 
-def joint_projections(layer: Any, x: Tensor, context: "PackedContext") -> Tensor:
+def joint_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
     """Qwen3-Next: two projections whose outputs are interleaved by key head. x [T, H]."""
     tokens = x.shape[0]
     joint, scalars = layer.in_proj_qkvz(x).unsqueeze(0), layer.in_proj_ba(x).unsqueeze(0)
@@ -36,7 +35,7 @@ def joint_projections(layer: Any, x: Tensor, context: "PackedContext") -> Tensor
     return _mix(layer, mixed, z.reshape(tokens, -1), b.squeeze(0), a.squeeze(0), context)
 
 
-def _mix(layer: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, context: "PackedContext") -> Tensor:
+def _mix(layer: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, context: PackedContext) -> Tensor:
     """Convolution, gated delta rule, gated norm and output projection: what both families share."""
     tokens = mixed.shape[0]
     conv = layer.conv1d
