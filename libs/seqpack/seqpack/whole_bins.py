@@ -26,139 +26,148 @@ def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[i
     `descending` holds the lengths, each at most `capacity`, longest first. Deterministic. Gives up, with everything
     that is left, once one length in thirty-two found no partners.
     """
+    if not len(descending):
+        return [], []
     size = min(capacity, LEVELS)
     levels = -(-descending * size // capacity)
-    pool = _Pool(levels, size)
-    count, total, turn = len(descending), int(levels.sum()), 0
-    bins: list[list[int]] = []
-    left: list[int] = []
-    patience = count // 32
-    while count and len(left) <= patience:
+    counts = np.bincount(levels, minlength=size + 1)
+    flat, sizes = _fill_levels(_Levels(counts, size), len(levels), int(levels.sum()))
+    # Items of one level are alike: the first bin that asks for the level gets the first of them.
+    chosen = np.array(flat, dtype=np.int64)
+    asking = np.argsort(-chosen, kind="stable")
+    used = np.bincount(chosen, minlength=size + 1)
+    first = len(levels) - np.cumsum(counts)  # where a level starts among the descending items
+    start = len(flat) - np.cumsum(used)  # and among those that are asked for
+    ranks = np.arange(len(flat)) - start[chosen[asking]]
+    positions = np.empty(len(flat), dtype=np.int64)
+    positions[asking] = first[chosen[asking]] + ranks
+    given = names[positions].tolist()
+    ends = np.cumsum(sizes).tolist()
+    bins = [given[end - length : end] for end, length in zip(ends, sizes, strict=True)]
+    return bins, np.delete(np.arange(len(levels)), positions).tolist()
+
+
+def _fill_levels(pool: "_Levels", count: int, total: int) -> tuple[list[int], list[int]]:
+    """Return the levels of all bins one after another, and how many each bin has."""
+    size, patience, turn = pool.size, count // 32, 0
+    flat: list[int] = []
+    sizes: list[int] = []
+    while count and patience >= 0:
         turn += 1
-        wanted, settled, short = _next_bin(size * count / total, turn)
-        items, room = pool.fill(wanted, short, settled, turn * GOLDEN % 1)
-        if len(items) < wanted:  # nothing closes this bin: its first length waits for best fit, the others go back
-            for item in items[1:]:
-                pool.put(item)
-            left.append(items[0])
-            count -= 1
-            total -= pool.level[items[0]]
+        ratio = size * count / total
+        nearest = int(ratio + 0.5) if ratio > 3 else 3
+        # Near an integer, bins of that many use up everything. Below it, bins of one fewer, the longest, raise the
+        # ratio of a bin to the mean of what is left; above, bins of one more, the shortest, lower it.
+        settled = -SETTLED < ratio - nearest < SETTLED
+        wanted = nearest if settled else nearest - 1 if ratio < nearest else nearest + 1
+        short = turn % 2 == 1 if settled else wanted > nearest
+        levels = [pool.shortest() if short else pool.longest(size)]
+        pool.take(levels[0])
+        room = size - levels[0]
+        if wanted > 3:
+            room = pool.more(levels, wanted - 2, room, short, settled)
+        if wanted > 2:
+            room = pool.close(levels, room, turn * GOLDEN % 1)
         else:
-            bins.append(items)
+            room = pool.partner(levels, room)
+        if len(levels) == wanted:
+            flat += levels
+            sizes.append(wanted)
             count -= wanted
             total -= size - room
-    left += pool.rest()
-    given = names.tolist()
-    return [[given[item] for item in items] for items in bins], sorted(left)
+        else:  # nothing closes this bin: its first length waits for best fit, the others go back
+            for level in levels[1:]:
+                pool.put(level)
+            patience -= 1
+            count -= 1
+            total -= levels[0]
+    return flat, sizes
 
 
-def _next_bin(ratio: float, turn: int) -> tuple[int, bool, bool]:
-    """Return how many lengths the next bin gets, whether that is settled, and whether it begins with the shortest.
+class _Levels:
+    """How many items of each level are in no bin yet, with a bitmap of the levels and its mirror image."""
 
-    `ratio` is the bin over the mean of what is left. Near an integer, bins of that many lengths use up everything.
-    Below it, bins of one length fewer, the longest, raise the ratio; above, bins of one more, the shortest, lower it.
-    """
-    nearest = max(3, int(ratio + 0.5))
-    if -SETTLED < ratio - nearest < SETTLED:
-        return nearest, True, turn % 2 == 1
-    return (nearest - 1, False, False) if ratio < nearest else (nearest + 1, False, True)
-
-
-class _Pool:
-    """The items that are in no bin yet, by level, with a bitmap of the levels and its mirror image."""
-
-    def __init__(self, levels: Ints, size: int) -> None:
+    def __init__(self, counts: Ints, size: int) -> None:
         self.size = size
-        self.level: list[int] = levels.tolist()
-        self.items: list[list[int]] = [[] for _ in range(size + 1)]
-        ends = np.flatnonzero(np.diff(levels, append=0)) + 1
-        start = 0
-        for end in ends.tolist():
-            self.items[self.level[start]] = list(range(start, end))
-            start = end
-        present = np.zeros(size + 1, dtype=bool)
-        present[levels] = True
-        self.bits, self.mirror = _as_int(present), _as_int(present[::-1])
+        self.counts: list[int] = counts.tolist()
+        self.bits, self.mirror = _as_int(counts > 0), _as_int(counts[::-1] > 0)
         self.low, self.high = 1, size
 
-    def take(self, level: int) -> int:
-        """Remove and return an item of that level."""
-        items = self.items[level]
-        item = items.pop()
-        if not items:
-            self._flip(level)
-        return item
+    def take(self, level: int) -> None:
+        """Remove an item of that level."""
+        self.counts[level] -= 1
+        if not self.counts[level]:
+            self.bits ^= 1 << level
+            self.mirror ^= 1 << (self.size - level)
 
-    def put(self, item: int) -> None:
+    def put(self, level: int) -> None:
         """Put an item back."""
-        level = self.level[item]
-        if not self.items[level]:
-            self._flip(level)
+        if not self.counts[level]:
+            self.bits ^= 1 << level
+            self.mirror ^= 1 << (self.size - level)
             self.low, self.high = min(self.low, level), max(self.high, level)
-        self.items[level].append(item)
-
-    def rest(self) -> list[int]:
-        """Return all items that are still here."""
-        return [item for items in self.items for item in items]
+        self.counts[level] += 1
 
     def shortest(self) -> int:
         """Return the lowest level; there must be one."""
-        while not self.items[self.low]:
+        while not self.counts[self.low]:
             self.low += 1
         return self.low
 
     def longest(self, most: int) -> int:
         """Return the highest level up to `most`, at most 0 when there is none."""
-        while self.high > 0 and not self.items[self.high]:
+        while self.high > 0 and not self.counts[self.high]:
             self.high -= 1
         if self.high <= most:
             return self.high
         return (self.bits & ((1 << most + 1) - 1)).bit_length() - 1 if most > 0 else 0
 
-    def pair(self, total: int, share: float) -> tuple[int, int] | None:
-        """Return two levels that add up to `total`, or None; `share` in [0, 1) chooses, from alike to most unlike."""
-        half = (total + 1) // 2
-        both = (self.bits >> half) & (self.mirror >> (self.size - total + half))
-        if not both:
-            return None
-        most = both.bit_length() - 1
-        start = int(share * most)
-        above = both >> start
-        longer = half + start + (above & -above).bit_length() - 1
-        if 2 * longer == total and len(self.items[longer]) < 2:
-            if not most:
-                return None
-            longer = half + most  # the item in the middle is alone, the most unlike pair is whole
-        return longer, total - longer
+    def partner(self, levels: list[int], room: int) -> int:
+        """Take the longest that fits in the room, add it to `levels` and return the room left."""
+        level = self.longest(room)
+        if level > 0:
+            self.take(level)
+            levels.append(level)
+            room -= level
+        return room
 
-    def fill(self, wanted: int, short: bool, settled: bool, share: float) -> tuple[list[int], int]:
-        """Take `wanted` items that fill a bin, or fewer where none do; return them and the levels left empty.
-
-        The first comes from one end; more, but for the last two, from both ends in turn (settled) or the same one.
-        """
-        level = self.shortest() if short else self.longest(self.size)
-        items, room = [self.take(level)], self.size - level
-        if wanted == 2:
-            level = self.longest(room)
-            return ([*items, self.take(level)], room - level) if level > 0 else (items, room)
-        for others in range(wanted - 2, 1, -1):
+    def more(self, levels: list[int], wanted: int, room: int, short: bool, settled: bool) -> int:
+        """Take levels until there are `wanted`, from both ends in turn (settled) or from one; return the room left."""
+        while len(levels) < wanted and self.longest(self.size) > 0:
             short = short != settled
-            if self.longest(self.size) == 0:
-                return items, room
+            others = wanted + 1 - len(levels)
             level = self.shortest() if short else self.longest(room - others * self.shortest())
             if not 0 < level < room:
-                return items, room
-            items.append(self.take(level))
+                break
+            self.take(level)
+            levels.append(level)
             room -= level
-        for slack in range(min(SLACK, room)):
-            pair = self.pair(room - slack, share)
-            if pair is not None:
-                return [*items, self.take(pair[0]), self.take(pair[1])], slack
-        return items, room
+        return room
 
-    def _flip(self, level: int) -> None:
-        self.bits ^= 1 << level
-        self.mirror ^= 1 << (self.size - level)
+    def close(self, levels: list[int], room: int, share: float) -> int:
+        """Take two that fill the room but for the slack, add them to `levels` and return the room left.
+
+        `share` in [0, 1) chooses among the pairs, from the most alike to the most unlike.
+        """
+        for slack in range(min(SLACK, room)):
+            total = room - slack
+            half = (total + 1) // 2
+            both = (self.bits >> half) & (self.mirror >> (self.size - total + half))
+            if not both:
+                continue
+            most = both.bit_length() - 1
+            start = int(share * most)
+            above = both >> start
+            longer = half + start + (above & -above).bit_length() - 1
+            if 2 * longer == total and self.counts[longer] < 2:
+                if not most:
+                    continue
+                longer = half + most  # the item in the middle is alone, the most unlike pair is whole
+            self.take(longer)
+            self.take(total - longer)
+            levels += (longer, total - longer)
+            return slack
+        return room
 
 
 def _as_int(bits: NDArray[np.bool_]) -> int:
