@@ -158,9 +158,12 @@ class Sharding:
         """i32[n + 1]: the boundaries of the whole stream. Cached."""
         return _cu_tensor(self.bounds, device)
 
-    def local_cu_seqlens(self, rank: int, device: torch.device, extra: int = 0) -> torch.Tensor:
-        """i32[m + 1]: the boundaries of the pieces on one rank; `extra` tokens stand before the first. Cached."""
-        return _cu_tensor((0, *np.cumsum([run.length for run in self.runs(rank)]) + extra), device)
+    def local_cu_seqlens(self, rank: int, device: torch.device, extra: int = 0, again: int = 0) -> torch.Tensor:
+        """i32[m + 1]: the boundaries of the pieces on one rank; `extra` tokens stand before the first, and `again`
+        tokens, where there are any, are one more piece behind all. Cached, so that all layers see one tensor.
+        """
+        lengths = [run.length for run in self.runs(rank)] + ([again] if again else [])
+        return _cu_tensor((0, *np.cumsum(lengths) + extra), device)
 
     def block(self, q_rank: int, kv_rank: int, device: torch.device) -> Block | None:
         """What the queries of one rank see of the keys of another; None where that is nothing. Cached."""
