@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chat_tools.literals import LiteralError, loads
+from chat_tools.literals import MAX_NOTES, LiteralError, loads, note
 
 _MAX_DEPTH = 32
+_MAX_ITEMS = 10_000  # of a list whose items are more than a type, no more are looked at
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -69,7 +70,7 @@ class ToolSet:
         values: dict[str, Any] = {}
         for key, text in pairs:
             if key in values:
-                notes.append(f"duplicate key {key!r}: the last one counts")
+                note(notes, f"duplicate key {key!r}: the last one counts")
             if key in properties:
                 values[key] = from_text(text, properties[key], schema or {}, notes, key)
             elif schema is not None and isinstance(schema.get("additionalProperties"), Mapping):
@@ -82,10 +83,12 @@ class ToolSet:
     def check(self, name: str, values: dict[str, Any], notes: list[str]) -> None:
         """Say in `notes` what of already typed values does not fit the tool's schema."""
         schema = self.get(name)
-        properties = _properties(schema)
-        for key, value in values.items():
-            if key in properties:
-                notes.extend(mismatches(value, properties[key], schema or {}, key))
+        if schema is not None:
+            properties = _properties(schema)
+            for key, value in values.items():
+                if key in properties:
+                    for problem in mismatches(value, properties[key], schema, key):
+                        note(notes, problem)
         self._check_names(name, values, notes)
 
     def _check_names(self, name: str, values: Mapping[str, Any], notes: list[str]) -> None:
@@ -95,9 +98,13 @@ class ToolSet:
                 notes.append(f"unknown tool {name!r}")
             return
         properties = _properties(schema)
-        if properties and not schema.get("additionalProperties"):
-            notes.extend(f"unknown argument {key!r}" for key in values if key not in properties)
-        notes.extend(f"missing argument {key!r}" for key in _required(schema) if key not in values)
+        if properties and not schema.get("additionalProperties") and not values.keys() <= properties.keys():
+            for key in values:
+                if key not in properties:
+                    note(notes, f"unknown argument {key!r}")
+        for key in _required(schema):
+            if key not in values:
+                note(notes, f"missing argument {key!r}")
 
 
 def _properties(schema: Schema | None) -> Mapping[str, Any]:
@@ -132,14 +139,16 @@ def from_text(text: str, schema: Any, root: Schema, notes: list[str], path: str 
     text_is_better = "string" in types and isinstance(value, str)
     problems = mismatches(value, schema, root, path)
     if not problems and not text_is_better:
-        notes.extend(found)
+        for remark in found:
+            note(notes, remark)
         return value
     if not mismatches(text, schema, root, path):
         return text
     if isinstance(value, dict | list) and types & {"object", "array"} and _is_type(value, types):
-        notes.extend([*found, *problems])
+        for remark in (*found, *problems):
+            note(notes, remark)
         return value
-    notes.append(f"{(problems or mismatches(text, schema, root, path))[0]}; kept as text")
+    note(notes, f"{(problems or mismatches(text, schema, root, path))[0]}; kept as text")
     return text
 
 
@@ -245,11 +254,38 @@ def _item_mismatches(value: list[Any], schema: Schema, root: Schema, path: str, 
     first = prefix if isinstance(prefix, list) else []
     rest = schema.get("items")
     problems: list[str] = []
-    for i, item in enumerate(value):
+    if not first and _all_of_types(value, rest):
+        return problems
+    for i, item in enumerate(value[:_MAX_ITEMS]):
         part = first[i] if i < len(first) else rest
         if part is not None:
             problems += mismatches(item, part, root, f"{path}[{i}]", depth + 1)
+        if len(problems) > MAX_NOTES:
+            break
     return problems
+
+
+def _all_of_types(values: Sequence[Any], schema: Any) -> bool:
+    """Say whether a schema asks for nothing but types, and all the values are of these: the usual case, fast."""
+    names = _only_types(schema)
+    return names is not None and set(map(type, values)) <= {kind for name in names for kind in _TYPES[name]}
+
+
+def _only_types(schema: Any) -> set[str] | None:
+    """Return the types of a schema that says nothing else, None for others."""
+    plain = _plain_type(schema)
+    if plain is not None:
+        return {plain}
+    if type(schema) is not dict:
+        return None
+    (key, *others) = [*schema.keys() - (_ANNOTATIONS - {"type"}), None]
+    parts = schema.get(key)
+    if others != [None] or not isinstance(parts, list):
+        return None
+    if key == "type":
+        return set(parts) if all(isinstance(part, str) and part in _TYPES for part in parts) else None
+    found = [_only_types(part) for part in parts] if key in ("anyOf", "oneOf") else [None]
+    return None if None in found else set().union(*(part for part in found if part))
 
 
 def _property_mismatches(value: dict[str, Any], schema: Schema, root: Schema, path: str, depth: int) -> list[str]:
@@ -257,6 +293,8 @@ def _property_mismatches(value: dict[str, Any], schema: Schema, root: Schema, pa
     extra = schema.get("additionalProperties")
     problems = [f"{path}: missing {key!r}" for key in _required(schema) if key not in value]
     for key, item in value.items():
+        if len(problems) > MAX_NOTES:
+            break
         if key in properties:
             problems += mismatches(item, properties[key], root, f"{path}.{key}", depth + 1)
         elif extra is False:

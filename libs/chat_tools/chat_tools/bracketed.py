@@ -9,9 +9,9 @@ from typing import Any
 
 from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Format, Json, Pythonic
-from chat_tools.literals import LiteralError, LiteralParser, dumps, loads
+from chat_tools.literals import UNUSUAL, LiteralError, LiteralParser, dumps, loads, loads_noting, loads_plain
 from chat_tools.nesting import Brackets, find_end
-from chat_tools.reader import Marks, Reader, Wait
+from chat_tools.reader import PRICE_OF_A_CALL, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.recorder import Recorder
 
 _CALL = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
@@ -24,13 +24,18 @@ NOT_A_CALL = "not a call"
 class BracketTables:
     """What one format's brackets compile to."""
 
-    def __init__(self, fmt: Format, stops: list[str]) -> None:
+    def __init__(self, fmt: Format, stops: list[str], thinking: list[str]) -> None:
         body = fmt.body
         assert isinstance(body, Json | Pythonic)
         self.body = body
         quotes = body.quotes if isinstance(body, Json) else ()
-        self.brackets = Brackets(stops, quotes, triple=isinstance(body, Pythonic))
-        self.header = re.compile(rf"\s*{body.header}\s*") if isinstance(body, Json) and body.header else None
+        self.quotes = quotes
+        # A marker of reasoning is one too where calls need no marker: there a call is tried after each.
+        ends = [*stops, *thinking] if fmt.opening else stops
+        self.brackets = Brackets(ends, quotes, triple=isinstance(body, Pythonic))
+        self.stop = Marks.of(ends).pattern
+        self.closing = {close: re.compile(r"\s*+" + re.escape(close)) for _, close in fmt.calls if close}
+        self.header = re.compile(rf"\s*+{body.header}\s*+") if isinstance(body, Json) and body.header else None
         self.header_end = Marks.of(["{", *stops])
         begins = r",\s{0,20}[A-Za-z_][\w.]{0,99}\(" if isinstance(body, Pythonic) else _OBJECT
         pattern = "|".join([begins, *map(re.escape, sorted(stops, key=len, reverse=True))])
@@ -55,8 +60,7 @@ class BracketReader:
         reader = self.reader
         self.notes = []
         start = reader.pos
-        yield from reader.space()
-        first = yield from reader.need(1)
+        first = reader.peek() or (yield from reader.next())
         body = self.tables.body
         if isinstance(body, Pythonic):
             reason = yield from self._list("", bare) if first == "[" else self._nothing(first)
@@ -86,6 +90,10 @@ class BracketReader:
         """Take the closing marker, with stray brackets before it."""
         reader = self.reader
         stray = reader.pos
+        if (match := self.tables.closing[close].match(reader.window, stray - reader.base)) is not None:
+            reader.pos = reader.base + match.end()
+            self.recorder.extend(reader.pos)
+            return
         yield from reader.search(_NOT_BRACKET)
         if (yield from reader.at([close])):
             if reader.slice(stray, reader.pos).strip():
@@ -113,14 +121,14 @@ class BracketReader:
 
     def _object(self, name: str | None, identifier: str | None, bare: bool) -> Wait[str | None]:
         """Read an object and record the call; whether its text is one value is known only at its end."""
-        start = self.reader.pos
-        broken = yield from find_end(self.reader, self.tables.brackets)
-        text = self.reader.slice(start, self.reader.pos)
-        if broken:
-            return NOT_A_CALL if bare and not _BEGINS_LIKE_A_CALL.match(text) else broken
-        end = self.reader.pos
-        reason = self._record(text, name, identifier, end)
-        if reason is not None:
+        reader = self.reader
+        start = reader.pos
+        value = self._at_once()
+        broken = (yield from find_end(reader, self.tables.brackets)) if value is UNUSUAL else ""
+        end = reader.pos
+        text = reader.slice(start, end)
+        reason = broken or self._record(text, name, identifier, end, value)
+        if reason:
             return NOT_A_CALL if bare and not _BEGINS_LIKE_A_CALL.match(text) else reason
         body = self.tables.body
         if isinstance(body, Json) and body.after:
@@ -132,16 +140,43 @@ class BracketReader:
                 self.reader.rewind(end)
         return None
 
-    def _record(self, text: str, name: str | None, identifier: str | None, end: int) -> str | None:
-        """Record the call that an object stands for; or say why it is none."""
-        notes = self.notes = []
-        body = self.tables.body
-        quotes = body.quotes if isinstance(body, Json) else ()
+    def _at_once(self) -> Any:
+        """Move over the object and return it, if all up to the next marker is one and plain JSON; else UNUSUAL.
+
+        The usual case: no need to look for the object's end, where JSON finds the same. Not for quotes of another kind.
+        """
+        reader, tables = self.reader, self.tables
+        begin = reader.pos - reader.base
+        stop = tables.stop.search(reader.window, begin)
+        if tables.quotes or (stop is None and not reader.final):
+            return UNUSUAL
+        text = reader.window[begin : stop.start() if stop else None].rstrip()
+        if isinstance(tables.body, Json) and tables.body.after:
+            text = text.removesuffix(tables.body.after).rstrip()
+        if not text.endswith("}"):
+            return UNUSUAL
         try:
-            if quotes:
-                value = LiteralParser(text, notes, quotes=quotes, bare_keys=True).whole()
-            else:
-                value = loads(text, notes)
+            value = loads_plain(text)
+        except LiteralError:
+            return UNUSUAL
+        if value is not UNUSUAL:
+            reader.pos += len(text)
+            reader.operations += len(text)
+        return value
+
+    def _record(
+        self, text: str, name: str | None, identifier: str | None, end: int, value: Any = UNUSUAL
+    ) -> str | None:
+        """Record the call that an object stands for, its value if known; or say why it is none."""
+        notes = self.notes = []
+        quotes = self.tables.quotes
+        try:
+            if value is UNUSUAL and not quotes:
+                value = loads_plain(text)
+            if value is UNUSUAL:
+                self.reader.spent += len(text) // 3
+                literal = LiteralParser(text, notes, quotes=quotes, bare_keys=True) if quotes else None
+                value = literal.whole() if literal else loads_noting(text, notes)
         except LiteralError as error:
             return f"the arguments are neither JSON nor literals: {error}"
         if name is None:
@@ -163,6 +198,8 @@ class BracketReader:
         reader.pos += 1
         found = 0
         while True:
+            if not reader.spend(PRICE_OF_A_CALL):
+                return TOO_DENSE
             yield from reader.search(_NOT_COMMA)
             first = yield from reader.need(1)
             if first == "]":
@@ -231,6 +268,7 @@ class BracketReader:
     def _record_python(self, text: str, name: str) -> str | None:
         """Record a Python call from its parenthesis; or say why it cannot be read."""
         notes = self.notes = []
+        self.reader.spent += len(text) // 3
         parser = LiteralParser(text, notes, pos=1)
         values: dict[str, Any] = {}
         try:

@@ -13,7 +13,7 @@ from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Channels
 from chat_tools.literals import LiteralError, dumps, loads
 from chat_tools.message import Kind
-from chat_tools.reader import Marks, Reader, Wait
+from chat_tools.reader import PRICE_OF_A_CALL, Marks, Reader, Wait
 from chat_tools.recorder import Recorder
 
 
@@ -43,7 +43,8 @@ class ChannelReader:
         """Read a header and the text that belongs to it."""
         reader, tables, body = self.reader, self.tables, self.tables.body
         start = reader.pos
-        reader.pos += len(body.start if (yield from reader.at([body.start])) else body.channel)
+        reader.spent += PRICE_OF_A_CALL // 3
+        reader.pos += len(body.start if reader.window.startswith(body.start, start - reader.base) else body.channel)
         match = yield from reader.search(tables.header)
         if match is not None and match.group() == body.channel:  # <|start|>assistant<|channel|>...
             reader.pos += len(body.channel)
@@ -64,13 +65,13 @@ class ChannelReader:
 
     def _words(self, kind: Kind) -> Wait[None]:
         """Take the text of a message as it comes."""
-        self.recorder.marker(kind, self.reader.pos, opens=True)
+        self.recorder.opens(kind, self.reader.pos)
         while True:
             match = self.reader.step(self.tables.inside)
             self._take(kind)
             if match is not None and match.group() in self.tables.body.ends:
                 self.reader.pos += len(match.group())
-                self.recorder.marker(kind, self.reader.pos)
+                self.recorder.closes(kind, self.reader.pos)
             if match is not None or self.reader.final:
                 return
             yield
@@ -82,6 +83,7 @@ class ChannelReader:
     def _call(self, name: str) -> Wait[None]:
         """Take a call: all of the message has to be its arguments."""
         reader, recorder = self.reader, self.recorder
+        reader.spent += PRICE_OF_A_CALL
         start = reader.pos
         match = yield from reader.search(self.tables.inside)
         text = reader.slice(start, reader.pos)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from chat_tools.grammar import FORMATS, Channels, Format, Json, Pythonic, Tagged
 from chat_tools.parser import StreamParser, parse
@@ -80,6 +80,27 @@ _HEADERS = {
 }
 
 FRAGMENTS = {name: _fragments(fmt) for name, fmt in FORMATS.items()}
+
+
+class Repeated(NamedTuple):
+    """A text of any length: a unit over and over between a beginning and an end; NUL in it stands for a number."""
+
+    begin: str
+    unit: str
+    end: str
+    typed: bool = False  # parsed with TOOLS
+
+    def of(self, size: int) -> str:
+        """Return it with about so many characters."""
+        count = max((size - len(self.begin) - len(self.end)) // len(self.unit), 1)
+        middle = "".join(map(self._numbered, range(count))) if "\0" in self.unit else self.unit * count
+        return self.begin + middle[:size] + self.end
+
+    def _numbered(self, index: int) -> str:
+        return self.unit.replace("\0", str(index))
+
+
+WORST: dict[str, list[Repeated]] = {}
 
 
 def check_bytes(data: bytes) -> None:

@@ -27,7 +27,8 @@ class Json:
     """`{"name": ..., "arguments": {...}}`, alone or in a list (`objects`); or a header and the arguments' object.
 
     `header` is a pattern of all that stands between the opening marker and the object, with a group `name` and perhaps
-    `id`. `after` may follow the object. `quotes` are further string delimiters, without escapes; keys are bare then.
+    `id`; its repetitions are possessive, so that it takes linear time. `after` may follow the object. `quotes` are
+    further string delimiters, without escapes; keys are bare then.
     """
 
     objects: bool = True
@@ -89,6 +90,12 @@ def _deepseek(name: str, body: Json) -> Format:
     )
 
 
+def _words(stops: str, other: str = "") -> str:
+    """Match words of a line, without the white space after them; in linear time, unlike a lazy pattern."""
+    return rf"(?:[^\s{stops}]++|[^\S\n]++(?=[^\s{stops[0]}]){'|' + other if other else ''})*+"
+
+
+_NUMBERED = _words("<:", r":(?!\d+\s*+<)")  # a colon and a number at the end are not the name's
 _ALL = (
     Format(
         "qwen3_xml",
@@ -116,15 +123,15 @@ _ALL = (
     Format(
         "mistral",
         calls=(("[TOOL_CALLS]", ""),),
-        body=Json(header=r"(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS\])?"),
+        body=Json(header=r"(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\](?P<id>[^\[{]*+))?(?:\[ARGS\])?"),
         reasoning=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
         ends=("</s>",),
     ),
     _deepseek(
         "deepseek_v3",
-        Json(objects=False, header=r"\w+<｜tool▁sep｜>(?P<name>[^\n`<]*?)\s*```(?:json)?", after="```"),
+        Json(objects=False, header=rf"\w++<｜tool▁sep｜>(?P<name>{_words('<`')})\s*+```(?:json)?", after="```"),
     ),
-    _deepseek("deepseek_v3.1", Json(objects=False, header=r"(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>")),
+    _deepseek("deepseek_v3.1", Json(objects=False, header=rf"(?P<name>{_words('<')})\s*+<｜tool▁sep｜>")),
     Format(
         "glm-4.5",
         calls=(("<tool_call>", "</tool_call>"),),
@@ -137,7 +144,8 @@ _ALL = (
         calls=(("<|tool_call_begin|>", "<|tool_call_end|>"),),
         body=Json(
             objects=False,
-            header=r"(?P<id>(?:functions\.)?(?P<name>[^\n<]*?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+            header=rf"(?P<id>(?:functions\.)?(?P<name>{_NUMBERED})(?::\d+)?)"
+            r"\s*+<\|tool_call_argument_begin\|>",
         ),
         ends=("<|im_end|>", "[EOS]"),
         bare=True,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
+MAX_NOTES = 50
+# A value that is JSON is read at any size. One that is not is read one by one, which is slow: no more values than these.
+MAX_LITERAL_VALUES = 20_000
 _MAX_DIGITS = 4000  # Python refuses to convert longer integers; they stay text
 
 
@@ -22,28 +24,22 @@ def loads(text: str, notes: list[str] | None = None) -> Any:
     Only values that JSON can say come back: numbers are finite (others stay text), keys are strings, tuples become
     lists. `notes` collects what was unusual: "duplicate key 'a'", "number 1e999 kept as text".
     """
+    value = loads_plain(text)
+    return loads_noting(text, [] if notes is None else notes) if value is UNUSUAL else value
+
+
+def loads_plain(text: str) -> Any:
+    """Return the value of JSON with nothing unusual in it, else UNUSUAL; for what is nested too deep, LiteralError."""
     try:
         value = _PLAIN.decode(text)
-    except (ValueError, RecursionError):  # no JSON, or with something to note in it
-        value = _loads_noting(text, [] if notes is None else notes)
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value)
+    except (ValueError, RecursionError):
+        return UNUSUAL
+    _check_depth(text, value)
     return value
 
 
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level := [v for item in level if isinstance(item, list | dict) for v in _inner(item)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise LiteralError(f"nested deeper than {MAX_DEPTH}")
-
-
-def _inner(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
-def _loads_noting(text: str, notes: list[str]) -> Any:
+def loads_noting(text: str, notes: list[str]) -> Any:
+    """Return the value of JSON or a literal, and what is unusual in it."""
     first: list[str] = []
     try:
         value = json.loads(
@@ -51,13 +47,40 @@ def _loads_noting(text: str, notes: list[str]) -> Any:
             strict=False,
             parse_constant=_refuse,
             parse_float=lambda digits: _number(digits, first),
-            parse_int=lambda digits: _number(digits, first),
+            parse_int=(lambda digits: _number(digits, first)) if _LONG_DIGITS.search(text) else None,
             object_pairs_hook=lambda pairs: _object(pairs, first),
         )
     except (ValueError, RecursionError):
+        value = UNUSUAL
+    if value is UNUSUAL and "'" in text and '"' not in text and "\\" not in text:
+        value = loads_plain(text.replace("'", '"'))  # a literal whose strings are JSON's but for the quotes
+    if value is UNUSUAL:
         return LiteralParser(text, notes).whole()
+    _check_depth(text, value)
     notes.extend(first)
     return value
+
+
+def _check_depth(text: str, value: Any) -> None:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    level, depth = [value], 0
+    while level := [v for item in level for v in _inner(item) if type(v) in _CONTAINERS]:
+        depth += 1
+        if depth >= MAX_DEPTH:
+            raise LiteralError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) is list else ()
+
+
+def note(notes: list[str], text: str) -> None:
+    """Add a note, unless there are very many."""
+    if len(notes) < MAX_NOTES:
+        notes.append(text)
+    elif len(notes) == MAX_NOTES:
+        notes.append("further notes are left out")
 
 
 def dumps(value: Any) -> str:
@@ -68,7 +91,10 @@ def dumps(value: Any) -> str:
     return text
 
 
+UNUSUAL = object()
+_CONTAINERS = frozenset([dict, list])
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_LONG_DIGITS = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
 
 
 def _refuse(name: str) -> NoReturn:
@@ -77,7 +103,7 @@ def _refuse(name: str) -> NoReturn:
 
 def _finite(digits: str) -> float:
     value = float(digits)
-    if math.isinf(value):
+    if value - value != 0:
         raise ValueError("not finite")
     return value
 
@@ -90,7 +116,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _PLAIN = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 
 
 def _object(pairs: list[tuple[str, Any]], notes: list[str]) -> dict[str, Any]:
@@ -99,26 +125,27 @@ def _object(pairs: list[tuple[str, Any]], notes: list[str]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                notes.append(f"duplicate key {key!r}: the last one counts")
+                note(notes, f"duplicate key {key!r}: the last one counts")
             seen.add(key)
     return result
 
 
 def _number(digits: str, notes: list[str]) -> int | float | str:
     if len(digits) <= _MAX_DIGITS:
-        if re.fullmatch(r"[+-]?[0-9_]+", digits):
+        if _INTEGER.fullmatch(digits):
             return int(digits)
         value = float(digits)
-        if math.isfinite(value):
+        if value - value == 0:  # finite
             return value
-    notes.append(f"number {digits[:20]} kept as text")
+    note(notes, f"number {digits[:20]} kept as text")
     return digits
 
 
+_INTEGER = re.compile(r"[+-]?[0-9_]+")
 _SPACE = re.compile(r"\s*")
 _STRING = re.compile(
-    r"""[uU]?(?:'''(?P<a>(?:[^\\]|\\[\s\S])*?)'''|\"\"\"(?P<b>(?:[^\\]|\\[\s\S])*?)\"\"\""""
-    r"""|'(?P<c>(?:[^'\\]|\\[\s\S])*)'|"(?P<d>(?:[^"\\]|\\[\s\S])*)")"""
+    r"""[uU]?(?:'''((?:[^'\\]++|\\[\s\S]|'(?!''))*+)'''|\"\"\"((?:[^"\\]++|\\[\s\S]|"(?!""))*+)\"\"\""""
+    r"""|'((?:[^'\\]++|\\[\s\S])*+)'|"((?:[^"\\]++|\\[\s\S])*+)")"""
 )
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -169,6 +196,7 @@ class LiteralParser:
         self.notes = notes
         self.quotes = quotes
         self.bare_keys = bare_keys
+        self.values = 0
 
     def whole(self) -> Any:
         """Read one value that is all of the text."""
@@ -196,6 +224,9 @@ class LiteralParser:
         """Read one value."""
         if depth > MAX_DEPTH:
             raise LiteralError(f"nested deeper than {MAX_DEPTH}")
+        self.values += 1
+        if self.values > MAX_LITERAL_VALUES:
+            raise LiteralError(f"more than {MAX_LITERAL_VALUES} values that are not JSON")
         if self.take("{"):
             return self.dict(depth + 1)
         if self.take("["):
@@ -215,7 +246,7 @@ class LiteralParser:
                 return value
         if match := _STRING.match(self.text, self.pos):
             self.pos = match.end()
-            return unescape(next(group for group in match.groups() if group is not None))
+            return unescape(match[match.lastindex or 0])
         if match := _NUMBER.match(self.text, self.pos):
             self.pos = match.end()
             try:

@@ -22,14 +22,33 @@ class Brackets:
         self.stops = tuple(stops)
         self.plain_quotes = tuple(quotes)
         self.quotes = (*self.plain_quotes, *(('"""', "'''") if triple else ()), '"', "'")
-        special = re.escape("".join(sorted({s[0] for s in (*self.stops, *self.plain_quotes)})))
-        if special.startswith("^"):
-            special = "\\" + special
-        # At one go: plain characters, and whole strings that something follows.
-        strings = "" if triple else r'|"(?:[^"\\]++|\\[\s\S])*+"(?=\s*[,:}\])])'
-        self.skip = re.compile(rf"(?:[^\[\]{{}}()\"'{special}]++{strings})*+")
-        self.inside = {q: re.compile(re.escape(q) if q in self.plain_quotes else rf"\\[\s\S]|{q}") for q in self.quotes}
+        self.inside = {q: re.compile(self._inside(q)) for q in self.quotes}
         self.longest = max(map(len, [*self.stops, *self.quotes]))
+        atoms = self._atoms()
+        small = "|".join(rf"{re.escape(a)}(?:{atoms})*+{re.escape(b)}" for a, b in _PAIRS.items())
+        small = "|".join(rf"{re.escape(a)}(?:{atoms}|{small})*+{re.escape(b)}" for a, b in _PAIRS.items())
+        self.skip = re.compile(rf"(?:{atoms}|{small})*+")
+        self.skip_flat = re.compile(rf"(?:{atoms})*+")
+
+    def _inside(self, quote: str) -> str:
+        """Match what stands in a string, as far as it is sure not to be its end."""
+        first, rest = quote[0], quote[1:]
+        other = "" if quote in self.plain_quotes else "\\\\"
+        parts = [rf"[^{first}{other}]++", *([r"\\[\s\S]"] if other else [])]
+        if rest:
+            parts.append(rf"{first}(?!{re.escape(rest)})(?=[\s\S]{{{len(rest)}}})")
+        return f"(?:{'|'.join(parts)})*+"
+
+    def _atoms(self) -> str:
+        """Match at one go: plain characters, and whole strings behind which something follows that may."""
+        marks = [*self.stops, *self.plain_quotes]
+        firsts = "".join(map(re.escape, sorted({mark[0] for mark in marks} - {"["})))
+        atoms = [rf"[^\[\]{{}}()\"'{firsts}]++"]
+        for first in sorted({mark[0] for mark in marks} - {"["}):  # the beginning of a marker that is none
+            rest = "|".join(re.escape(mark[1:]) for mark in marks if mark[0] == first)
+            atoms.append(rf"{re.escape(first)}(?!{rest})(?=[\s\S]{{{self.longest}}})")
+        atoms += [re.escape(q) + self._inside(q) + re.escape(q) + _FOLLOWS for q in (*self.plain_quotes, '"', "'")]
+        return "|".join(atoms)
 
 
 class _State:
@@ -37,8 +56,8 @@ class _State:
 
     __slots__ = ("after_string", "pos", "quote", "stack")
 
-    def __init__(self) -> None:
-        self.stack: list[str] = []
+    def __init__(self, opening: str) -> None:
+        self.stack = [_PAIRS[opening]]
         self.quote = ""
         self.after_string = False
         self.pos = 0
@@ -46,21 +65,24 @@ class _State:
 
 def find_end(reader: Reader, brackets: Brackets) -> Wait[str]:
     """Move from an opening bracket to behind its closing one and return ""; or to where it broke, with the reason."""
-    state = _State()
+    begin = reader.pos
+    state = _State(reader.window[begin - reader.base])
+    reader.pos += 1
     while True:
         state.pos = start = reader.pos - reader.base
         verdict = _advance(reader.window, state, brackets, reader.final)
         reader.operations += state.pos - start
         reader.pos = reader.base + state.pos
         if verdict is not None:
+            if verdict:
+                reader.spent += (reader.pos - begin) // 4
             return verdict
         yield
 
 
 def _advance(window: str, state: _State, brackets: Brackets, final: bool) -> str | None:
     """Read what there is; return the verdict, or None if more text is needed."""
-    end = len(window)
-    skip, stack = brackets.skip.match, state.stack
+    end, stack, pairs = len(window), state.stack, _PAIRS
     while True:
         if state.quote and not _skip_string(window, state, brackets, final):
             return "a string is not closed" if final else None
@@ -72,19 +94,21 @@ def _advance(window: str, state: _State, brackets: Brackets, final: bool) -> str
             if window[state.pos] not in ",:}])":
                 return "a string is followed by other text"
             state.after_string = False
-        run = skip(window, state.pos)
+        # What is skipped at one go may have two levels of brackets, which count for the depth too.
+        skip = brackets.skip if len(stack) < MAX_DEPTH - 1 else brackets.skip_flat
+        run = skip.match(window, state.pos)
         assert run is not None
         pos = state.pos = run.end()
         if pos == end:
             return "the text ends inside the call" if final else None
         character = window[pos]
-        if character in _PAIRS:
-            stack.append(_PAIRS[character])
+        if character in pairs:
+            stack.append(pairs[character])
             if len(stack) > MAX_DEPTH:
                 return f"nested deeper than {MAX_DEPTH}"
             state.pos += 1
         elif character in "]})":
-            if not stack or stack.pop() != character:
+            if stack.pop() != character:
                 return "brackets do not match"
             state.pos += 1
             if not stack:
@@ -106,19 +130,17 @@ def _undecided(window: str, pos: int, brackets: Brackets) -> bool:
 
 def _skip_string(window: str, state: _State, brackets: Brackets, final: bool) -> bool:
     """Move behind the open string; False if its end is not here yet."""
-    pattern = brackets.inside[state.quote]
-    while match := pattern.search(window, state.pos):
-        state.pos = match.end()
-        if match.group()[0] != "\\":
-            state.quote, state.after_string = "", True
-            return True
-    end = len(window)
+    run = brackets.inside[state.quote].match(window, state.pos)
+    assert run is not None
+    state.pos = run.end()
+    if window.startswith(state.quote, state.pos):
+        state.pos += len(state.quote)
+        state.quote, state.after_string = "", True
+        return True
     if final:
-        state.pos = end
-    elif state.pos < end:  # keep what may be the beginning of an escape or of the delimiter
-        keep = 1 if window.endswith("\\") else 0
-        state.pos = max(state.pos, end - max(keep, len(state.quote) - 1))
+        state.pos = len(window)
     return False
 
 
 _NOT_SPACE = re.compile(r"\S")
+_FOLLOWS = r"(?=\s*+[,:}\])])"

@@ -12,7 +12,7 @@ from chat_tools.bracketed import NOT_A_CALL, BracketReader, BracketTables
 from chat_tools.channels import ChannelReader, ChannelTables
 from chat_tools.grammar import Channels, Format, Tagged, find_format
 from chat_tools.message import Event, Kind, ParsedMessage
-from chat_tools.reader import Marks, Reader, Wait
+from chat_tools.reader import PRICE_OF_A_CALL, PRICE_OF_A_MARK, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.recorder import Recorder
 from chat_tools.tagged import TaggedReader, TaggedTables
 
@@ -32,6 +32,7 @@ class Tables:
         body = fmt.body
         channels = [body.start, body.channel, *body.ends] if isinstance(body, Channels) else []
         self.top = Marks.of([*self.think, *self.think_end, *stops, *channels])
+        self.thinking = frozenset([*self.think, *self.think_end])
         self.resync = Marks.of(stops) if stops else self.top
         self.body: TaggedTables | BracketTables | ChannelTables
         if isinstance(body, Tagged):
@@ -39,7 +40,7 @@ class Tables:
         elif isinstance(body, Channels):
             self.body = ChannelTables(body)
         else:
-            self.body = BracketTables(fmt, stops)
+            self.body = BracketTables(fmt, stops, list(self.thinking))
 
 
 _TABLES: dict[Format, Tables] = {}
@@ -81,7 +82,7 @@ class StreamParser:
         else:
             self._body = ChannelReader(self._reader, self._recorder, tables.body, tool_set)
         self._thought = prefill is not None
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
         self._run: Generator[None, None, None] | None = self._turn()
         self._message: ParsedMessage | None = None
         self._append(begun)
@@ -90,22 +91,28 @@ class StreamParser:
         """Take more text and return what it settled. Bytes are UTF-8, and may be cut within a character."""
         if self._message is not None:
             raise ValueError("this parser is finished: make a new StreamParser for the next turn")
-        if isinstance(text, bytes):
-            text = self._decoder.decode(text)
-        else:
-            text = self._decoder.decode(b"", True) + text
-            self._decoder.reset()
-        self._append(text)
+        self._append(self._decoded(text))
         return self._events()
 
-    def finish(self) -> ParsedMessage:
-        """End the text and return the whole message. Further calls return the same."""
+    def finish(self, text: str | bytes = "") -> ParsedMessage:
+        """End the text, with a last piece of it, and return the whole message. Further calls return the same."""
         if self._message is None:
-            rest = self._decoder.decode(b"", True)
+            text = self._decoded(text)
+            if self._decoder is not None:
+                text += self._decoder.decode(b"", True)
             self._reader.final = True
-            self._append(rest)
+            self._append(text)
             self._message = self._recorder.message(self._reader.text(), self._reader.operations)
         return self._message
+
+    def _decoded(self, text: str | bytes) -> str:
+        if isinstance(text, bytes):
+            self._decoder = self._decoder or codecs.getincrementaldecoder("utf-8")("replace")
+            return self._decoder.decode(text)
+        if self._decoder is not None:  # bytes came before, perhaps cut within a character
+            text = self._decoder.decode(b"", True) + text
+            self._decoder = None
+        return text
 
     def last_events(self) -> list[Event]:
         """Return what the end of the text settled; to be asked after `finish`."""
@@ -123,29 +130,54 @@ class StreamParser:
     def _turn(self) -> Generator[None, None, None]:
         """Read a turn: text, blocks of reasoning, calls."""
         reader, recorder, tables = self._reader, self._recorder, self.tables
+        think, thinking, ends, top = tables.think, tables.thinking, tables.fmt.ends, tables.top
+        opens = self._body.tables.opens if isinstance(self._body, ChannelReader) else ()
         yield from self._opening()
         while True:
-            match = yield from self._text("content", tables.top)
-            if match is None:
-                return
+            while (match := self._text("content", top)) is None:
+                if reader.final:
+                    return
+                yield
             mark, start = match.group(), reader.pos
-            if isinstance(self._body, ChannelReader) and mark in self._body.tables.opens:
-                yield from self._body.read()
-                continue
-            reader.pos += len(mark)
-            if mark in tables.think:
+            if mark in think:
+                reader.pos += len(mark)
                 self._thought = True
-                recorder.marker("reasoning", reader.pos, opens=True)
-                yield from self._reasoning(tables.think[mark])
+                recorder.opens("reasoning", reader.pos)
+                yield from self._reasoning(think[mark])
                 yield from self._opening()
-            elif mark in tables.think_end:
-                self._stray_think_end(start)
+            elif mark in thinking and not self._thought:
+                reader.pos += len(mark)
+                self._thought = True
+                recorder.retract(reader.pos, start, reader.slice(0, start))
                 yield from self._opening()
+            elif not reader.spend(PRICE_OF_A_MARK):
+                yield from self._pass_over()
+            elif mark in ends:
+                reader.pos += len(mark)
+                recorder.closes("content", reader.pos)
+            elif mark in opens:
+                yield from self._body.read()
             else:
+                reader.pos += len(mark)
                 yield from self._marker(mark, start)
 
+    def _pass_over(self) -> Wait[None]:
+        """Take as malformed, unread, until more may be looked at; up to reasoning, which has to be known as such."""
+        reader, tables = self._reader, self.tables
+        goal = reader.solvent_at()
+        known = tables.think if self._thought else tables.thinking
+        while True:
+            match = reader.step(tables.top)
+            if match is None and not reader.final:
+                yield
+                continue
+            if match is None or reader.pos >= goal or match.group() in known:
+                break
+            reader.pos += len(match.group())
+        self._recorder.malformed(reader.pos, TOO_DENSE)
+
     def _marker(self, mark: str, start: int) -> Wait[None]:
-        """Go on after a marker of calls or of the turn's end."""
+        """Go on after a marker of calls."""
         fmt, recorder, reader = self.tables.fmt, self._recorder, self._reader
         if fmt.section and mark == fmt.section[0]:
             yield from self._section()
@@ -154,47 +186,40 @@ class StreamParser:
                 recorder.text("content", reader.pos, mark)
             else:
                 yield from self._call(mark)
-        elif mark in fmt.ends or isinstance(fmt.body, Channels):
-            recorder.marker("content", reader.pos)
+        elif mark in self.tables.thinking:
+            recorder.malformed(reader.pos, "the end of a reasoning block that was not opened")
+            yield from self._opening()
+        elif isinstance(fmt.body, Channels):
+            recorder.closes("content", reader.pos)
         else:
             recorder.malformed(reader.pos, f"{mark} closes nothing")
 
-    def _text(self, kind: Kind, marks: Marks) -> Wait[re.Match[str] | None]:
-        """Take text of a kind up to the next marker, as it comes."""
-        reader = self._reader
-        while True:
-            match = reader.step(marks)
-            if reader.pos != self._recorder.cursor:
-                self._take(kind)
-            if match is not None or reader.final:
-                return match
-            yield
-
-    def _take(self, kind: Kind) -> None:
-        start, end = self._recorder.cursor, self._reader.pos
-        self._recorder.text(kind, end, "" if self._recorder.silent else self._reader.slice(start, end))
+    def _text(self, kind: Kind, marks: Marks) -> re.Match[str] | None:
+        """Take text of a kind up to the next marker, or as much as there is."""
+        reader, recorder = self._reader, self._recorder
+        match = reader.step(marks)
+        start, end = recorder.cursor, reader.pos
+        if start != end:
+            recorder.text(kind, end, "" if recorder.silent else reader.slice(start, end))
+        return match
 
     def _reasoning(self, close: str) -> Wait[None]:
-        if (yield from self._text("reasoning", self.tables.think_end[close])) is not None:
-            self._reader.pos += len(close)
-            self._recorder.marker("reasoning", self._reader.pos)
-
-    def _stray_think_end(self, start: int) -> None:
-        reader, recorder = self._reader, self._recorder
-        if self._thought:
-            recorder.malformed(reader.pos, "the end of a reasoning block that was not opened")
-        else:
-            self._thought = True
-            recorder.retract(reader.pos, start, reader.slice(0, start))
+        marks = self.tables.think_end[close]
+        while self._text("reasoning", marks) is None:
+            if self._reader.final:
+                return
+            yield
+        self._reader.pos += len(close)
+        self._recorder.closes("reasoning", self._reader.pos)
 
     def _opening(self) -> Wait[None]:
         """Read calls that need no marker, where an answer begins with them."""
         opening, reader = self.tables.fmt.opening, self._reader
         while opening:
+            if not reader.spend(PRICE_OF_A_CALL):
+                return
             start = reader.pos
-            yield from reader.space()
-            yield from reader.at([";"])
-            if (yield from reader.need(1)) != opening or not isinstance(self._body, BracketReader):
+            if (reader.peek() or (yield from reader.next())) != opening or not isinstance(self._body, BracketReader):
                 reader.rewind(start)
                 return
             reason = yield from self._body.read("", bare=True)
@@ -205,8 +230,7 @@ class StreamParser:
                 yield from self._give_up(reason)
                 return
             after = reader.pos
-            yield from reader.space()
-            if (yield from reader.at([";"])) == ";":
+            if (yield from reader.next()) == ";":
                 reader.pos += 1
             else:
                 reader.rewind(after)
@@ -216,8 +240,10 @@ class StreamParser:
         reader, recorder, fmt = self._reader, self._recorder, self.tables.fmt
         assert fmt.section is not None
         found = 0
+        reader.spent += PRICE_OF_A_CALL // 2
         while True:
-            yield from reader.space()
+            if not reader.peek():
+                yield from reader.space()
             mark = yield from reader.at([*self.tables.call_opens, fmt.section[1]])
             if mark in self.tables.calls:
                 reader.pos += len(mark)
@@ -235,6 +261,9 @@ class StreamParser:
                 return
 
     def _call(self, opened: str) -> Wait[None]:
+        if not self._reader.spend(PRICE_OF_A_CALL):
+            yield from self._pass_over()
+            return
         if isinstance(self._body, TaggedReader):
             reason = yield from self._body.read()
         else:
@@ -288,5 +317,4 @@ def parse(
 ) -> ParsedMessage:
     """Take one assistant turn apart. Never raises on what a model wrote, evaluates nothing, loses no character."""
     parser = StreamParser(format, tools, prefill=prefill, silent=True)
-    parser.feed(text)
-    return parser.finish()
+    return parser.finish(text)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
@@ -15,9 +14,17 @@ Wait = Generator[None, None, T]
 # refused; this alone makes every parse linear.
 REREAD_FACTOR = 2
 
+# What is looked at has a price, about a microsecond of a slow core each. A text may cost ALLOWANCE, and one more for
+# every CHARACTERS_PER_UNIT read; past that, text is passed over unread until enough has gone by. This makes a megabyte
+# of nothing but markers cheap. It depends on the text alone, not on how it was cut.
+ALLOWANCE = 40_000
+CHARACTERS_PER_UNIT = 8
+PRICE_OF_A_MARK = 5
+PRICE_OF_A_CALL = 25
+TOO_DENSE = "too many markers and calls in too little text"
 
-@dataclass(frozen=True, slots=True)
-class Marks:
+
+class Marks(NamedTuple):
     """What to look for: a pattern, the length of its longest match, and the characters a match can begin with.
 
     `literals` are all that can match, or empty where the pattern is more than a list of them.
@@ -54,19 +61,33 @@ class Marks:
 class Reader:
     """Positions are characters from the beginning of the text. `operations` counts the characters examined."""
 
+    __slots__ = ("_store", "base", "end", "final", "operations", "pos", "reread", "spent", "window")
+
     def __init__(self) -> None:
         self.pos = 0
         self.end = 0
         self.final = False
         self.operations = 0
         self.reread = 0
-        self._store = io.StringIO(newline="")
+        self.spent = 0
+        self._store: io.StringIO | None = None  # made when a second piece comes
         self.window = ""
         self.base = 0
 
     def append(self, text: str) -> None:
         """Add text at the end; costs the new text and the few characters not consumed yet."""
-        self._store.write(text)
+        if self._store is not None:
+            self._store.write(text)
+        elif self.end == 0:
+            self.window, self.end = text, len(text)
+            self.operations += self.end
+            return
+        elif text:
+            self._store = io.StringIO(newline="")
+            self._store.write(self.window)  # the first piece is whole as long as there is no second
+            self._store.write(text)
+        else:
+            return
         self.window = self.window[self.pos - self.base :] + text
         self.base = self.pos
         self.end += len(text)
@@ -75,8 +96,10 @@ class Reader:
     def slice(self, start: int, end: int) -> str:
         """Return the characters `start:end`."""
         self.operations += end - start
-        if start >= self.base:
-            return self.window[start - self.base : end - self.base]
+        base = self.base
+        if start >= base:
+            return self.window[start - base : end - base]
+        assert self._store is not None
         self._store.seek(start)
         text = self._store.read(end - start)
         self._store.seek(0, io.SEEK_END)
@@ -84,7 +107,7 @@ class Reader:
 
     def text(self) -> str:
         """Return all of it."""
-        return self._store.getvalue()
+        return self.window if self._store is None else self._store.getvalue()
 
     def rewind(self, pos: int) -> None:
         """Go back to `pos`."""
@@ -98,12 +121,24 @@ class Reader:
         """Say whether the budget for going back still holds; depends on the text alone, not on how it was cut."""
         return self.reread <= REREAD_FACTOR * self.pos
 
+    def spend(self, units: int) -> bool:
+        """Pay for what is about to be looked at; False, and nothing paid, where the text has cost too much so far."""
+        if self.spent > ALLOWANCE + self.pos // CHARACTERS_PER_UNIT:
+            return False
+        self.spent += units
+        return True
+
+    def solvent_at(self) -> int:
+        """Return from which position on more may be spent."""
+        return (self.spent - ALLOWANCE) * CHARACTERS_PER_UNIT
+
     def step(self, marks: Marks) -> re.Match[str] | None:
         """Move to the next mark and return it; without one, move over what can no longer be part of one."""
         match = marks.pattern.search(self.window, self.pos - self.base)
-        if match:
-            self.operations += self.base + match.end() - self.pos
-            self.pos = self.base + match.start()
+        if match is not None:
+            start, end = match.span()
+            self.operations += self.base + end - self.pos
+            self.pos = self.base + start
             return match
         self.operations += self.end - self.pos
         tail = self.end if self.final else max(self.pos, self.end - marks.longest + 1)  # a mark may have begun here
@@ -118,7 +153,27 @@ class Reader:
 
     def space(self) -> Wait[None]:
         """Skip white space."""
-        yield from self.search(_NOT_SPACE)
+        yield from self.next()
+
+    def next(self) -> Wait[str]:
+        """Skip white space and return the character that follows, "" at the end of the text."""
+        while not (character := self.peek()):
+            self.operations += self.end - self.pos
+            self.pos = self.end
+            if self.final:
+                return ""
+            yield
+        return character
+
+    def peek(self) -> str:
+        """Skip white space and return the character that follows, "" if it is not here yet."""
+        match = _NOT_SPACE.search(self.window, self.pos - self.base)
+        if match is None:
+            return ""
+        start = self.base + match.start()
+        self.operations += start - self.pos + 1
+        self.pos = start
+        return match.group()
 
     def at(self, literals: Sequence[str]) -> Wait[str | None]:
         """Return which of the literals stands here, "" for none, None at the end of the text. Does not move."""
@@ -150,4 +205,4 @@ class Reader:
         return pos == 0 or self.slice(pos - 1, pos) == "\n"
 
 
-_NOT_SPACE = Marks(re.compile(r"\S"), 1, re.compile(r"\S"))
+_NOT_SPACE = re.compile(r"\S")

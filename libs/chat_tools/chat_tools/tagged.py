@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Format, Tagged
 from chat_tools.literals import dumps
-from chat_tools.reader import Marks, Reader, Wait
+from chat_tools.reader import TOO_DENSE, Marks, Reader, Wait
 from chat_tools.recorder import Recorder
 
+_PRICE_OF_AN_ARGUMENT = 10
 _HEADER = 200  # the longest name of a tag that is looked for inside values
 
 
@@ -120,6 +121,8 @@ class TaggedReader:
 
     def _parameter(self, properties: Mapping[str, object] | None) -> Wait[str | None]:
         body = self.tables.body
+        if not self.reader.spend(_PRICE_OF_AN_ARGUMENT):
+            return TOO_DENSE
         self.reader.pos += len(body.key[0])
         start = self.reader.pos
         key = yield from self._header(self.tables.key_stop, body.key[1])
@@ -162,6 +165,7 @@ class TaggedReader:
             if match is None:
                 return None
             mark, at = match.group(), reader.pos
+            reader.spent += 1
             reader.pos += len(mark)
             if match.lastgroup != "close":
                 opened.append(next(kind for opening, kind in tables.open.items() if mark.startswith(opening)))
@@ -181,6 +185,7 @@ class TaggedReader:
             if match is None:
                 return None
             mark, at = match.group(), reader.pos
+            reader.spent += 1
             if match.lastgroup == "close":
                 kind = tables.close[mark]
                 reader.pos += len(mark)

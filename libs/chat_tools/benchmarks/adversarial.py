@@ -1,0 +1,136 @@
+"""Search for the texts that cost the parsers most, and time a megabyte of the worst in each format.
+
+    PYTHONPATH=libs/chat_tools python libs/chat_tools/benchmarks/adversarial.py --seconds 20
+
+A text is a turn that breaks off somewhere, a unit repeated, and the rest of the turn (or of another place in it). Units
+are pairs and triples of the format's markers and of bits of values; random ones are tried and the dearest changed
+further, at 4,000 characters each. The dearest of them and the known ones (`chat_tools.fuzzing.WORST`) are then measured
+at a million characters: processor time, the least of the rounds, whole and fed in pieces of 16 characters.
+"""
+
+import argparse
+import os
+import random
+import time
+
+from chat_tools.fuzzing import FRAGMENTS, TOOLS, WORST, Repeated
+from chat_tools.grammar import FORMATS
+from chat_tools.parser import StreamParser, parse
+from chat_tools.samples import write_turn
+
+VALUES = ["1,", "'',", '"",', "[],", "[1],", "(),", "(1,),", "True,", "null,", "+1,", ".5,", "1e999,", "{},", "a:1,"]
+VALUES += ["'\\n',", "'a':1,", '"a":1,', '"\0":1,', "'\0':1,", "a\0=1,", "[[],", "{1:", "''''''", "x", "\0", ";", "//"]
+ARGUMENTS = {"text": "x", "count": 2, "items": [1, "a"], "options": {"mode": "a"}}
+
+
+def turns(name):
+    """Turns whose beginnings and ends the units stand between; single quotes where JSON may be a literal too."""
+    texts = [write_turn(name, [("f", ARGUMENTS), ("g", {})], "hi", "hm"), write_turn(name, [("f", ARGUMENTS)])]
+    return [*texts, *(text.replace('"', "'") for text in texts if '"' in text)]
+
+
+class Search:
+    """Random units first, then changes of the dearest."""
+
+    def __init__(self, name, seed):
+        self.name, self.random = name, random.Random(seed)
+        self.parts = [*FRAGMENTS[name], *VALUES]
+        self.turns = turns(name)
+        self.found = {}
+
+    def made(self):
+        """Make a text of random parts."""
+        turn = self.random.choice(self.turns)
+        at = self.random.randint(0, len(turn)) if self.random.random() < 0.8 else 0
+        after = self.random.randint(at, len(turn)) if self.random.random() < 0.7 else len(turn)
+        unit = "".join(self.random.choices(self.parts, k=self.random.randint(1, 3)))
+        return Repeated(turn[:at], unit, turn[after:], self.random.random() < 0.5)
+
+    def changed(self, text):
+        """Change one thing in a text."""
+        other = self.made()
+        what = self.random.choice(["begin", "unit", "unit", "unit", "end", "typed", "shorter", "both"])
+        if what == "begin":
+            return text._replace(begin=other.begin)
+        if what == "both":
+            return text._replace(begin=other.begin, end=other.end)
+        if what == "end":
+            return text._replace(end=other.end)
+        if what == "typed":
+            return text._replace(typed=not text.typed)
+        at = self.random.randint(0, len(text.unit))
+        if what == "shorter":
+            return text._replace(unit=text.unit[:at] + text.unit[at + 1 :] or "a")
+        return text._replace(unit=text.unit[:at] + self.random.choice(self.parts) + text.unit[at:])
+
+    def try_one(self, text, size):
+        """Measure a text, if it is new; keep what it costs a character."""
+        if text not in self.found and len(text.unit) < 60:
+            whole = text.of(size)
+            seconds = min(cost(self.name, whole, text.typed) for _ in range(2))
+            self.found[text] = seconds / len(whole)
+
+    def run(self, seconds, size=4000):
+        """Return the dearest texts, the dearest first."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if len(self.found) > 150 and self.random.random() < 0.7:
+                self.try_one(self.changed(self.random.choice(self.best(12))), size)
+            else:
+                self.try_one(self.made(), size)
+        return self.best(4)
+
+    def best(self, count):
+        """List the dearest so far."""
+        return sorted(self.found, key=self.found.__getitem__, reverse=True)[:count]
+
+
+def cost(name, text, typed, piece=0):
+    """Processor time of one parse, whole or fed in pieces."""
+    tools = TOOLS if typed else None
+    start = time.process_time()
+    if piece:
+        parser = StreamParser(name, tools)
+        for at in range(0, len(text), piece):
+            parser.feed(text[at : at + piece])
+        parser.finish()
+    else:
+        parse(text, name, tools)
+    return time.process_time() - start
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument(
+        "--seconds", type=float, default=20, help="of searching, a format; 0 for the known texts alone"
+    )
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--formats", nargs="*", default=list(FORMATS))
+    options.add_argument("--verbose", action="store_true", help="show each text that was measured")
+    chosen = options.parse_args()
+    print(f"load {os.getloadavg()[0]:.2f}; ten million additions take {min(_additions() for _ in range(3)):.2f} s")
+    print(f"{'format':<14}{'texts':>7}{'whole s':>9}{'by 16 s':>9}  worst text: begin, unit, end, tools given")
+    for name in chosen.formats:
+        search = Search(name, chosen.seed)
+        candidates = [*WORST.get(name, ()), *(search.run(chosen.seconds) if chosen.seconds else ())]
+        rows = []
+        for text in dict.fromkeys(candidates):
+            whole = text.of(1_000_000)
+            rows.append((min(cost(name, whole, text.typed) for _ in range(chosen.rounds)), text))
+            if chosen.verbose:
+                print(f"    {rows[-1][0]:.2f} {tuple(text)!r}", flush=True)
+        seconds, worst = max(rows)
+        pieces = min(cost(name, worst.of(1_000_000), worst.typed, 16) for _ in range(min(chosen.rounds, 3)))
+        print(f"{name:<14}{len(search.found):>7}{seconds:>9.2f}{pieces:>9.2f}  {tuple(worst)!r}", flush=True)
+
+
+def _additions():
+    start, total = time.process_time(), 0
+    for i in range(10_000_000):
+        total += i
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    main()
