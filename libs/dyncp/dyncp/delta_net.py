@@ -5,7 +5,8 @@ Over the tokens of a shard the recurrence S' = exp(g) (I - beta k k^T) S + beta 
 starts from: S_end = M S_start + S_zero and o_t = U_t S_start + o_zero_t, where the zeros are what the shard gives from
 an empty state. M and U are the same rule run with zero values from the identity. So each rank runs its shard without
 waiting, hands over one pair (M, S_zero) a head, whatever its length, composes the pairs to its left, and adds U_t S.
-The arithmetic of the rule is seqpack's.
+The arithmetic of the rule is seqpack's: both runs are fused kernels where those are installed and fit. Composing and
+adding are plain torch, in float32 at least; context parallelism that a kernel package may have itself is not used.
 """
 
 from collections.abc import Sequence
