@@ -1,5 +1,6 @@
 """Prints which ways of packing keep sequences apart in stock transformers models, by family, as a Markdown table.
 
+    ./bazelw run //libs/seqpack:isolation_table          (the newest supported; isolation_table_tf517: the oldest)
     PYTHONPATH=libs/seqpack OMP_NUM_THREADS=1 python libs/seqpack/benchmarks/isolation_table.py
 
 Tiny random models, five sequences in one row, checked by `seqpack.testing.check_packing`. A cell says `right`; `LEAKS`
@@ -13,6 +14,7 @@ and of the worst parameter's gradient; or that the model refuses. Two versions o
 import argparse
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -162,6 +164,7 @@ def main():
         "--merge", type=Path, nargs="+", help="print the table of these JSON files instead of measuring"
     )
     arguments = parser.parse_args()
+    os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if arguments.merge:

@@ -55,6 +55,28 @@ def test_chunks_equal_the_recurrence_forward_and_backward(lengths, size, with_st
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("backend", ["naive", "torch"])
+def test_the_first_two_tokens_by_hand(backend):
+    # With S = 0: S_1 = beta_1 k_1 v_1; S_2 = a S_1 + beta_2 k_2 (v_2 - k_2 a S_1), a = exp(g_2); o = S^T q / sqrt(Dk).
+    q, k, v, g, beta, _ = inputs([2], dims=(3, 2))
+    o, final = gated_delta_rule(q, k, v, g, beta, cumulative([2]), output_final_state=True, backend=backend)
+    unit_q, unit_k = (t[:, 0] / (t[:, 0] ** 2).sum(-1, keepdim=True).sqrt() for t in (q, k))
+    first = beta[0] * torch.outer(unit_k[0], v[0, 0])
+    old = g[1].exp() * first
+    second = old + beta[1] * torch.outer(unit_k[1], v[1, 0] - unit_k[1] @ old)
+    expected = torch.stack([unit_q[0] @ first, unit_q[1] @ second]) / 3**0.5
+    torch.testing.assert_close(o[:, 0], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(final[0, 0], second, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_scales_as_the_row_does():
+    q, k, v, g, beta, _ = (t.detach() for t in inputs([1], key_heads=2, groups=2, dims=(5, 2)))
+    o, final = gated_delta_rule(q, k, v, g, beta, cumulative([1]), output_final_state=True)
+    stepped, state = gated_delta_rule_step(q, k, v, g, beta, torch.zeros(1, 4, 5, 2, dtype=torch.float64))
+    torch.testing.assert_close(stepped, o)
+    torch.testing.assert_close(state, final)
+
+
 @pytest.mark.parametrize("with_final", [False, True])
 def test_gradcheck(with_final):
     lengths = [5, 1, 3]

@@ -38,6 +38,15 @@ def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("backend", ["naive", "torch"])
+def test_scores_are_scaled_by_the_root_of_the_head_size_as_torch_does(backend):
+    q, k, v = inputs([7], heads=2, groups=2, dim=6)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(attention(q, k, v, cumulative([7]), backend=backend), expected[0].transpose(0, 1))
+
+
 def test_gradcheck():
     lengths = [40, 1, 3]
     tensors = inputs(lengths, 1, 2, 2)
