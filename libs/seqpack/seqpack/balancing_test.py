@@ -106,6 +106,8 @@ def test_best_exchange_equals_trying_all(heavy: list[int], light: list[int], dif
         ([1, float("nan")], 2, r"costs\[1\] must be finite and not negative, got nan"),
         ([1, float("inf")], 2, r"costs\[1\] must be finite"),
         ([-1], 2, r"costs\[0\] must be finite and not negative, got -1"),
+        ([1e308, 1e308], 2, "costs add up to more than a float holds"),
+        ([1, 10**400], 2, r"costs\[1\] is more than a float holds"),
         (["a"], 2, r"costs\[0\] must be a number, got 'a'"),
         ([True], 2, r"costs\[0\] must be a number, got True"),
         ([1], 0, "num_parts must be a positive integer, got 0"),

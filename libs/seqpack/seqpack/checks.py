@@ -1,5 +1,6 @@
 """Validation of user input: every ValueError names the offending index and value."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,10 +44,16 @@ def check_costs(costs: Any, name: str = "costs") -> NDArray[np.float64]:
         for index, cost in enumerate(items):
             if isinstance(cost, bool) or not isinstance(cost, int | float | np.integer | np.floating):
                 raise ValueError(f"{name}[{index}] must be a number, got {cost!r}")
-    values = np.array(items, dtype=np.float64)
+    try:
+        values = np.array(items, dtype=np.float64)
+    except OverflowError as error:
+        index = next(i for i, cost in enumerate(items) if abs(cost) > sys.float_info.max)
+        raise ValueError(f"{name}[{index}] is more than a float holds") from error
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(wrong):
         raise ValueError(f"{name}[{wrong[0]}] must be finite and not negative, got {items[wrong[0]]}")
+    if float(values.max(initial=0.0)) * max(1, len(values)) == np.inf:
+        raise ValueError(f"{name} add up to more than a float holds, the largest is {values.max()}: use a larger unit")
     return values
 
 

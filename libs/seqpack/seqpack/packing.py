@@ -12,6 +12,8 @@ from seqpack.checks import check_lengths, check_positive_int
 from seqpack.plan_json import from_json, plan_hash, to_json
 from seqpack.whole_bins import fill_bins
 
+LARGEST = 2**52
+"""Lengths times the capacity of a bin: up to here 64 bits hold everything that packing and its bounds compute."""
 CLOSE_ENOUGH = 0.005
 """A packing with this gap is taken; else both ways of packing are tried."""
 
@@ -62,10 +64,13 @@ def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     """
     cap = check_positive_int(capacity, "capacity")
     sizes = check_lengths(lengths, cap)
+    room = min(cap, sum(sizes) or 1)  # more than all lengths together is as good as that
+    if room * len(sizes) > LARGEST:
+        raise ValueError(f"{len(sizes)} lengths for bins of {room} are beyond 2**52 in all: count in a coarser unit")
     array = np.array(sizes, dtype=np.int64)
     order = np.argsort(-array, kind="stable")
     descending = array[order]
-    bins, bound = _few_bins(descending, order, cap)
+    bins, bound = _few_bins(descending, order, room)
     return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(sizes))
 
 

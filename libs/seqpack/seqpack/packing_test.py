@@ -111,6 +111,20 @@ def test_bins_that_are_proven_optimal() -> None:
     assert (pack([], 8).bins, pack([], 8).gap, pack([], 8).fill) == ((), 0.0, 1.0)
 
 
+def test_a_capacity_beyond_all_lengths_is_one_bin() -> None:
+    for capacity in (11, 12, 2**40, 2**63, 2**200):
+        plan = pack([5, 6], capacity)
+        assert (plan.bins, plan.capacity, plan.lower_bound) == (((1, 0),), capacity, 1)
+
+
+@pytest.mark.parametrize("unit", [1, 2**20, 2**33])
+def test_the_unit_does_not_matter(unit: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 300)
+    plan, scaled = pack(lengths, 120), pack(lengths * unit, 120 * unit)
+    assert scaled.lower_bound == plan.lower_bound
+    assert len(scaled.bins) == len(plan.bins)
+
+
 def test_work_is_linear_but_for_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     pushes = []
     push = seqpack.packing.heappush
@@ -148,6 +162,8 @@ def test_inputs_of_every_kind_give_the_same_plan_and_survive_json() -> None:
         ([3, True], 8, r"lengths\[1\] must be an integer, got True"),
         ([3, "a"], 8, r"lengths\[1\] must be an integer, got 'a'"),
         ([3, 9], 8, r"lengths\[1\] = 9 does not fit in 8"),
+        ([2**70, 1], 2**71, r"2 lengths for bins of \d+ are beyond 2\*\*52 in all: count in a coarser unit"),
+        ([2**51, 2**51, 1], 2**51, "count in a coarser unit"),
         ([3], 0, "capacity must be a positive integer, got 0"),
         ([3], 2.5, "capacity must be a positive integer, got 2.5"),
         ("33", 8, "lengths must be a sequence of numbers, got str"),
