@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from chat_tools.arguments import ToolSet
@@ -42,15 +41,17 @@ class BracketTables:
         self.element = Marks(re.compile(pattern), 160, Marks.of([",", "{", *stops]).first)
 
 
-@dataclass(slots=True)
 class BracketReader:
     """Reads one block of calls; the position is after its opening marker."""
 
-    reader: Reader
-    recorder: Recorder
-    tables: BracketTables
-    tools: ToolSet
-    notes: list[str] = field(default_factory=list)
+    __slots__ = ("notes", "reader", "recorder", "tables", "tools")
+
+    def __init__(self, reader: Reader, recorder: Recorder, tables: BracketTables, tools: ToolSet) -> None:
+        self.reader = reader
+        self.recorder = recorder
+        self.tables = tables
+        self.tools = tools
+        self.notes: list[str] = []
 
     def read(self, close: str, bare: bool = False) -> Wait[str | None]:
         """Read up to the end of the block and record its calls; or return why it is malformed.

@@ -7,7 +7,6 @@ all else is content.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Channels
@@ -30,14 +29,16 @@ class ChannelTables:
         self.name = re.compile(rf"{re.escape(body.channel)}\s*(\w+)")
 
 
-@dataclass(slots=True)
 class ChannelReader:
     """Reads one message; the position is at its header's first marker."""
 
-    reader: Reader
-    recorder: Recorder
-    tables: ChannelTables
-    tools: ToolSet
+    __slots__ = ("reader", "recorder", "tables", "tools")
+
+    def __init__(self, reader: Reader, recorder: Recorder, tables: ChannelTables, tools: ToolSet) -> None:
+        self.reader = reader
+        self.recorder = recorder
+        self.tables = tables
+        self.tools = tools
 
     def read(self) -> Wait[None]:
         """Read a header and the text that belongs to it."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from chat_tools.arguments import tool_dict
 
@@ -36,8 +35,7 @@ def content_like(message: Message, text: str) -> Any:
     return [{"type": "text", "text": text}] if isinstance(message.get("content"), list) else text
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A text with a stand-in user message in it, and where that stands."""
 
     text: str

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Pair = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
+class Tagged(NamedTuple):
     """Arguments as tagged values: NAME `name_end`, then `key[0]` KEY `key[1]` `value[0]` VALUE `value[1]` repeated.
 
     With `newlines`, one newline after the opening and one before the closing tag of a value belong to the tags. With
@@ -22,8 +21,7 @@ class Tagged:
     guess: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Json:
+class Json(NamedTuple):
     """`{"name": ..., "arguments": {...}}`, alone or in a list (`objects`); or a header and the arguments' object.
 
     `header` is a pattern of all that stands between the opening marker and the object, with a group `name` and perhaps
@@ -37,13 +35,11 @@ class Json:
     quotes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Pythonic:
+class Pythonic(NamedTuple):
     """A list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
+class Channels(NamedTuple):
     """Messages with headers: `start` and `channel` open a header, `message` ends it, one of `ends` ends the text.
 
     The channel named `reasoning` is reasoning; where the pattern `recipient` finds a `name`, the message is a call.
@@ -57,8 +53,7 @@ class Channels:
     recipient: str
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """A format of assistant turns.
 
     `calls` are the markers of one call (no closing one: the body ends itself), `section` a wrapper around calls,

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 100
 MAX_NOTES = 50
-# A value that is JSON is read at any size. One that is not is read one by one, which is slow: no more values than these.
+# JSON is read at any size. What is not JSON is read value by value, which is slow: no more of them than this.
 MAX_LITERAL_VALUES = 20_000
 _MAX_DIGITS = 4000  # Python refuses to convert longer integers; they stay text
 

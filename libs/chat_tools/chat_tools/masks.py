@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from chat_tools.chat_template import ChatTemplate, Message, content_like, template_errors, unused
 
 _REPLACED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Characters `start:end` that message number `message` wrote; its end-of-turn token begins at `body_end`."""
 
     message: int
@@ -27,8 +25,7 @@ class Region:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """What a template puts around an assistant turn: before it, the generation prompt; after it, the end of turn."""
 
     prompt: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 IMAGE, VIDEO, AUDIO = 1, 2, 3
 
@@ -41,8 +41,7 @@ def grid_tokens(grid_thw: Sequence[int], merge_size: int = 2) -> int:
     return time * (height // merge_size) * (width // merge_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Expanded:
+class Expanded(NamedTuple):
     """A text with its media expanded, and how positions move: (old end, new end) of each expansion."""
 
     text: str

@@ -47,9 +47,10 @@ _TABLES: dict[Format, Tables] = {}
 
 
 def _tables(fmt: Format) -> Tables:
-    if fmt not in _TABLES:
-        _TABLES[fmt] = Tables(fmt)
-    return _TABLES[fmt]
+    tables = _TABLES.get(fmt)
+    if tables is None:
+        tables = _TABLES[fmt] = Tables(fmt)
+    return tables
 
 
 class StreamParser:
@@ -131,7 +132,7 @@ class StreamParser:
         """Read a turn: text, blocks of reasoning, calls."""
         reader, recorder, tables = self._reader, self._recorder, self.tables
         think, thinking, ends, top = tables.think, tables.thinking, tables.fmt.ends, tables.top
-        opens = self._body.tables.opens if isinstance(self._body, ChannelReader) else ()
+        channels = self._body if isinstance(self._body, ChannelReader) else None
         yield from self._opening()
         while True:
             while (match := self._text("content", top)) is None:
@@ -155,8 +156,8 @@ class StreamParser:
             elif mark in ends:
                 reader.pos += len(mark)
                 recorder.closes("content", reader.pos)
-            elif mark in opens:
-                yield from self._body.read()
+            elif channels is not None and mark in channels.tables.opens:
+                yield from channels.read()
             else:
                 reader.pos += len(mark)
                 yield from self._marker(mark, start)

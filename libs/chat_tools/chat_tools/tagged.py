@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Format, Tagged
@@ -62,18 +61,20 @@ def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
     return f"{re.escape(min(firsts)) if cut else ''}(?:(?P<close>{closing})|{opening})"
 
 
-@dataclass(slots=True)
 class TaggedReader:
     """Reads one call; the position is after its opening marker."""
 
-    reader: Reader
-    recorder: Recorder
-    tables: TaggedTables
-    tools: ToolSet
-    always_flat: bool = False
-    flat: bool = False
-    notes: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, str]] = field(default_factory=list)
+    __slots__ = ("always_flat", "flat", "notes", "pairs", "reader", "recorder", "tables", "tools")
+
+    def __init__(self, reader: Reader, recorder: Recorder, tables: TaggedTables, tools: ToolSet) -> None:
+        self.reader = reader
+        self.recorder = recorder
+        self.tables = tables
+        self.tools = tools
+        self.always_flat = False
+        self.flat = False
+        self.notes: list[str] = []
+        self.pairs: list[tuple[str, str]] = []
 
     def read(self) -> Wait[str | None]:
         """Read to the end of the call and record it; or return why it is malformed, the position being there."""
