@@ -67,6 +67,7 @@ def on_gpus() -> dict[str, tuple]:
     jit.disable_jit_fuser()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    torch.backends.cudnn.allow_tf32 = False  # float32 means it, in the convolutions of Megatron's own layers too
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     return cells("cuda", LENGTHS)
