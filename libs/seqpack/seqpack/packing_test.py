@@ -67,6 +67,15 @@ LONG = {
 }
 
 
+def test_gap_of_a_heavy_tail() -> None:
+    lengths = np.clip(np.random.default_rng(5).lognormal(np.log(0.3), 0.4, 16384) * 16384, 1, 16384).astype(np.int64)
+    plan = pack(lengths, 16384)
+    assert max(plan.loads) <= 16384
+    assert plan.gap <= 0.003
+    descending = np.sort(lengths)[::-1]
+    assert len(best_fit(descending, np.arange(len(lengths)), 16384)) > 1.01 * plan.lower_bound
+
+
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize(("count", "gap"), [(2048, 0.0075), (16384, 0.004)])
 def test_gap_where_best_fit_leaves_gaps(name: str, count: int, gap: float) -> None:

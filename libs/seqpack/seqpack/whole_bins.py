@@ -54,13 +54,16 @@ def _fill_levels(pool: "_Levels", count: int, total: int) -> tuple[list[int], li
     sizes: list[int] = []
     while count and patience >= 0:
         turn += 1
-        ratio = size * count / total
-        nearest = int(ratio + 0.5) if ratio > 3 else 3
-        # Near an integer, bins of that many use up everything. Below it, bins of one fewer, the longest, raise the
-        # ratio of a bin to the mean of what is left; above, bins of one more, the shortest, lower it.
-        settled = -SETTLED < ratio - nearest < SETTLED
-        wanted = nearest if settled else nearest - 1 if ratio < nearest else nearest + 1
-        short = turn % 2 == 1 if settled else wanted > nearest
+        wanted, settled, short = 2, False, False  # no two above half a bin share one: each takes the longest that fits
+        alone = pool.longest(size) * 2 > size
+        if not alone:
+            ratio = size * count / total
+            nearest = int(ratio + 0.5) if ratio > 3 else 3
+            # Near an integer, bins of that many use up everything. Below it, bins of one fewer, the longest, raise
+            # the ratio of a bin to the mean of what is left; above, bins of one more, the shortest, lower it.
+            settled = -SETTLED < ratio - nearest < SETTLED
+            wanted = nearest if settled else nearest - 1 if ratio < nearest else nearest + 1
+            short = turn % 2 == 1 if settled else wanted > nearest
         levels = [pool.shortest() if short else pool.longest(size)]
         pool.take(levels[0])
         room = size - levels[0]
@@ -70,10 +73,10 @@ def _fill_levels(pool: "_Levels", count: int, total: int) -> tuple[list[int], li
             room = pool.close(levels, room, turn * GOLDEN % 1)
         else:
             room = pool.partner(levels, room)
-        if len(levels) == wanted:
+        if len(levels) == wanted or alone:
             flat += levels
-            sizes.append(wanted)
-            count -= wanted
+            sizes.append(len(levels))
+            count -= len(levels)
             total -= size - room
         else:  # nothing closes this bin: its first length waits for best fit, the others go back
             for level in levels[1:]:
