@@ -8,7 +8,15 @@ import time
 from dyncp.planner import plan
 from dyncp.simulation import trace_lengths
 
-CASES = ((4, 32), (8, 64), (64, 512), (64, 4096), (512, 4096))
+CASES = (
+    (4, 32, "lognormal"),
+    (8, 64, "lognormal"),
+    (64, 512, "lognormal"),
+    (64, 512, "bimodal"),
+    (64, 512, "uniform"),  # three of four sequences are longer than a rank's cap
+    (64, 4096, "lognormal"),
+    (512, 4096, "lognormal"),
+)
 
 
 def main() -> None:
@@ -16,9 +24,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     repeats = parser.parse_args().repeats
     print(f"{platform.processor() or platform.machine()}, one thread, CPU time\n")
-    print("| ranks | sequences | steps | candidate | median ms | best ms |", "|---" * 6 + "|", sep="\n")
-    for ranks, count in CASES:
-        lengths = trace_lengths("lognormal", count, 4 * 8192)
+    print("| ranks | sequences | lengths | steps | candidate | median ms | best ms |", "|---" * 7 + "|", sep="\n")
+    for ranks, count, trace in CASES:
+        lengths = trace_lengths(trace, count, 4 * 8192)
         plan(lengths, ranks, 8192)
         times = []
         for _ in range(repeats):
@@ -26,7 +34,7 @@ def main() -> None:
             made = plan(lengths, ranks, 8192)
             times.append(time.process_time() - begin)
         median, best = statistics.median(times) * 1e3, min(times) * 1e3
-        print(f"| {ranks} | {count} | {len(made.steps)} | {made.name} | {median:.1f} | {best:.1f} |")
+        print(f"| {ranks} | {count} | {trace} | {len(made.steps)} | {made.name} | {median:.1f} | {best:.1f} |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 quick.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -16,7 +16,7 @@ from dyncp.sizes import Layout
 RECENT = 32  # open groups that are looked at for one more sequence
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bin:
     """A group in the making: `size` ranks, `room` tokens left in all of it, `seconds` so far without the base."""
 
@@ -87,6 +87,11 @@ class Problem:
         fits = np.isfinite(self.seconds_by_size)
         return np.where(fits.any(axis=0), np.asarray(self.sizes)[fits.argmax(axis=0)], 0)
 
+    def fullest_seconds(self, size: int) -> float:
+        """No group of this size takes longer, whatever it holds: it is full of sequences as long as the longest."""
+        room = self.room(size)
+        return self.table[size].seconds(room, room * float(self.lengths.max(initial=0)) / 2)
+
     def step_seconds(self, bins: Sequence[Bin]) -> float:
         """A step lasts as long as its slowest group; idle ranks still run a dummy."""
         return max((self.table[b.size].base + b.seconds for b in bins), default=self.table[1].base)
@@ -104,9 +109,18 @@ def static_shape(problem: Problem, size: int) -> Shape:
     return _cut(problem, _first_fit(problem, size), groups)
 
 
-def dynamic_shape(problem: Problem, target: float) -> Shape:
+def dynamic_shapes(problem: Problem, targets: Sequence[float]) -> Iterator[Shape]:
+    """One shape for each target, in ascending order, except where it would be the one before again."""
+    before: tuple[list[int], bool] = [], False
+    for target in targets:
+        wanted = _wanted_sizes(problem, target)
+        if before != (wanted, True):
+            yield _dynamic_shape(problem, target, wanted)
+        before = wanted, target >= max(problem.fullest_seconds(size) for size in set(wanted))
+
+
+def _dynamic_shape(problem: Problem, target: float, wanted: list[int]) -> Shape:
     """Groups as small as `target` seconds a step allows: long sequences spread over ranks, short ones stay whole."""
-    wanted = _wanted_sizes(problem, target)
     steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
     short = [i for i in problem.order if wanted[i] == 1]
     steps = _place_short(problem, short, steps)
@@ -182,27 +196,34 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
     steps: list[list[Bin]] = []
     free: list[int] = []
     opened: list[Bin] = []
-    shortest = min((int(problem.lengths[i]) for i in samples), default=0)
+    columns = {size: (problem.table[size].base, *problem.column(size)) for size in {wanted[i] for i in samples}}
+    last = min(samples, key=lambda i: problem.lengths[i], default=0)
+    # A group that has no room or no time for the shortest of them is not looked at any more.
+    full = {size: (tokens[last], target - base - seconds[last]) for size, (base, tokens, seconds) in columns.items()}
+    first = 0  # the first step with ranks left
     for sample in samples:
-        size = wanted[sample]
         for b in opened[-RECENT:]:
-            tokens, seconds = problem.column(b.size)
-            if tokens[sample] <= b.room and problem.table[b.size].base + b.seconds + seconds[sample] <= target:
+            base, tokens, seconds = columns[b.size]
+            if tokens[sample] <= b.room and base + b.seconds + seconds[sample] <= target:
                 break
         else:
+            size = wanted[sample]
             b = Bin(size, problem.room(size))
-            place = next((i for i, ranks in enumerate(free) if ranks >= size), len(steps))
+            place = next((i for i in range(first, len(free)) if free[i] >= size), len(steps))
             if place == len(steps):
                 steps.append([])
                 free.append(problem.world_size)
             steps[place].append(b)
             free[place] -= size
+            while first < len(free) and not free[first]:
+                first += 1
             opened.append(b)
-            tokens, seconds = problem.column(size)
+            _, tokens, seconds = columns[size]
         b.room -= tokens[sample]
         b.seconds += seconds[sample]
         b.samples.append(sample)
-        if b.room < shortest:
+        least, latest = full[b.size]
+        if b.room < least or b.seconds > latest:
             opened.remove(b)
     return steps
 

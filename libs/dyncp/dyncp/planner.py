@@ -8,7 +8,7 @@ import numpy as np
 
 from dyncp.cost import Coefficients, CostModel, Topology
 from dyncp.cp_methods import Method
-from dyncp.packing_search import Bin, Problem, Shape, dynamic_shape, static_shape
+from dyncp.packing_search import Bin, Problem, Shape, dynamic_shapes, static_shape
 from dyncp.plan_types import DynamicPlan, Group, Step
 from dyncp.sizes import Layout, ceil_div, check_layout
 
@@ -35,12 +35,12 @@ def plan(
     """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
     topology = topology or Topology()
-    candidates = []
-    for target in _targets(problem):
-        shape = dynamic_shape(problem, target)
-        if _communicators(problem, shape) <= topology.max_groups:
+    candidates: list[tuple[float, str, Shape]] = []
+    seconds = float("inf")
+    for shape in dynamic_shapes(problem, _targets(problem)):
+        if shape.total < seconds and _communicators(problem, shape) <= topology.max_groups:
             candidates.append((shape.total, "dynamic", shape))
-    seconds = min((candidate[0] for candidate in candidates), default=float("inf"))
+            seconds = shape.total
     for size in static_sizes(problem):
         if _static_bound(problem, size) <= seconds:
             shape = static_shape(problem, size)
