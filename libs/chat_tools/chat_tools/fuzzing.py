@@ -100,7 +100,61 @@ class Repeated(NamedTuple):
         return self.unit.replace("\0", str(index))
 
 
-WORST: dict[str, list[Repeated]] = {}
+# The dearest that benchmarks/adversarial.py found, now and before they were made cheap.
+WORST: dict[str, list[Repeated]] = {
+    "qwen3_xml": [
+        Repeated("", "<function=f><parameter=text>x</parameter></function>", "</function>\n</tool_call>", True),
+        Repeated("<tool_call>\n<function=f>\n<parameter=text>\n", "<tool_call>", "\n</parameter>\n</function>"),
+        Repeated("", "1</think>", ""),
+    ],
+    "hermes": [
+        Repeated("", '<tool_call>{"}', "</tool_call>"),
+        Repeated("", "{1,<f},<tool_call> [", "", True),
+        Repeated("<tool_call>{'name': 'f', 'arguments': {'items': [", "'',1,", "1]}}</tool_call>", True),
+        Repeated('<tool_call>{"name": "f", "arguments": {"items": [', "[[]],", "1]}}</tool_call>", True),
+    ],
+    "llama3_json": [
+        Repeated("", "{1{,}{}\\</think>", ""),
+        Repeated("", '<|python_tag|>{"mod": 1e99,1"a"}\0=', "", True),
+    ],
+    "pythonic": [Repeated("[f(text='x', ", "x(),f(t='x')", "", True), Repeated("[", "f(t=''),", "]", True)],
+    "mistral": [
+        Repeated('[TOOL_CALLS]f{"text": ', "[TOOL_CALLS]<{'':1,},", "}"),
+        Repeated("[TOOL_CALLS]f", "[TOOL_CALLS]<{{},},}", "}", True),
+        Repeated("[TOOL_CALLS]f[CALL_ID]", " ", "[x"),
+        Repeated("", "a</s>", ""),
+    ],
+    "deepseek_v3": [
+        Repeated(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{'items': [",
+            "'',1,",
+            "1]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            True,
+        ),
+        Repeated("", "</think><", ""),
+    ],
+    "deepseek_v3.1": [
+        Repeated("", "1{</think>", ""),
+        Repeated("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f ", ""),
+    ],
+    "glm-4.5": [Repeated("", "<tool_call>f\n", ">", True)],
+    "kimi_k2": [
+        Repeated("<|tool_calls_section_begin|><|tool_call_begin|>functions.f", " :1", "x"),
+        Repeated("", "}[EOS]>", "", True),
+        Repeated("<think>\n", "\\</think>", ""),
+    ],
+    "minimax": [Repeated("<minimax:tool_call>\n", "</invoke>nu", ""), Repeated("", "a[e~[", "")],
+    "granite": [Repeated("<|tool_call|>[", '<tool_call>{"\0":1,"nam"}: ', "]", True)],
+    "harmony": [
+        Repeated("<|channel|>commentary to=functions.f<|message|>{", '"":1,', '"a": 1}<|call|>'),
+        Repeated("", "<|start|><|channel|>", ""),
+    ],
+    "seed": [Repeated("<seed:tool_call>\n", "<function=f><parameter=tet>x</paamter ></function>", "", True)],
+    "gemma": [
+        Repeated("", "<|tool_call>call:f{'a':1,}", "<tool_call|>", True),
+        Repeated("<|tool_call>call:f{items:[", '<|"|><|"|>,', "1]}<tool_call|>", True),
+    ],
+}
 
 
 def check_bytes(data: bytes) -> None:

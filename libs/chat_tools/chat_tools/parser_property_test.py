@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.fuzzing import FRAGMENTS, TOOLS
+from chat_tools import reader
+from chat_tools.fuzzing import FRAGMENTS, TOOLS, WORST
 from chat_tools.grammar import FORMATS, formats
 from chat_tools.message import ParsedMessage
 from chat_tools.parser import StreamParser, parse
+from chat_tools.samples import write_turn
 
 BYTES_PER_OPERATION = 40  # fed at once, no text costs more operations than this a character
 NAMES = st.sampled_from(formats())
@@ -95,16 +97,74 @@ def test_operations_are_linear(name):
 
 
 @pytest.mark.parametrize("name", formats())
+def test_the_dearest_known_texts_are_linear_whole_and_in_pieces(name):
+    for known in WORST[name]:
+        text, longer = known.of(20_000), known.of(160_000)
+        tools = TOOLS if known.typed else None
+        message = parse(longer, name, tools)
+        check(message, longer)
+        assert message.operations <= 10 * parse(text, name, tools).operations + 10_000, known
+        parser = StreamParser(name, tools)
+        for start in range(0, len(longer), 16):
+            parser.feed(longer[start : start + 16])
+        streamed = parser.finish()
+        assert streamed == message, known
+        assert streamed.operations <= BYTES_PER_OPERATION * len(longer), known
+
+
+@pytest.mark.parametrize("name", formats())
 def test_a_megabyte_in_well_under_a_second(name):
-    slowest = max(adversarial(name, 1_000), key=lambda text: parse(text, name).operations)
-    text = (slowest * 1000)[:1_000_000]
-    start = time.process_time()
-    message = parse(text, name)
-    seconds = time.process_time() - start
-    check(message, text)
-    assert message.operations <= BYTES_PER_OPERATION * len(text)
-    assert seconds < 3, f"{seconds:.2f} s for {text[:40]!r}"
+    """Half a second when the machine is quiet; the bound here leaves room for a busy one."""
+    for known in WORST[name]:
+        text = known.of(1_000_000)
+        start = time.process_time()
+        message = parse(text, name, TOOLS if known.typed else None)
+        seconds = time.process_time() - start
+        assert "".join(text[s.start : s.end] for s in message.segments) == text
+        assert message.operations <= BYTES_PER_OPERATION * len(text)
+        assert seconds < 1.5, f"{seconds:.2f} s for {known}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), NAMES, st.integers(0, 60))
+def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(data, name, allowance):
+    text = data.draw(texts(name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "ALLOWANCE", allowance)
+        whole = parse(text, name, TOOLS)
+        check(whole, text)
+        parser = StreamParser(name, TOOLS)
+        for letter in text:
+            parser.feed(letter)
+        assert parser.finish() == whole
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "hermes", "kimi_k2", "mistral"])
+def test_a_call_after_very_dense_text_is_read(name):
+    marker = FORMATS[name].calls[0][0]
+    call = write_turn(name, [("f", {"text": "x"})])
+    text = (marker + "\n") * 20_000 + "quiet words\n" * 20_000 + call
+    message = parse(text, name, TOOLS)
+    assert any(m.reason == reader.TOO_DENSE for m in message.malformed)
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [("f", '{"text": "x"}')]
+
+
+def test_a_thousand_calls_are_no_dense_text():
+    for name in formats():
+        calls = [("f", {"text": str(i), "count": i}) for i in range(1000)]
+        message = parse(write_turn(name, calls), name, TOOLS)
+        assert [json.loads(c.arguments)["text"] for c in message.tool_calls] == [str(i) for i in range(1000)]
+        assert not message.malformed
+
+
+def test_reasoning_in_dense_text_stays_reasoning():
+    """A call quoted in a block of reasoning is not executed, even where the text around the block is passed over."""
+    call = write_turn("hermes", [("f", {"text": "x"})])
+    text = "</s></tool_call>" * 20_000 + f"<think>{call}</think>" + "</tool_call>" * 20_000
+    message = parse(text, "hermes", TOOLS)
+    assert message.tool_calls == ()
+    assert message.reasoning == call.strip()
 
 
 def test_all_formats_have_fragments():
-    assert set(FRAGMENTS) == set(FORMATS)
+    assert set(FRAGMENTS) == set(WORST) == set(FORMATS)

@@ -17,8 +17,8 @@ REREAD_FACTOR = 2
 # What is looked at has a price, about a microsecond of a slow core each. A text may cost ALLOWANCE, and one more for
 # every CHARACTERS_PER_UNIT read; past that, text is passed over unread until enough has gone by. This makes a megabyte
 # of nothing but markers cheap. It depends on the text alone, not on how it was cut.
-ALLOWANCE = 40_000
-CHARACTERS_PER_UNIT = 8
+ALLOWANCE = 80_000
+CHARACTERS_PER_UNIT = 12
 PRICE_OF_A_MARK = 5
 PRICE_OF_A_CALL = 25
 TOO_DENSE = "too many markers and calls in too little text"
