@@ -1,4 +1,4 @@
-"""split_batch and merge_outputs are exact inverses, for worlds of one and two processes and any number of samples."""
+"""split_batch and merge_outputs are exact inverses, for worlds of one and four processes and any number of samples."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from dyncp.agreement import check_same_plan
 from dyncp.batches import merge_outputs, split_batch
-from dyncp.plan_types import DynamicPlan, seed_plan
+from dyncp.plan_types import DynamicPlan, Group, Step, seed_plan
 from dyncp.processes import run_world
 from dyncp.rows import KeyForm, from_rows, key_forms, to_rows
 
@@ -60,6 +60,18 @@ def round_trips(world: int) -> int:
     return count
 
 
+def mixed_sizes() -> bool:
+    """A step of sizes 3 and 1, and one in which two ranks do nothing: still the batch again."""
+    steps = (
+        Step((Group((0, 1, 2), (4, 0)), Group((3,), (2,)))),
+        Step((Group((0, 1), ()), Group((2, 3), (1, 3)))),
+    )
+    plan = DynamicPlan((5, 1, 7, 2, 9), 4, 16, steps)
+    batch = make_batch(list(plan.lengths))
+    assert_same(merge_outputs([split_batch(batch, plan, step, dist.get_rank()) for step in (0, 1)], plan), batch)
+    return True
+
+
 def refusals(world: int) -> list[str]:
     """What each rank is told when plans or outputs differ."""
     rank = dist.get_rank()
@@ -80,20 +92,21 @@ def refusals(world: int) -> list[str]:
     return messages
 
 
-def two_ranks() -> tuple[int, list[str]]:
-    return round_trips(2), refusals(2)
+def four_ranks() -> tuple[int, list[str], bool]:
+    return round_trips(4), refusals(4), mixed_sizes()
 
 
 def test_a_world_of_one() -> None:
     assert round_trips(1) == len(LENGTHS)
 
 
-def test_two_processes() -> None:
-    for count, messages in run_world(2, two_ranks):
-        assert count == 2 * len(LENGTHS)
+def test_four_processes() -> None:
+    for count, messages, mixed in run_world(4, four_ranks):
+        assert mixed
+        assert count == 3 * len(LENGTHS)
         assert len(messages) == 3
-        assert "ranks [1] hold another plan than rank 0" in messages[0]
-        assert "the plan is for 4 ranks, this process group has 2" in messages[1]
+        assert "ranks [3] hold another plan than rank 0" in messages[0]
+        assert "the plan is for 8 ranks, this process group has 4" in messages[1]
         assert "ranks hand in different outputs" in messages[2]
 
 
