@@ -31,8 +31,11 @@ def loads(text: str, notes: list[str] | None = None) -> Any:
 def loads_plain(text: str) -> Any:
     """Return the value of JSON with nothing unusual in it, else UNUSUAL; for what is nested too deep, LiteralError."""
     try:
-        value = _PLAIN.decode(text)
+        text = text.strip(" \t\n\r")
+        value, end = _PLAIN.raw_decode(text)
     except (ValueError, RecursionError):
+        return UNUSUAL
+    if end != len(text):
         return UNUSUAL
     _check_depth(text, value)
     return value

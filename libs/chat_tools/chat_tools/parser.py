@@ -299,6 +299,8 @@ class StreamParser:
 
 def _begun(tables: Tables, prefill: str) -> str:
     """Return the part of the prompt's text in which something was begun that the answer goes on with."""
+    if not prefill:
+        return ""
     body = tables.fmt.body
     opens = [*tables.think, *tables.calls, *(tables.fmt.section or ())[:1]]
     if isinstance(body, Channels):
