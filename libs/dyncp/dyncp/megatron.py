@@ -7,7 +7,7 @@ its DDP sums gradients; each rank divides its loss sum by `plan.trained_tokens`,
     spec = with_core_attention(get_gpt_layer_local_spec(), method="ulysses")
     model = GPTModel(config, spec, ..., position_embedding_type="rope")
     adapt(model)                                        # rotary positions of shards, packed gated delta nets
-    made = plan(lengths, world, cap, trained_tokens=count_trained(batch), method="ulysses")
+    made = plan(lengths, world, cap, cost_model(model), method="ulysses", trained_tokens=count_trained(batch))
     check_same_plan(made), groups.prepare(made)
     for micro in micro_batches(batch, made, groups, rank):
         losses = ddp(micro.input_ids, micro.position_ids, None, labels=micro.labels, packed_seq_params=micro.params)
@@ -18,12 +18,13 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from dyncp.cost import CostModel
 from dyncp.cp_methods import Method
 from dyncp.megatron_layers import CoreAttention, ShardParams, ShardRotary, delta_net_forward
 from dyncp.plan_types import DynamicPlan
@@ -120,6 +121,31 @@ def _refuse(model: Any) -> None:
             f"{foreign[0]} is a {names[foreign[0]]}, which knows nothing of a plan's groups: build the model from "
             "with_core_attention(spec)"
         )
+
+
+def cost_model(model: Any, **options: Any) -> CostModel:
+    """What plans for this GPTModel need to know: its heads and layer types, so that they refuse what it cannot run, and
+    its operations, counted as `CostModel.from_config` does (options: as there). Calibrate for better numbers.
+    """
+    config = model.config
+    delta = sum(type(m).__name__ == "GatedDeltaNet" for m in model.modules())
+    matrices = 3 if config.gated_linear_unit else 2
+    shape = SimpleNamespace(
+        num_hidden_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size * matrices / 3,
+        vocab_size=model.vocab_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        attn_output_gate=config.attention_output_gate,
+        layer_types=["linear_attention"] * delta + ["full_attention"] * (config.num_layers - delta),
+        linear_key_head_dim=config.linear_key_head_dim or 0,
+        linear_value_head_dim=config.linear_value_head_dim or 0,
+        linear_num_key_heads=config.linear_num_key_heads or 0,
+        linear_num_value_heads=config.linear_num_value_heads or 0,
+    )
+    return CostModel.from_config(shape, **options)
 
 
 @dataclass(frozen=True, eq=False)

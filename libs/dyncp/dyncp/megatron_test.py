@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dyncp.megatron import adapt, with_core_attention
+from dyncp.megatron import adapt, cost_model, with_core_attention
 from dyncp.megatron_checks import (
     LENGTHS,
     Difference,
@@ -30,6 +30,7 @@ from dyncp.megatron_checks import (
     without_cuda,
 )
 from dyncp.megatron_layers import CoreAttention
+from dyncp.planner import plan
 from dyncp.process_groups import ProcessGroups
 from dyncp.processes import run_world
 
@@ -123,6 +124,20 @@ def refusals() -> dict[str, str]:
     return told
 
 
+def costs() -> dict[str, str]:
+    """What plans for a Megatron model refuse, and its matrices as the cost model counts them."""
+    model, told = build(Tiny("dad"), "ulysses"), {}
+    cost = cost_model(model, flops=6.0)
+    counted = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "word_embeddings" not in name)
+    told["counted"] = f"{cost.linear / counted:.6f}, {cost.delta_layers} + {cost.attention_layers}"
+    for layout, world in (("zigzag", 2), ("contiguous", 5)):
+        try:
+            plan([10 * world], world, 10, cost, method="ulysses", layout=layout)
+        except ValueError as error:
+            told[f"planned {layout}"] = str(error)
+    return told
+
+
 def four_ranks() -> tuple[dict, dict, dict, float, dict]:
     from megatron.core import jit, parallel_state
 
@@ -132,7 +147,7 @@ def four_ranks() -> tuple[dict, dict, dict, float, dict]:
     with without_cuda():
         found, among = hybrid_cells(groups)
         rows = [{name: tuple(row) for name, row in cells.items()} for cells in (attention_cells(groups), found, among)]
-        return *rows, rows_of_one_sequence(), refusals()
+        return *rows, rows_of_one_sequence(), refusals() | costs()
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +176,13 @@ def test_hybrids_are_exact_under_every_plan(ranks: list[tuple]) -> None:
 
 def test_rows_of_one_sequence_are_exact(ranks: list[tuple]) -> None:
     assert max(rank[3] for rank in ranks) <= 1e-12
+
+
+def test_plans_know_the_model(ranks: list[tuple]) -> None:
+    for *_, told in ranks:
+        assert told["counted"] == "1.000000, 2 + 1"
+        assert "2 gated delta net layers, which cannot be cut in zigzag" in told["planned zigzag"]
+        assert "Ulysses cannot deal 12 heads over 5 ranks" in told["planned contiguous"]
 
 
 def test_what_is_refused_and_what_is_undone(ranks: list[tuple]) -> None:
