@@ -29,7 +29,7 @@ FSDP2: dict[str, Yes | No] = {
     "packed": Yes("fsdp2_test: packed equals padded, loss and gradients"),
     "padded": Yes("fsdp2_test: packed equals padded, loss and gradients"),
     "cpu": Yes("fsdp2_test"),
-    "cuda": Yes("cuda_test, on an H200"),
+    "cuda": Yes("cuda_test on an H200, cuda_four_test on four"),
     "npu": No("no Ascend device was at hand: nothing ran on one yet"),
     "data_parallel": Yes("fsdp2_two_test: two processes equal one"),
     "context_parallel": Yes("context_parallel_test: static and dynamic equal one process, on 2 and 4 ranks"),
