@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ def grid_tokens(grid_thw: Sequence[int], merge_size: int = 2) -> int:
     time, height, width = grid_thw
     if height % merge_size or width % merge_size:
         raise ValueError(f"the grid {tuple(grid_thw)} is not divisible by merge_size={merge_size}")
-    return time * (height // merge_size) * (width // merge_size)
+    return int(time * (height // merge_size) * (width // merge_size))
 
 
 class Expanded(NamedTuple):
@@ -75,7 +76,7 @@ def expand(text: str, media: Sequence[Media]) -> Expanded:
     moves: list[tuple[int, int]] = []
     old = new = 0
     for at, kind, expansion in sorted(found, key=lambda item: item[0]):
-        piece = kind.placeholder * expansion if isinstance(expansion, int) else expansion
+        piece = expansion if isinstance(expansion, str) else kind.placeholder * index(expansion)  # numpy's too
         parts += [text[old:at], piece]
         new += at - old + len(piece)
         old = at + len(kind.placeholder)
