@@ -32,11 +32,12 @@ VERL = {
     "gemma": "gemma4",
     "harmony": "gpt-oss",
 }
-VLLM = {  # mistral's asks for a tokenizer of its own kind
+VLLM = {
     "qwen3_xml": "qwen3_coder",
     "hermes": "hermes",
     "llama3_json": "llama3_json",
     "pythonic": "pythonic",
+    "mistral": "mistral",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v3.1": "deepseek_v31",
     "glm-4.5": "glm45",
@@ -76,7 +77,7 @@ class Tokenizer:
         self.pad_token, self.eos_token, self.bos_token = "<|pad|>", "<|eos|>", "<|bos|>"
         self.pad_token_id = self.eos_token_id = 0
         marks = {m for f in FORMATS.values() for p in (*f.calls, f.section or (), *f.reasoning) for m in p if m}
-        marks |= {"[TOOL_CALLS]", "<|observation|>", "<|im_end|>", "<|tool_call_argument_begin|>", "<｜tool▁sep｜>"}
+        marks |= {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|observation|>", "<|im_end|>", "<|tool_call_argument_begin|>", "<｜tool▁sep｜>"}
         self.vocab = {mark: i + 1 for i, mark in enumerate(sorted(marks))}
         self.all_special_tokens, self.all_special_ids = list(self.vocab), list(self.vocab.values())
         self.is_fast = True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 IMAGE, VIDEO, AUDIO = 1, 2, 3

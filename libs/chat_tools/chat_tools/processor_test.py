@@ -48,7 +48,7 @@ class Film:
 
 
 class Processor(Qwen3VLProcessor):
-    """The real one; only its check of the classes of its parts, which imports torchvision, is left out for the video."""
+    """The real one, without its check of the video part's class, which imports torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         return Film if isinstance(argument, Film) else super().check_argument_for_proper_class(argument_name, argument)
