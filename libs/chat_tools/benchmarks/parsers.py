@@ -77,7 +77,15 @@ class Tokenizer:
         self.pad_token, self.eos_token, self.bos_token = "<|pad|>", "<|eos|>", "<|bos|>"
         self.pad_token_id = self.eos_token_id = 0
         marks = {m for f in FORMATS.values() for p in (*f.calls, f.section or (), *f.reasoning) for m in p if m}
-        marks |= {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|observation|>", "<|im_end|>", "<|tool_call_argument_begin|>", "<｜tool▁sep｜>"}
+        marks |= {
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "[CALL_ID]",
+            "<|observation|>",
+            "<|im_end|>",
+            "<|tool_call_argument_begin|>",
+            "<｜tool▁sep｜>",
+        }
         self.vocab = {mark: i + 1 for i, mark in enumerate(sorted(marks))}
         self.all_special_tokens, self.all_special_ids = list(self.vocab), list(self.vocab.values())
         self.is_fast = True

@@ -252,6 +252,8 @@ def progress_bar(title: str = "tokenising") -> Progress:
     def show(done: int, total: int | None) -> None:
         bar.total = total
         bar.update(done - bar.n)
+        if done == total:
+            bar.close()  # draws the end, which may have come too soon after the last row drawn
 
     return show
 

@@ -121,3 +121,11 @@ def test_without_a_terminal_progress_is_plain_lines(capsys):
     show(1, 2)
     show(2, 2)
     assert capsys.readouterr().err == "rows: 2 of 2 rows\n"
+
+
+def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    show = progress_bar("rows")
+    show(1, 4)
+    show(4, 4)
+    assert "100%" in capsys.readouterr().err
