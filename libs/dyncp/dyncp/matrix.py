@@ -159,9 +159,12 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, setup: Setup = CPU) ->
     output_error = relative_error(output[packed.token_mask], expected)
     names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     errors = (relative_error(g, e) for g, e in zip(gradients, expected_gradients, strict=True))
-    error, name = max(zip(errors, names, strict=True))
+    gradient_error, name = max(zip(errors, names, strict=True))
     return Verdict(
-        *facts, output_error=_max_over(output_error, group), gradient_error=_max_over(error, group), worst=name
+        *facts,
+        output_error=_max_over(output_error, group),
+        gradient_error=_max_over(gradient_error, group),
+        worst=name,
     )
 
 
