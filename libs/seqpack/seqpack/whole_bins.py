@@ -34,13 +34,12 @@ def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[i
     flat, sizes = _fill_levels(_Levels(counts, size), len(levels), int(levels.sum()))
     # Items of one level are alike: the first bin that asks for the level gets the first of them.
     chosen = np.array(flat, dtype=np.int64)
-    asking = np.argsort(-chosen, kind="stable")
+    asking = np.argsort((size - chosen).astype(np.uint16), kind="stable")  # 16 bits are sorted by their digits
     used = np.bincount(chosen, minlength=size + 1)
     first = len(levels) - np.cumsum(counts)  # where a level starts among the descending items
     start = len(flat) - np.cumsum(used)  # and among those that are asked for
-    ranks = np.arange(len(flat)) - start[chosen[asking]]
     positions = np.empty(len(flat), dtype=np.int64)
-    positions[asking] = first[chosen[asking]] + ranks
+    positions[asking] = np.arange(len(flat)) + (first - start)[chosen[asking]]
     given = names[positions].tolist()
     ends = np.cumsum(sizes).tolist()
     bins = [given[end - length : end] for end, length in zip(ends, sizes, strict=True)]
@@ -52,10 +51,11 @@ def _fill_levels(pool: "_Levels", count: int, total: int) -> tuple[list[int], li
     size, patience, turn = pool.size, count // 32, 0
     flat: list[int] = []
     sizes: list[int] = []
+    alone = True
     while count and patience >= 0:
         turn += 1
         wanted, settled, short = 2, False, False  # no two above half a bin share one: each takes the longest that fits
-        alone = pool.longest(size) * 2 > size
+        alone = alone and pool.longest(size) * 2 > size
         if not alone:
             ratio = size * count / total
             nearest = int(ratio + 0.5) if ratio > 3 else 3
@@ -100,14 +100,12 @@ class _Levels:
         """Remove an item of that level."""
         self.counts[level] -= 1
         if not self.counts[level]:
-            self.bits ^= 1 << level
-            self.mirror ^= 1 << (self.size - level)
+            self._flip(level)
 
     def put(self, level: int) -> None:
         """Put an item back."""
         if not self.counts[level]:
-            self.bits ^= 1 << level
-            self.mirror ^= 1 << (self.size - level)
+            self._flip(level)
             self.low, self.high = min(self.low, level), max(self.high, level)
         self.counts[level] += 1
 
@@ -166,11 +164,18 @@ class _Levels:
                 if not most:
                     continue
                 longer = half + most  # the item in the middle is alone, the most unlike pair is whole
-            self.take(longer)
-            self.take(total - longer)
-            levels += (longer, total - longer)
+            pair = (longer, total - longer)
+            levels += pair
+            for level in pair:  # `take`, without two calls in the innermost loop
+                self.counts[level] -= 1
+                if not self.counts[level]:
+                    self._flip(level)
             return slack
         return room
+
+    def _flip(self, level: int) -> None:
+        self.bits ^= 1 << level
+        self.mirror ^= 1 << (self.size - level)
 
 
 def _as_int(bits: NDArray[np.bool_]) -> int:
