@@ -143,7 +143,15 @@ WORST: dict[str, list[Repeated]] = {
         Repeated("", "}[EOS]>", "", True),
         Repeated("<think>\n", "\\</think>", ""),
     ],
-    "minimax": [Repeated("<minimax:tool_call>\n", "</invoke>nu", ""), Repeated("", "a[e~[", "")],
+    "minimax": [
+        Repeated(
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">x</parameter>\n<p',
+            "</invoke>}",
+            "ll>",
+            True,
+        ),
+        Repeated("", "a[e~[", ""),
+    ],
     "granite": [Repeated("<|tool_call|>[", '<tool_call>{"\0":1,"nam"}: ', "]", True)],
     "harmony": [
         Repeated("<|channel|>commentary to=functions.f<|message|>{", '"":1,', '"a": 1}<|call|>'),

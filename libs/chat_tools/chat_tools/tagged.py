@@ -17,6 +17,7 @@ from chat_tools.reader import TOO_DENSE, Marks, Reader, Wait
 from chat_tools.recorder import Recorder
 
 _PRICE_OF_AN_ARGUMENT = 10
+_PRICE_OF_A_TAG = 3  # in a value
 _HEADER = 200  # the longest name of a tag that is looked for inside values
 
 
@@ -163,10 +164,9 @@ class TaggedReader:
         opened: list[str] = []
         while True:
             match = yield from reader.search(tables.in_value)
-            if match is None:
+            if match is None or not reader.spend(_PRICE_OF_A_TAG):
                 return None
             mark, at = match.group(), reader.pos
-            reader.spent += 1
             reader.pos += len(mark)
             if match.lastgroup != "close":
                 opened.append(next(kind for opening, kind in tables.open.items() if mark.startswith(opening)))
@@ -183,10 +183,9 @@ class TaggedReader:
         reader, tables = self.reader, self.tables
         while True:
             match = yield from reader.search(tables.in_value)
-            if match is None:
+            if match is None or not reader.spend(_PRICE_OF_A_TAG):
                 return None
             mark, at = match.group(), reader.pos
-            reader.spent += 1
             if match.lastgroup == "close":
                 kind = tables.close[mark]
                 reader.pos += len(mark)
