@@ -170,12 +170,13 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
-def wrapped(model: Any) -> Any:
-    """The model in Megatron's own DistributedDataParallel."""
+def wrapped(model: Any, overlap: bool = False) -> Any:
+    """The model in Megatron's own DistributedDataParallel; overlap: buckets are reduced while the backward runs."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    wide = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.bf16)
-    ddp = DistributedDataParallel(model.config, wide, model)
+    options = {"overlap_grad_reduce": True, "bucket_size": 500} if overlap else {}
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.bf16, **options)
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
     ddp.zero_grad_buffer()
     return ddp
 
@@ -189,11 +190,13 @@ def reduced(ddp: Any, losses: list[torch.Tensor]) -> tuple[float, Grads]:
     return total.item(), grads
 
 
-def under_plan(tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: ProcessGroups) -> tuple[float, Grads]:
+def under_plan(
+    tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: ProcessGroups, overlap: bool = False
+) -> tuple[float, Grads]:
     """(loss, gradients) of the plan's steps: the loop of `dyncp.megatron`'s docstring."""
     model = build(tiny, made.method)
     adapt(model)
-    ddp, losses = wrapped(model), []
+    ddp, losses = wrapped(model, overlap), []
     check_same_plan(made)
     groups.prepare(made)
     last = len(made.steps) - 1
