@@ -25,7 +25,7 @@ def threshold_bound(descending: Ints, capacity: int) -> int:
     ascending = -descending
     half = int(np.searchsorted(ascending, -(capacity // 2), side="left"))
     small = descending[half:]
-    thresholds = np.unique(small) if len(small) else np.zeros(1, dtype=np.int64)
+    thresholds = small[np.diff(small, append=0) != 0] if len(small) else np.zeros(1, dtype=np.int64)
     alone = np.searchsorted(ascending, thresholds - capacity, side="left")
     counted = np.searchsorted(ascending, -thresholds, side="right")
     room = (half - alone) * capacity - (sums[half] - sums[alone])

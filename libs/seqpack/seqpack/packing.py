@@ -1,6 +1,6 @@
 """Certified bin packing: never over capacity, and a lower bound that says how far from optimal the plan can be."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -11,6 +11,8 @@ from seqpack.bounds import Ints, bins_bound
 from seqpack.checks import check_lengths, check_positive_int
 from seqpack.plan_json import from_json, plan_hash, to_json
 from seqpack.whole_bins import fill_bins
+
+Bins = Sequence[Sequence[int]]
 
 LARGEST = 2**52
 """Lengths times the capacity of a bin: up to here 64 bits hold everything that packing and its bounds compute."""
@@ -75,9 +77,9 @@ def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(sizes))
 
 
-def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[int]], int]:
+def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
     """Pack the way that suits the lengths, and the other way too when the gap is wide; return bins and bound."""
-    ways = [best_fit, exact_fit]
+    ways: list[Callable[[Ints, Ints, int], Bins]] = [best_fit, exact_fit]
     if len(descending) and descending[0] * 2 <= capacity:  # none alone, and hardly a short one to fill gaps with
         short = int(descending[np.searchsorted(-descending, -(capacity // 8), side="right") :].sum())
         if short * 10 < int(descending.sum()):
@@ -89,10 +91,10 @@ def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[i
     return bins, bound
 
 
-def exact_fit(descending: Ints, names: Ints, capacity: int) -> list[list[int]]:
+def exact_fit(descending: Ints, names: Ints, capacity: int) -> Bins:
     """Fill bins exactly as far as that goes, then place what is left by best fit."""
     bins, left = fill_bins(descending, names, capacity)
-    return bins + best_fit(descending[left], names[left], capacity)
+    return [*bins, *best_fit(descending[left], names[left], capacity)]
 
 
 def best_fit(descending: Ints, names: Ints, capacity: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ SETTLED = 0.005
 GOLDEN = 0.6180339887498949
 
 
-def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[int]], list[int]]:
+def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return bins of the items' names, and the positions in `descending` of the items that are in none of them.
 
     `descending` holds the lengths, each at most `capacity`, longest first. Deterministic. Gives up, with everything
@@ -40,7 +40,7 @@ def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[list[i
     start = len(flat) - np.cumsum(used)  # and among those that are asked for
     positions = np.empty(len(flat), dtype=np.int64)
     positions[asking] = np.arange(len(flat)) + (first - start)[chosen[asking]]
-    given = names[positions].tolist()
+    given = tuple(names[positions].tolist())
     ends = np.cumsum(sizes).tolist()
     bins = [given[end - length : end] for end, length in zip(ends, sizes, strict=True)]
     return bins, np.delete(np.arange(len(levels)), positions).tolist()

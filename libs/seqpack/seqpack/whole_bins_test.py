@@ -9,7 +9,7 @@ from seqpack.whole_bins import LEVELS, SLACK, fill_bins
 CAPACITY = 16384
 
 
-def run(lengths: list[int], capacity: int) -> tuple[list[list[int]], list[int]]:
+def run(lengths: list[int], capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
     array = np.array(lengths, dtype=np.int64)
     order = np.argsort(-array, kind="stable")
     bins, left = fill_bins(array[order], order, capacity)
@@ -50,7 +50,7 @@ def test_hardly_more_bins_than_tokens_need(low: float, high: float) -> None:
 
 def test_gives_up_where_nothing_adds_up() -> None:
     assert run([31] * 100, 120) == ([], list(range(100)))
-    assert run([70] * 100, 120) == ([[i] for i in range(100)], [])
+    assert run([70] * 100, 120) == ([(i,) for i in range(100)], [])
     assert run([], 8) == ([], [])
-    assert run([40] * 3, 120) == ([[0, 1, 2]], [])
+    assert run([40] * 3, 120) == ([(0, 1, 2)], [])
     assert run([40] * 2, 120)[1] == [0, 1]
