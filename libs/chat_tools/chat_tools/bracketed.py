@@ -8,7 +8,16 @@ from typing import Any
 
 from chat_tools.arguments import ToolSet
 from chat_tools.grammar import Format, Json, Pythonic
-from chat_tools.literals import UNUSUAL, LiteralError, LiteralParser, dumps, loads, loads_noting, loads_plain
+from chat_tools.literals import (
+    UNUSUAL,
+    LiteralError,
+    LiteralParser,
+    dumps,
+    literal_price,
+    loads,
+    loads_noting,
+    loads_plain,
+)
 from chat_tools.nesting import Brackets, find_end
 from chat_tools.reader import PRICE_OF_A_CALL, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.recorder import Recorder
@@ -175,7 +184,7 @@ class BracketReader:
             if value is UNUSUAL and not quotes:
                 value = loads_plain(text)
             if value is UNUSUAL:
-                self.reader.spent += len(text) // 3
+                self.reader.spent += literal_price(text)
                 literal = LiteralParser(text, notes, quotes=quotes, bare_keys=True) if quotes else None
                 value = literal.whole() if literal else loads_noting(text, notes)
         except LiteralError as error:
@@ -269,7 +278,7 @@ class BracketReader:
     def _record_python(self, text: str, name: str) -> str | None:
         """Record a Python call from its parenthesis; or say why it cannot be read."""
         notes = self.notes = []
-        self.reader.spent += len(text) // 3
+        self.reader.spent += literal_price(text)
         parser = LiteralParser(text, notes, pos=1)
         values: dict[str, Any] = {}
         try:

@@ -149,11 +149,12 @@ def test_a_call_after_very_dense_text_is_read(name):
     assert [(c.name, c.arguments) for c in message.tool_calls] == [("f", '{"text": "x"}')]
 
 
-def test_a_thousand_calls_are_no_dense_text():
+@pytest.mark.parametrize(("count", "words"), [(1500, ""), (2000, "some more words " * 20)])
+def test_very_many_calls_are_no_dense_text(count, words):
     for name in formats():
-        calls = [("f", {"text": str(i), "count": i}) for i in range(1000)]
+        calls = [("f", {"text": f"{words}{i}"}) for i in range(count)]
         message = parse(write_turn(name, calls), name, TOOLS)
-        assert [json.loads(c.arguments)["text"] for c in message.tool_calls] == [str(i) for i in range(1000)]
+        assert [json.loads(c.arguments)["text"] for c in message.tool_calls] == [f"{words}{i}" for i in range(count)]
         assert not message.malformed
 
 
