@@ -53,7 +53,7 @@ class BracketTables:
 class BracketReader:
     """Reads one block of calls; the position is after its opening marker."""
 
-    __slots__ = ("notes", "reader", "recorder", "tables", "tools")
+    __slots__ = ("no_plain_object_before", "notes", "reader", "recorder", "tables", "tools")
 
     def __init__(self, reader: Reader, recorder: Recorder, tables: BracketTables, tools: ToolSet) -> None:
         self.reader = reader
@@ -61,6 +61,7 @@ class BracketReader:
         self.tables = tables
         self.tools = tools
         self.notes: list[str] = []
+        self.no_plain_object_before = 0  # up to here all text was looked at in vain: never twice
 
     def read(self, close: str, bare: bool = False) -> Wait[str | None]:
         """Read up to the end of the block and record its calls; or return why it is malformed.
@@ -156,9 +157,12 @@ class BracketReader:
         The usual case: no need to look for the object's end, where JSON finds the same. Not for quotes of another kind.
         """
         reader, tables = self.reader, self.tables
+        if tables.quotes or reader.pos < self.no_plain_object_before:
+            return UNUSUAL
         begin = reader.pos - reader.base
         stop = tables.stop.search(reader.window, begin)
-        if tables.quotes or (stop is None and not reader.final):
+        self.no_plain_object_before = reader.base + stop.start() if stop else reader.end
+        if stop is None and not reader.final:
             return UNUSUAL
         text = reader.window[begin : stop.start() if stop else None].rstrip()
         if isinstance(tables.body, Json) and tables.body.after:

@@ -116,6 +116,7 @@ WORST: dict[str, list[Repeated]] = {
     "llama3_json": [
         Repeated("", "{1{,}{}\\</think>", ""),
         Repeated("", '<|python_tag|>{"mod": 1e99,1"a"}\0=', "", True),
+        Repeated("", """{'a':1,"name": "f", "arguments": {"txt": "x"}}""", ""),
     ],
     "pythonic": [Repeated("[f(text='x', ", "x(),f(t='x')", "", True), Repeated("[", "f(t=''),", "]", True)],
     "mistral": [
