@@ -269,14 +269,12 @@ class FSDP2Engine:
         self, batch: "TensorDict", rows: Sequence[Sequence[int]], keys: Sequence[str] | None = None
     ) -> Iterator["PackedBatch"]:
         """Packed micro-batches on the device. An empty one becomes the shortest row with nothing to train or score."""
-        from seqpack.packed import pack_sequences
+        from seqpack.packed import pack_each
 
         chosen = None if keys is None else [key for key in keys if key in batch.keys()]  # noqa: SIM118
+        packed = pack_each(batch, [indices for indices in rows if indices], keys=chosen)
         for indices in rows:
-            if indices:
-                yield pack_sequences(batch, indices, keys=chosen).to(self.device)
-            else:
-                yield _stand_in(batch, chosen).to(self.device)
+            yield (next(packed) if indices else _stand_in(batch, chosen)).to(self.device)
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
