@@ -37,25 +37,3 @@ def test_parsing_and_rendering_import_a_part_of_the_standard_library_alone():
     names = "StreamParser, ToolCall, detect_format, extend, parse, render"
     ours = imported(f"from chat_tools import {names}\nparse({call}, 'hermes')")
     assert ours - imported("import __future__, typing, dataclasses, json") == {"chat_tools"}
-
-
-def test_the_import_is_light():
-    """Standard library alone, and less than four times what `typing`, `dataclasses` and `json` take.
-
-    The ratio holds on a busy machine too. Processor time, the best of five.
-    """
-    program = (
-        "import sys, time; a = time.process_time()\n"
-        "import dataclasses, json, typing\n"
-        "b = time.process_time()\n"
-        "from chat_tools import StreamParser, detect_format, extend, parse, render\n"
-        "c = time.process_time()\n"
-        "print(b - a, c - b, *(m for m in sys.modules if m.split('.')[0] in "
-        "('jinja2', 'transformers', 'pyarrow', 'numpy', 'torch', 'tokenizers', 'tqdm')))"
-    )
-    command = [sys.executable, "-c", program]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(5)]
-    assert all(len(run) == 2 for run in runs), runs
-    standard, own = (min(float(run[i]) for run in runs) for i in (0, 1))
-    assert own < 4 * standard, (own, standard)
-    print(f"import: {1000 * own:.1f} ms beside {1000 * standard:.1f} ms of the standard library")

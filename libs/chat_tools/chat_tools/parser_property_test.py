@@ -1,7 +1,6 @@
 """What holds for every text: no exception, no lost character, valid JSON; a stream gives what the whole gives."""
 
 import json
-import time
 from itertools import pairwise
 
 import pytest
@@ -113,16 +112,13 @@ def test_the_dearest_known_texts_are_linear_whole_and_in_pieces(name):
 
 
 @pytest.mark.parametrize("name", formats())
-def test_a_megabyte_in_well_under_a_second(name):
-    """Half a second when the machine is quiet; the bound here leaves room for a busy one."""
+def test_a_megabyte_of_the_worst_costs_no_more_operations(name):
+    """What it takes in seconds is printed by benchmarks/adversarial.py."""
     for known in WORST[name]:
         text = known.of(1_000_000)
-        start = time.process_time()
         message = parse(text, name, TOOLS if known.typed else None)
-        seconds = time.process_time() - start
         assert "".join(text[s.start : s.end] for s in message.segments) == text
         assert message.operations <= BYTES_PER_OPERATION * len(text)
-        assert seconds < 1.5, f"{seconds:.2f} s for {known}"
 
 
 @settings(max_examples=150, deadline=None)
