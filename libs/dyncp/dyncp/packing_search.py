@@ -200,7 +200,7 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
     last = min(samples, key=lambda i: problem.lengths[i], default=0)
     # A group that has no room or no time for the shortest of them is not looked at any more.
     full = {size: (tokens[last], target - base - seconds[last]) for size, (base, tokens, seconds) in columns.items()}
-    first = 0  # the first step with ranks left
+    first, at = 0, 0  # no step before `first` has ranks for a group of size `at`: sizes never grow again
     for sample in samples:
         for b in opened[-RECENT:]:
             base, tokens, seconds = columns[b.size]
@@ -209,14 +209,15 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
         else:
             size = wanted[sample]
             b = Bin(size, problem.room(size))
-            place = next((i for i in range(first, len(free)) if free[i] >= size), len(steps))
-            if place == len(steps):
+            if size != at:
+                first, at = 0, size
+            while first < len(free) and free[first] < size:
+                first += 1
+            if first == len(steps):
                 steps.append([])
                 free.append(problem.world_size)
-            steps[place].append(b)
-            free[place] -= size
-            while first < len(free) and not free[first]:
-                first += 1
+            steps[first].append(b)
+            free[first] -= size
             opened.append(b)
             _, tokens, seconds = columns[size]
         b.room -= tokens[sample]
