@@ -1,9 +1,9 @@
 """Megatron-Core on four GPUs over NCCL: the groups of plans against Megatron's own layers, one sequence at a time.
 
 One start of processes runs all cells. Bounds: in float32 (plain attention and recurrence on the device) gradients
-within 1e-4 for attention and 1e-3 with gated delta nets; in bfloat16 (flash attention, flash-linear-attention) the loss
-within 1e-2 and all gradients as one vector within 5e-2 of float32 with the same weights, and under any plan not more
-than twice what the plan without groups shows plus 5e-3.
+within 2e-5 for attention and 5e-5 with gated delta nets; in bfloat16 (flash attention, flash-linear-attention) the loss
+within 2e-3 and all gradients as one vector within 4e-2 of float32 with the same weights, and under any plan not more
+than a tenth more than what the plan without groups shows, plus 2e-3.
 """
 
 import importlib.util
@@ -99,15 +99,15 @@ def ranks() -> Ranks:
 def check(found: dict[str, Difference], kinds: str) -> None:
     mine = {name: row for name, row in found.items() if name.split()[1] == kinds}
     assert len(mine) == {"aa": 12 + 2 + 1 + 4, "dad": 4 + 1 + 4}[kinds]
-    bound = {"aa": 1e-4, "dad": 1e-3}[kinds]
+    bound = {"aa": 2e-5, "dad": 5e-5}[kinds]
     floor = mine[f"bfloat16 {kinds} static-1"].gradient
     for name, row in mine.items():
         if name.startswith("float32"):
             assert row.loss <= bound, (name, row)
             assert row.worst <= bound, (name, row)
         else:
-            assert row.loss <= 1e-2, (name, row)
-            assert row.gradient <= min(5e-2, 2 * floor + 5e-3), (name, row, floor)
+            assert row.loss <= 2e-3, (name, row)
+            assert row.gradient <= min(4e-2, 1.1 * floor + 2e-3), (name, row, floor)
 
 
 @pytest.mark.gpu

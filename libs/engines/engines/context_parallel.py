@@ -69,9 +69,16 @@ class ContextParallelRows:
     """Groups of ranks share long sequences; short ones stay whole on one rank, as in `PackedRows`."""
 
     def __init__(self, config: EngineConfig, model_config: Any, rank: int, world_size: int) -> None:
-        """ValueError where the model has a layer that context parallelism cannot take."""
+        """ValueError where the model has a layer that context parallelism cannot take, or a static size does not divide
+        the ranks.
+        """
         text = model_config.get_text_config()
         self.kind = parse_context_parallel(config.context_parallel)
+        if self.kind != "dynamic" and world_size % self.kind:
+            raise ValueError(
+                f"context_parallel='static:{self.kind}' needs a multiple of {self.kind} ranks, this run has "
+                f"{world_size}: start another number of processes, or use 'dynamic'"
+            )
         self.cap = config.max_tokens_per_rank
         self.rank, self.world_size = rank, world_size
         self.cost = CostModel.from_config(text)

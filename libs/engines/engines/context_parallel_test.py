@@ -145,6 +145,8 @@ def test_shards_cover_the_stream_once():
 def test_what_cannot_be_sharded_is_refused():
     with pytest.raises(ValueError, match="batching='packed'"):
         build_engine(EngineConfig(device="cpu", context_parallel="dynamic", batching="padded"), tiny_model())
+    with pytest.raises(ValueError, match="needs a multiple of 3 ranks, this run has 1: start another number"):
+        build_engine(EngineConfig(device="cpu", context_parallel="static:3"), tiny_model())
     from engines.context_parallel import ContextParallelRows
 
     config = tiny_config("attention", layer_types=["sliding_attention"] * 4, sliding_window=4)

@@ -20,7 +20,7 @@ LENGTHS = [700, 5, 333, 64, 1, 945]
 CAP = 256
 MODES = ["off", "static:4", "dynamic"]
 # (loss, gradient norm): float32 is plain torch on the device, bfloat16 the fused kernels.
-BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (2e-2, 5e-2)}
+BOUNDS = {"float32": (1e-6, 2e-5), "bfloat16": (2e-3, 5e-3)}
 
 
 def curve(dtype, mode, cap, lengths, objective):
