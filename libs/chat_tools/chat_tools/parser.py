@@ -217,6 +217,7 @@ class StreamParser:
         """Read calls that need no marker, where an answer begins with them."""
         opening, reader = self.tables.fmt.opening, self._reader
         while opening:
+            before = reader.spent
             if not reader.spend(PRICE_OF_A_CALL):
                 return
             start = reader.pos
@@ -224,6 +225,7 @@ class StreamParser:
                 reader.rewind(start)
                 return
             reason = yield from self._body.read("", bare=True)
+            reader.settle(before)
             if reason == NOT_A_CALL:
                 reader.rewind(start)
                 return
@@ -262,6 +264,7 @@ class StreamParser:
                 return
 
     def _call(self, opened: str) -> Wait[None]:
+        before = self._reader.spent
         if not self._reader.spend(PRICE_OF_A_CALL):
             yield from self._pass_over()
             return
@@ -270,6 +273,7 @@ class StreamParser:
         else:
             assert isinstance(self._body, BracketReader)
             reason = yield from self._body.read(self.tables.calls[opened])
+        self._reader.settle(before)
         if reason is not None:
             yield from self._give_up(reason)
 

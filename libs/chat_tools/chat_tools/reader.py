@@ -21,6 +21,8 @@ ALLOWANCE = 80_000
 CHARACTERS_PER_UNIT = 12
 PRICE_OF_A_MARK = 5
 PRICE_OF_A_CALL = 25
+# However much was looked at for one call: a bad one takes no good one with it.
+MOST_FOR_A_CALL = 40_000
 TOO_DENSE = "too many markers and calls in too little text"
 
 
@@ -127,6 +129,10 @@ class Reader:
             return False
         self.spent += units
         return True
+
+    def settle(self, before: int) -> None:
+        """End a call that began when `before` had been spent: all of it costs MOST_FOR_A_CALL at most."""
+        self.spent = min(self.spent, before + MOST_FOR_A_CALL)
 
     def solvent_at(self) -> int:
         """Return from which position on more may be spent."""

@@ -111,3 +111,19 @@ def test_the_stream_keeps_pace():
     assert seen[4]  # "<b" does not
     assert [bool(s) for s in seen[-13:-11]] == [True, False]
     assert [type(e).__name__ for s in seen[7:] for e in s] == ["CallFinished"]
+
+
+HUGE = {
+    "a literal of too many values": '{"name": "f", "arguments": {"a": [True' + ",1" * 200_000 + "]}}",
+    "an object that does not end": '{"name": "f", "arguments": {"a": [1' + ",1" * 400_000,
+    "a string that does not end": '{"name": "f", "arguments": {"a": "' + "x" * 900_000,
+    "brackets that do not match": '{"name": "f", "arguments": {"a": [1' + ",[1]" * 200_000 + "}",
+}
+
+
+@pytest.mark.parametrize("what", HUGE)
+def test_one_huge_bad_call_takes_no_good_one_with_it(what):
+    good = '<tool_call>\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>'
+    message = parse(f"<tool_call>\n{HUGE[what]}\n</tool_call>\n{good}", "hermes")
+    assert [call.name for call in message.tool_calls] == ["g"]
+    assert len(message.malformed) == 1
