@@ -3,6 +3,10 @@
 load("@rules_python//python:defs.bzl", "py_library")
 load("//build:defs.bzl", "module_test")
 
+def _package_files(name):
+    folders = name.split("/")[:-1]
+    return ["/".join(folders[:depth] + ["__init__.py"]) for depth in range(len(folders) + 1)]
+
 def app_module(name, deps = [], data = []):
     """One Python file of an app.
 
@@ -13,7 +17,7 @@ def app_module(name, deps = [], data = []):
     """
     py_library(
         name = name,
-        srcs = [name + ".py", "__init__.py"],
+        srcs = [name + ".py"] + _package_files(name),
         data = data,
         visibility = ["//apps:__subpackages__"],
         deps = deps + ["//apps:init"],

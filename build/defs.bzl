@@ -22,31 +22,33 @@ def _library_name():
 def _source(name):
     return "%s/%s.py" % (_library_name(), name)
 
+def _package_files(source):
+    """The `__init__.py` of each package that a source lies in: libs/seqpack's planning/pack.py is in two."""
+    folders = source.split("/")[:-1]
+    return ["/".join(folders[:depth] + ["__init__.py"]) for depth in range(1, len(folders) + 1)]
+
 def module(name, srcs = None, deps = [], data = [], visibility = None, tags = [], **attrs):
     """One Python file of a library, importable by its full name.
 
-    The library's facade (`NAME/__init__.py`, lazy) is always there; the modules that the file imports are `deps`.
+    The `__init__.py` of its packages (lazy, or nothing but words) are always there; the modules that the file imports are `deps`.
 
     Args:
       name: of the target; the file is NAME/name.py unless `srcs` says otherwise.
-      srcs: the one file, where it is in a subpackage.
+      srcs: the one file, where the name does not say it.
       deps: what the file imports.
       data: files it reads.
-      visibility: this library alone, unless said otherwise.
+      visibility: everybody, unless said otherwise.
       tags: as in Bazel.
       **attrs: as in py_library.
     """
     srcs = srcs or [_source(name)]
-    facade = _library_name() + "/__init__.py"
-    if facade not in srcs:
-        srcs = srcs + [facade]
     py_library(
         name = name,
-        srcs = srcs,
+        srcs = srcs + [path for path in _package_files(srcs[0]) if path not in srcs],
         data = data,
         imports = ["."],
         tags = tags,
-        visibility = visibility or [":__subpackages__"],
+        visibility = visibility or ["//visibility:public"],
         deps = deps,
         **attrs
     )

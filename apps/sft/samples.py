@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from chat_tools import render
-from seqpack.batch import make_batch
+from seqpack.batches.batch import make_batch
 
 Sample = Mapping[str, Any]
 

@@ -4,7 +4,7 @@
 
 A text is a turn that breaks off somewhere, a unit repeated, and the rest of the turn (or of another place in it). Units
 are pairs and triples of the format's markers and of bits of values; random ones are tried and the dearest changed
-further, at 4,000 characters each. The dearest of them and the known ones (`chat_tools.fuzzing.WORST`) are then measured
+further, at 4,000 characters each. The dearest of them and the known ones (`chat_tools.testing.fuzzing.WORST`) are then measured
 at a million characters: processor time, the least of the rounds, whole and fed in pieces of 16 characters.
 """
 
@@ -13,10 +13,10 @@ import os
 import random
 import time
 
-from chat_tools.fuzzing import FRAGMENTS, TOOLS, WORST, Repeated
-from chat_tools.grammar import FORMATS
-from chat_tools.parser import StreamParser, parse
-from chat_tools.samples import write_turn
+from chat_tools.parsing.formats import FORMATS
+from chat_tools.parsing.parser import StreamParser, parse
+from chat_tools.testing.fuzzing import FRAGMENTS, TOOLS, WORST, Repeated
+from chat_tools.testing.samples import write_turn
 
 VALUES = ["1,", "'',", '"",', "[],", "[1],", "(),", "(1,),", "True,", "null,", "+1,", ".5,", "1e999,", "{},", "a:1,"]
 VALUES += ["'\\n',", "'a':1,", '"a":1,', '"\0":1,', "'\0':1,", "a\0=1,", "[[],", "{1:", "''''''", "x", "\0", ";", "//"]

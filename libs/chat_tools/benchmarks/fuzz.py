@@ -14,14 +14,14 @@ import tempfile
 import atheris
 
 with atheris.instrument_imports(include=["chat_tools"]):
-    from chat_tools import reader
-    from chat_tools.fuzzing import check_bytes
+    from chat_tools.parsing import cursor
+    from chat_tools.testing.fuzzing import check_bytes
 
-ALLOWANCE = reader.ALLOWANCE
+ALLOWANCE = cursor.ALLOWANCE
 
 
 def one(data):
-    reader.ALLOWANCE = 50 if data[1:2] > b"\x7f" else ALLOWANCE
+    cursor.ALLOWANCE = 50 if data[1:2] > b"\x7f" else ALLOWANCE
     check_bytes(data)
 
 

@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from chat_tools import parse
-from chat_tools.grammar import FORMATS
-from chat_tools.recovery_test import TOOLS as CORPUS_TOOLS
-from chat_tools.samples import write_turn
+from chat_tools.parsing.formats import FORMATS
+from chat_tools.parsing.recovery_test import TOOLS as CORPUS_TOOLS
+from chat_tools.testing.samples import write_turn
 
 VERL = {
     "qwen3_xml": "qwen3_coder",
@@ -270,7 +270,7 @@ def report_agreement(parsers, turns, rounds):
 
 
 def report_corpus(parsers, verbose):
-    rows = (Path(__file__).parent.parent / "chat_tools" / "malformed.jsonl").read_text().splitlines()
+    rows = (Path(__file__).parent.parent / "chat_tools/parsing/malformed.jsonl").read_text().splitlines()
     cases = [json.loads(row) for row in rows]
     print(f"\n{len(cases)} malformed turns (malformed.jsonl)")
     for parser in parsers:

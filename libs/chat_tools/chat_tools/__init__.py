@@ -4,46 +4,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chat_tools.audit import TemplateReport as TemplateReport
-    from chat_tools.audit import audit_template as audit_template
-    from chat_tools.detection import detect_format as detect_format
-    from chat_tools.grammar import formats as formats
-    from chat_tools.media import Media as Media
-    from chat_tools.media import images as images
-    from chat_tools.media import videos as videos
-    from chat_tools.message import Malformed as Malformed
-    from chat_tools.message import ParsedMessage as ParsedMessage
-    from chat_tools.message import Segment as Segment
-    from chat_tools.message import ToolCall as ToolCall
-    from chat_tools.parser import StreamParser as StreamParser
-    from chat_tools.parser import parse as parse
-    from chat_tools.rendering import Rendered as Rendered
-    from chat_tools.rendering import extend as extend
-    from chat_tools.rendering import render as render
-    from chat_tools.tool_schema import function_schema as function_schema
-    from chat_tools.view import html_view as html_view
-    from chat_tools.view import terminal_view as terminal_view
+    from chat_tools.parsing.detection import detect_format as detect_format
+    from chat_tools.parsing.formats import formats as formats
+    from chat_tools.parsing.parser import StreamParser as StreamParser
+    from chat_tools.parsing.parser import parse as parse
+    from chat_tools.parsing.result import Malformed as Malformed
+    from chat_tools.parsing.result import ParsedMessage as ParsedMessage
+    from chat_tools.parsing.result import Segment as Segment
+    from chat_tools.parsing.result import ToolCall as ToolCall
+    from chat_tools.parsing.tool_schema import function_schema as function_schema
+    from chat_tools.rendering.audit import TemplateReport as TemplateReport
+    from chat_tools.rendering.audit import audit_template as audit_template
+    from chat_tools.rendering.media import Media as Media
+    from chat_tools.rendering.media import images as images
+    from chat_tools.rendering.media import videos as videos
+    from chat_tools.rendering.render import Rendered as Rendered
+    from chat_tools.rendering.render import extend as extend
+    from chat_tools.rendering.render import render as render
+    from chat_tools.rendering.view import html_view as html_view
+    from chat_tools.rendering.view import terminal_view as terminal_view
 
 _EXPORTS = {
-    "Malformed": "chat_tools.message",
-    "Media": "chat_tools.media",
-    "ParsedMessage": "chat_tools.message",
-    "Rendered": "chat_tools.rendering",
-    "Segment": "chat_tools.message",
-    "StreamParser": "chat_tools.parser",
-    "TemplateReport": "chat_tools.audit",
-    "ToolCall": "chat_tools.message",
-    "audit_template": "chat_tools.audit",
-    "detect_format": "chat_tools.detection",
-    "extend": "chat_tools.rendering",
-    "formats": "chat_tools.grammar",
-    "function_schema": "chat_tools.tool_schema",
-    "html_view": "chat_tools.view",
-    "images": "chat_tools.media",
-    "parse": "chat_tools.parser",
-    "render": "chat_tools.rendering",
-    "terminal_view": "chat_tools.view",
-    "videos": "chat_tools.media",
+    "Malformed": "chat_tools.parsing.result",
+    "Media": "chat_tools.rendering.media",
+    "ParsedMessage": "chat_tools.parsing.result",
+    "Rendered": "chat_tools.rendering.render",
+    "Segment": "chat_tools.parsing.result",
+    "StreamParser": "chat_tools.parsing.parser",
+    "TemplateReport": "chat_tools.rendering.audit",
+    "ToolCall": "chat_tools.parsing.result",
+    "audit_template": "chat_tools.rendering.audit",
+    "detect_format": "chat_tools.parsing.detection",
+    "extend": "chat_tools.rendering.render",
+    "formats": "chat_tools.parsing.formats",
+    "function_schema": "chat_tools.parsing.tool_schema",
+    "html_view": "chat_tools.rendering.view",
+    "images": "chat_tools.rendering.media",
+    "parse": "chat_tools.parsing.parser",
+    "render": "chat_tools.rendering.render",
+    "terminal_view": "chat_tools.rendering.view",
+    "videos": "chat_tools.rendering.media",
 }
 __all__ = sorted(_EXPORTS)
 

@@ -23,7 +23,7 @@ def load_tokenizer(directory: str) -> Any:
 
 def audit(options: argparse.Namespace) -> int:
     """Audit a template; 0 if the mask is safe, 1 if not."""
-    from chat_tools.audit import audit_template
+    from chat_tools.rendering.audit import audit_template
 
     report = audit_template(load_tokenizer(options.directory), **_template_options(options.option))
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
@@ -33,8 +33,8 @@ def audit(options: argparse.Namespace) -> int:
 def view(options: argparse.Namespace) -> int:
     """Show conversations of a file with their tokens coloured by mask."""
     from chat_tools.dataset import read_rows
-    from chat_tools.rendering import render
-    from chat_tools.view import html_view, terminal_view
+    from chat_tools.rendering.render import render
+    from chat_tools.rendering.view import html_view, terminal_view
 
     tokenizer = load_tokenizer(options.directory)
     rendered = []
@@ -56,7 +56,7 @@ def view(options: argparse.Namespace) -> int:
 
 def parse_command(options: argparse.Namespace) -> int:
     """Take a model's output (a file or standard input) apart and print it as JSON."""
-    from chat_tools.parser import parse
+    from chat_tools.parsing.parser import parse
 
     raw = Path(options.file).read_bytes() if options.file else sys.stdin.buffer.read()
     message = parse(raw, options.format)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chat_tools.chat_template import template_errors
-from chat_tools.rendering import render
+from chat_tools.rendering.render import render
+from chat_tools.rendering.template import template_errors
 
 ROWS_A_TASK = 64
 ROWS_A_WORKER = 500  # fewer rows than this are not worth another process

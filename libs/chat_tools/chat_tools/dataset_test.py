@@ -14,8 +14,8 @@ from chat_tools.dataset import (
     tokenize_dataset,
     write_parquet,
 )
-from chat_tools.rendering import render
-from chat_tools.testing import tiny_tokenizer
+from chat_tools.rendering.render import render
+from chat_tools.testing.tokenizer import tiny_tokenizer
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 ROWS = [

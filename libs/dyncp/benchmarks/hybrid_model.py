@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dyncp.cost import CostModel
-from dyncp.cp_attention import attention
-from dyncp.cp_methods import Method
-from dyncp.delta_net import causal_conv1d, gated_delta_rule
-from dyncp.layout import Sharding
+from dyncp.ops.attention import attention
+from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
+from dyncp.ops.methods import Method
+from dyncp.planning.cost import CostModel
+from dyncp.sharding.layout import Sharding
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dyncp.matrix import GPU, Verdict, cells, markdown, must_refuse, run_sizes
+from dyncp.testing.exactness import GPU, Verdict, cells, markdown, must_refuse, run_sizes
 
 BOUND, SLACK = 1.5e-2, 2e-3
 

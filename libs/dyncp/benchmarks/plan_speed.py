@@ -5,8 +5,8 @@ import platform
 import statistics
 import time
 
-from dyncp.planner import plan
-from dyncp.simulation import trace_lengths
+from dyncp.planning.planner import plan
+from dyncp.planning.simulation import trace_lengths
 
 CASES = (
     (4, 32, "lognormal"),

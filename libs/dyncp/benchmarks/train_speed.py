@@ -21,14 +21,14 @@ import torch.distributed as dist
 from hybrid_model import TINY, Config, HybridModel
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dyncp.agreement import check_same_plan
-from dyncp.calibration import calibrate_groups
-from dyncp.cost import CostModel, Topology
-from dyncp.plan_types import DynamicPlan
-from dyncp.planner import plan, predicted_seconds, static_plan
-from dyncp.process_groups import ProcessGroups
-from dyncp.shards import pack_group, shard
-from seqpack.batch import make_batch
+from dyncp.calibrate.calibration import calibrate_groups
+from dyncp.comm.plan_hash import check_same_plan
+from dyncp.comm.process_groups import ProcessGroups
+from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.planner import plan, predicted_seconds, static_plan
+from dyncp.planning.types import DynamicPlan
+from dyncp.sharding.shards import pack_group, shard
+from seqpack.batches.batch import make_batch
 
 PEAK_FLOPS = 989e12
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from dyncp.cost import CostModel, Topology
-from dyncp.cp_methods import METHODS
-from dyncp.sizes import LAYOUTS
+from dyncp.ops.methods import METHODS
+from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.sizes import LAYOUTS
 
 
 def main(words: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _cost(arguments: argparse.Namespace) -> tuple[CostModel, Topology]:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from dyncp.planner import plan
+    from dyncp.planning.planner import plan
 
     lengths = json.loads(arguments.lengths.read_text())
     cost, topology = _cost(arguments)
@@ -85,8 +85,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> None:
-    from dyncp.plan_types import DynamicPlan
-    from dyncp.timeline import timeline_html
+    from dyncp.planning.timeline import timeline_html
+    from dyncp.planning.types import DynamicPlan
 
     page = arguments.out or arguments.plan.with_suffix(".html")
     page.write_text(timeline_html(DynamicPlan.from_json(arguments.plan.read_text())))
@@ -94,7 +94,7 @@ def _view(arguments: argparse.Namespace) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from dyncp.simulation import markdown, simulate
+    from dyncp.planning.simulation import markdown, simulate
 
     cost, topology = _cost(arguments)
     replays = simulate(
@@ -117,7 +117,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from dyncp.machine import measure_cost, measure_links
+    from dyncp.calibrate.machine import measure_cost, measure_links
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -141,8 +141,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _matrix(arguments: argparse.Namespace) -> int:
-    from dyncp.matrix import TOLERANCE, Verdict, markdown, run_sizes
-    from dyncp.processes import run_world
+    from dyncp.testing.exactness import TOLERANCE, Verdict, markdown, run_sizes
+    from dyncp.testing.processes import run_world
 
     found = run_world(max(arguments.sizes), run_sizes, arguments.sizes)[0]
     verdicts = [Verdict(**row) for rows in found.values() for row in rows]

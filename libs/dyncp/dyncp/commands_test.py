@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dyncp.__main__ import main
-from dyncp.plan_types import DynamicPlan
-from dyncp.simulation import markdown, replay, simulate, trace_lengths
+from dyncp.planning.simulation import markdown, replay, simulate, trace_lengths
+from dyncp.planning.types import DynamicPlan
 
 
 class Titles(HTMLParser):

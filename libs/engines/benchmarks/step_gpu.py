@@ -18,7 +18,7 @@ from engines import EngineConfig, build_engine
 from engines.launch import launch
 from engines.packed_model import adapt_for_packing, packed_logits
 from objectives import GRPO, SFT
-from seqpack.batch import make_batch
+from seqpack.batches.batch import make_batch
 from seqpack.ops import backends
 from seqpack.testing import check_packing
 

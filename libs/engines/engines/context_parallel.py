@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.agreement import check_same_plan
-from dyncp.cost import CostModel, Topology
-from dyncp.cp_attention import attention
-from dyncp.cp_methods import Method
-from dyncp.delta_net import causal_conv1d, gated_delta_rule
-from dyncp.layout import Sharding
-from dyncp.planner import plan, static_plan
-from dyncp.process_groups import ProcessGroups
-from dyncp.sizes import Layout, sequence_align
+from dyncp.comm.plan_hash import check_same_plan
+from dyncp.comm.process_groups import ProcessGroups
+from dyncp.ops.attention import attention
+from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
+from dyncp.ops.methods import Method
+from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.planner import plan, static_plan
+from dyncp.planning.sizes import Layout, sequence_align
+from dyncp.sharding.layout import Sharding
 from engines.config import EngineConfig, parse_context_parallel
 from engines.packed_context import PackedContext, positions_of
 from engines.strategy import ModelInputs, PackedRows, StepPlan
 
 if TYPE_CHECKING:
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 
 class ShardedOps:

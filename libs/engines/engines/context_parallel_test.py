@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dyncp.planner import plan
+from dyncp.planning.planner import plan
 from engines import EngineConfig, build_engine
 from engines.context_parallel import shard_stream
 from engines.launch import ensure_group, launch

@@ -30,7 +30,7 @@ from engines.weights import WeightPiece, pieces
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 PIECE_BYTES = 64 * 2**20
 
@@ -253,12 +253,12 @@ class FSDP2Engine:
         silent = silent_rows(batch)
         if not bool(silent.any()):
             return batch
-        from seqpack.algebra import index_select
+        from seqpack.batches.algebra import index_select
 
         return index_select(batch, (~silent).nonzero().squeeze(1).tolist() or [0])
 
     def _plan(self, batch: "TensorDict") -> tuple[list[int], Any]:
-        from seqpack.batch import lengths as batch_lengths
+        from seqpack.batches.batch import lengths as batch_lengths
 
         lengths = batch_lengths(batch)
         plan = self.strategy.plan(lengths)
@@ -269,7 +269,7 @@ class FSDP2Engine:
         self, batch: "TensorDict", rows: Sequence[Sequence[int]], keys: Sequence[str] | None = None
     ) -> Iterator["PackedBatch"]:
         """Packed micro-batches on the device. An empty one becomes the shortest row with nothing to train or score."""
-        from seqpack.packed import pack_each
+        from seqpack.batches.packed import pack_each
 
         chosen = None if keys is None else [key for key in keys if key in batch.keys()]  # noqa: SIM118
         packed = pack_each(batch, [indices for indices in rows if indices], keys=chosen)
@@ -311,8 +311,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _stand_in(batch: "TensorDict", keys: Sequence[str] | None) -> "PackedBatch":
     from dataclasses import replace
 
-    from seqpack.batch import lengths as batch_lengths
-    from seqpack.packed import pack_sequences
+    from seqpack.batches.batch import lengths as batch_lengths
+    from seqpack.batches.packed import pack_sequences
 
     sizes = batch_lengths(batch)
     packed = pack_sequences(batch, [sizes.index(min(sizes))], keys=keys)
@@ -324,7 +324,7 @@ def _stand_in(batch: "TensorDict", keys: Sequence[str] | None) -> "PackedBatch":
 
 
 def _counts(batch: "TensorDict") -> dict[str, float]:
-    from seqpack.batch import lengths
+    from seqpack.batches.batch import lengths
 
     sizes = lengths(batch)
     return {"tokens": float(sum(sizes)), "sequences": float(len(sizes))}
@@ -339,7 +339,7 @@ def _require(batch: "TensorDict", keys: Sequence[str]) -> None:
 def _scored_batch(flat: Tensor, lengths: Sequence[int], entropy: bool) -> "TensorDict":
     from tensordict import TensorDict
 
-    from seqpack.batch import jagged
+    from seqpack.batches.batch import jagged
 
     names = ("log_probs", "entropy") if entropy else ("log_probs",)
     columns = {name: jagged(list(flat[i].split(list(lengths)))) for i, name in enumerate(names)}

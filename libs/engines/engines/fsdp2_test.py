@@ -10,7 +10,7 @@ from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT, Totals
-from seqpack.batch import jagged
+from seqpack.batches.batch import jagged
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 # A large eps: with the usual one, a gradient of nearly zero moves a weight by the sign of its rounding error.

@@ -20,7 +20,7 @@ from engines.delta_net import packed_forward_of
 from engines.packed_context import PackedContext, PackedOps
 
 if TYPE_CHECKING:
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 CONTEXT_KEY = "packed_context"
 """The keyword under which a context travels through the model's layers (recomputed layers see it as well)."""

@@ -8,7 +8,7 @@ import torch
 from engines.packed_context import PackedContext
 from engines.packed_model import adapt_for_packing, packed_hidden, packed_logits
 from engines.tiny import tiny_batch, tiny_model
-from seqpack.packed import pack_sequences
+from seqpack.batches.packed import pack_sequences
 from seqpack.testing import assert_packing_isolated
 
 LENGTHS = [7, 1, 19, 4, 2, 33]

@@ -12,7 +12,7 @@ from engines.weights import WeightPiece
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepTotals:
 
 def _row_sums(mask: Tensor) -> list[int]:
     """Trained tokens of each row of a jagged mask; the schema's check refused masks that train a first token."""
-    from seqpack.jagged import ragged
+    from seqpack.batches.jagged import ragged
 
     rows = ragged(mask)
     ends = [0, *rows.values.cumsum(0).tolist()]

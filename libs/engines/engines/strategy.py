@@ -15,7 +15,7 @@ from torch import Tensor
 from engines.packed_context import LocalOps, PackedContext, PackedOps, positions_of
 
 if TYPE_CHECKING:
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PackedRows:
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Balanced micro-batches under the cap, as many on every rank."""
-        from seqpack.micro_batches import plan_micro_batches
+        from seqpack.planning.micro_batches import plan_micro_batches
 
         plan = plan_micro_batches(lengths, self.max_tokens, self.world_size)
         mine = plan.ranks[self.rank]

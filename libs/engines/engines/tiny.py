@@ -95,7 +95,7 @@ def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes
 
 def tiny_batch(lengths: list[int], seed: int = 0, vocab: int = 48) -> "TensorDict":
     """Random sequences of these lengths with every key the objectives read; the first third of each is its prompt."""
-    from seqpack.batch import make_batch
+    from seqpack.batches.batch import make_batch
 
     rng = torch.Generator().manual_seed(seed)
     samples = []

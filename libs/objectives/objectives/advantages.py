@@ -47,7 +47,7 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     `advantages` f[B]; `loss_mask` jagged bool (B, j). Returns jagged float32 (B, j): the sequence's advantage at
     trained tokens and 0 elsewhere, ready to be the batch's `advantages`.
     """
-    from seqpack.batch import jagged
+    from seqpack.batches.batch import jagged
 
     rows = list(loss_mask.unbind())
     if advantages.ndim != 1 or advantages.shape[0] != len(rows):

@@ -75,7 +75,7 @@ def test_equal_rewards_give_exact_zeros(reward, n):
 
 
 def test_per_token_spreads_over_the_mask():
-    from seqpack.batch import jagged
+    from seqpack.batches.batch import jagged
 
     mask = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
     got = advantages.per_token(torch.tensor([2.0, -1.0]), mask).unbind()

@@ -14,7 +14,7 @@ from objectives.off_policy import CORRECTIONS, Correction, mismatch, weights
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 
 @dataclass(frozen=True)

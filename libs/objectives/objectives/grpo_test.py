@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectives import GRPO, SFT, Objective, Totals, advantages
-from seqpack.batch import make_batch
-from seqpack.packed import pack_sequences
+from seqpack.batches.batch import make_batch
+from seqpack.batches.packed import pack_sequences
 
 VARIANTS = {
     "plain": GRPO(),

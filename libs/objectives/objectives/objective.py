@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 
 class Counts(Protocol):
@@ -83,7 +83,7 @@ def trained_mask(batch: "PackedBatch") -> Tensor:
 def silent(loss_mask: Tensor, advantages: Tensor | None = None) -> Tensor:
     """bool[B]: rows of a jagged batch with no trained token (of an advantage other than 0, where given; NaN is
     other)."""
-    from seqpack.jagged import ragged
+    from seqpack.batches.jagged import ragged
 
     rows = ragged(loss_mask)
     speaks = rows.values if advantages is None else rows.values & (ragged(advantages).values != 0)

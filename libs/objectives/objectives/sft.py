@@ -11,7 +11,7 @@ from objectives.objective import Counts, pair, silent, trained_mask
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from seqpack.packed import PackedBatch
+    from seqpack.batches.packed import PackedBatch
 
 
 @dataclass(frozen=True)

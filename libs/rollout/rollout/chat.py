@@ -85,7 +85,7 @@ class Chat:
 
     def read(self, ids: Sequence[int], finished: bool, tools: Sequence[Tool] = ()) -> Reply:
         """One sampled turn as content, reasoning and tool calls; a `finished` turn's last token is its stop token."""
-        from chat_tools.parser import parse
+        from chat_tools.parsing.parser import parse
 
         sampled = list(ids[:-1] if finished else ids)
         text = self.tokenizer.decode(sampled, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from chat_tools.parser import parse
-from chat_tools.rendering import extend, render
+from chat_tools.parsing.parser import parse
+from chat_tools.rendering.render import extend, render
 from rollout.arithmetic import calculator
 from rollout.chat import Chat
 from rollout.testing_chat import tiny_tokenizer

@@ -43,7 +43,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> "TensorDict":
     """The training batch of B trajectories: jagged `input_ids`, `position_ids`, `loss_mask`, `rollout_log_probs`,
     `policy_version`, all (B, j) and aligned; `reward` (B,) float32 and `group` (B,) int64. ValueError when empty.
     """
-    from seqpack.batch import make_batch
+    from seqpack.batches.batch import make_batch
 
     if not trajectories:
         raise ValueError("no trajectories: a batch needs at least one")

@@ -9,9 +9,9 @@ import argparse
 import random
 from collections.abc import Callable
 
-from seqpack.balancing import balance
-from seqpack.exact import fewest_bins, least_maximum
-from seqpack.packing import pack
+from seqpack.planning.balancing import balance
+from seqpack.planning.exact import fewest_bins, least_maximum
+from seqpack.planning.packing import pack
 
 CAPACITY = 120
 SHAPES: dict[str, Callable[[random.Random], int]] = {

@@ -3,7 +3,7 @@
     ./bazelw run //libs/seqpack:isolation_table          (the newest supported; isolation_table_tf517: the oldest)
     PYTHONPATH=libs/seqpack OMP_NUM_THREADS=1 python libs/seqpack/benchmarks/isolation_table.py
 
-Tiny random models, five sequences in one row, checked by `seqpack.testing.check_packing`. A cell says `right`; `LEAKS`
+Tiny random models, five sequences in one row, checked by `seqpack.testing.isolation.check_packing`. A cell says `right`; `LEAKS`
 (changing one sequence moves another) or `wrong, no leak`, each with the relative error of the worst sequence's logits
 and of the worst parameter's gradient; or that the model refuses. Two versions of transformers in one table:
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from seqpack.testing import check_packing
+from seqpack.testing.isolation import check_packing
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpack.balancing import balance
-from seqpack.bounds import bins_bound, heaviest_part_bound
-from seqpack.micro_batches import plan_micro_batches
-from seqpack.mixes import MIXES
-from seqpack.packing import pack
+from seqpack.planning.balancing import balance
+from seqpack.planning.bounds import bins_bound, heaviest_part_bound
+from seqpack.planning.micro_batches import plan_micro_batches
+from seqpack.planning.mixes import MIXES
+from seqpack.planning.packing import pack
 
 COUNT, CAPACITY = 16384, 16384
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from seqpack.batch import check_batch, make_batch
-from seqpack.micro_batches import plan_micro_batches
-from seqpack.mixes import lognormal
-from seqpack.packed import pack_each, pack_sequences
+from seqpack.batches.batch import check_batch, make_batch
+from seqpack.batches.packed import pack_each, pack_sequences
+from seqpack.planning.micro_batches import plan_micro_batches
+from seqpack.planning.mixes import lognormal
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from seqpack.micro_batches import plan_micro_batches
-from seqpack.packing import pack
-from seqpack.view import render
+from seqpack.pictures.view import render
+from seqpack.planning.micro_batches import plan_micro_batches
+from seqpack.planning.packing import pack
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ def test_planning_needs_numpy_alone() -> None:
 
 def test_jagged_tensors_need_no_tensordict() -> None:
     code = (
-        "import torch, seqpack\nfrom seqpack.batch import jagged\n"
+        "import torch, seqpack\nfrom seqpack.batches.batch import jagged\n"
         "seqpack.concat(seqpack.chunk(jagged([torch.zeros(2), torch.ones(3)]), 2))"
     )
     assert "tensordict" not in loaded_after(code)

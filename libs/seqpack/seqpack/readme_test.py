@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from seqpack.jagged import samples_of
+from seqpack.batches.jagged import samples_of
 
 
 def test_the_example_runs() -> None:

@@ -1,0 +1,338 @@
+"""Read calls whose arguments stand in brackets: JSON objects, objects behind a header, Python calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from chat_tools.parsing.arguments import ToolSet
+from chat_tools.parsing.cursor import PRICE_OF_A_CALL, TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.formats import Format, Json, Pythonic
+from chat_tools.parsing.literals import (
+    UNUSUAL,
+    LiteralError,
+    LiteralParser,
+    dumps,
+    literal_price,
+    loads,
+    loads_noting,
+    loads_plain,
+)
+from chat_tools.parsing.nesting import Brackets, find_end
+from chat_tools.parsing.segments import Recorder
+
+_CALL = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
+_BEGINS_LIKE_A_CALL = re.compile(r"""\{\s*["'](?:name|type|function|parameters|arguments)["']\s*:""")
+_OBJECT = r"""\{\s{0,20}["'](?:name|type|function)["']\s{0,20}:"""
+_LONGEST_NAME = 256
+NOT_A_CALL = "not a call"
+
+
+class BracketTables:
+    """What one format's brackets compile to."""
+
+    def __init__(self, fmt: Format, stops: list[str], thinking: list[str]) -> None:
+        body = fmt.body
+        assert isinstance(body, Json | Pythonic)
+        self.body = body
+        quotes = body.quotes if isinstance(body, Json) else ()
+        self.quotes = quotes
+        # A marker of reasoning is one too where calls need no marker: there a call is tried after each.
+        ends = [*stops, *thinking] if fmt.opening else stops
+        self.brackets = Brackets(ends, quotes, triple=isinstance(body, Pythonic))
+        self.stop = Marks.of(ends).pattern
+        self.closing = {close: re.compile(r"\s*+" + re.escape(close)) for _, close in fmt.calls if close}
+        self.header = re.compile(rf"\s*+{body.header}\s*+") if isinstance(body, Json) and body.header else None
+        self.header_end = Marks.of(["{", *stops])
+        begins = r",\s{0,20}[A-Za-z_][\w.]{0,99}\(" if isinstance(body, Pythonic) else _OBJECT
+        pattern = "|".join([begins, *map(re.escape, sorted(stops, key=len, reverse=True))])
+        self.element = Marks(re.compile(pattern), 160, Marks.of([",", "{", *stops]).first)
+
+
+class BracketReader:
+    """Reads one block of calls; the position is after its opening marker."""
+
+    __slots__ = ("no_plain_object_before", "notes", "reader", "recorder", "tables", "tools")
+
+    def __init__(self, reader: Reader, recorder: Recorder, tables: BracketTables, tools: ToolSet) -> None:
+        self.reader = reader
+        self.recorder = recorder
+        self.tables = tables
+        self.tools = tools
+        self.notes: list[str] = []
+        self.no_plain_object_before = 0  # up to here all text was looked at in vain: never twice
+
+    def read(self, close: str, bare: bool = False) -> Wait[str | None]:
+        """Read up to the end of the block and record its calls; or return why it is malformed.
+
+        A `bare` block has no opening marker: one that is no call at all comes back as NOT_A_CALL, nothing recorded.
+        """
+        reader = self.reader
+        self.notes = []
+        start = reader.pos
+        first = reader.peek() or (yield from reader.next())
+        body = self.tables.body
+        if isinstance(body, Pythonic):
+            reason = yield from self._list("", bare) if first == "[" else self._nothing(first)
+        elif body.objects and first == "[":
+            reason = yield from self._list("{", bare)
+        elif body.objects and first == "{":
+            reason = yield from self._object(None, None, bare)
+        elif self.tables.header is not None:
+            reason = yield from self._headed()
+        else:
+            reason = yield from self._nothing(first)
+        if reason is not None:
+            if reader.may_reread() or reason == NOT_A_CALL:
+                reader.rewind(
+                    max(start, self.recorder.cursor)
+                )  # a marker inside what looked like a string may be the end of the block
+            return reason
+        if close:
+            yield from self._closing(close)
+        return None
+
+    def _nothing(self, first: str) -> Wait[str]:
+        yield from ()
+        return "no call follows the marker" if first else "the text ends inside the call"
+
+    def _closing(self, close: str) -> Wait[None]:
+        """Take the closing marker, with stray brackets before it."""
+        reader = self.reader
+        stray = reader.pos
+        if (match := self.tables.closing[close].match(reader.window, stray - reader.base)) is not None:
+            reader.pos = reader.base + match.end()
+            self.recorder.extend(reader.pos)
+            return
+        yield from reader.search(_NOT_BRACKET)
+        if (yield from reader.at([close])):
+            if reader.slice(stray, reader.pos).strip():
+                self.recorder.note("brackets too many after the call")
+            reader.pos += len(close)
+            self.recorder.extend(reader.pos)
+        else:
+            reader.rewind(stray)
+            self.recorder.note("the call's closing marker is missing")
+
+    def _headed(self) -> Wait[str | None]:
+        reader, pattern = self.reader, self.tables.header
+        assert pattern is not None
+        start = reader.pos
+        match = yield from reader.search(self.tables.header_end)
+        header = pattern.fullmatch(reader.slice(start, reader.pos))
+        if header is None:
+            return "the text ends inside the call" if match is None else "the call's header cannot be read"
+        if not header["name"]:
+            return "the tool's name is empty"
+        if match is None or match.group() != "{":
+            return "the text ends inside the call" if match is None else "the call has no arguments"
+        identifier = header["id"] if "id" in pattern.groupindex else None
+        return (yield from self._object(header["name"], (identifier or "").strip() or None, False))
+
+    def _object(self, name: str | None, identifier: str | None, bare: bool) -> Wait[str | None]:
+        """Read an object and record the call; whether its text is one value is known only at its end."""
+        reader = self.reader
+        start = reader.pos
+        value = self._at_once()
+        broken = (yield from find_end(reader, self.tables.brackets)) if value is UNUSUAL else ""
+        end = reader.pos
+        text = reader.slice(start, end)
+        reason = broken or self._record(text, name, identifier, end, value)
+        if reason:
+            return NOT_A_CALL if bare and not _BEGINS_LIKE_A_CALL.match(text) else reason
+        body = self.tables.body
+        if isinstance(body, Json) and body.after:
+            yield from self.reader.space()
+            if (yield from self.reader.at([body.after])):
+                self.reader.pos += len(body.after)
+                self.recorder.extend(self.reader.pos)
+            else:
+                self.reader.rewind(end)
+        return None
+
+    def _at_once(self) -> Any:
+        """Move over the object and return it, if all up to the next marker is one and plain JSON; else UNUSUAL.
+
+        The usual case: no need to look for the object's end, where JSON finds the same. Not for quotes of another kind.
+        """
+        reader, tables = self.reader, self.tables
+        if tables.quotes or reader.pos < self.no_plain_object_before:
+            return UNUSUAL
+        begin = reader.pos - reader.base
+        stop = tables.stop.search(reader.window, begin)
+        self.no_plain_object_before = reader.base + stop.start() if stop else reader.end
+        if stop is None and not reader.final:
+            return UNUSUAL
+        text = reader.window[begin : stop.start() if stop else None].rstrip()
+        if isinstance(tables.body, Json) and tables.body.after:
+            text = text.removesuffix(tables.body.after).rstrip()
+        if not text.endswith("}"):
+            return UNUSUAL
+        try:
+            value = loads_plain(text)
+        except LiteralError:
+            return UNUSUAL
+        if value is not UNUSUAL:
+            reader.pos += len(text)
+            reader.operations += len(text)
+        return value
+
+    def _record(
+        self, text: str, name: str | None, identifier: str | None, end: int, value: Any = UNUSUAL
+    ) -> str | None:
+        """Record the call that an object stands for, its value if known; or say why it is none."""
+        notes = self.notes = []
+        quotes = self.tables.quotes
+        try:
+            if value is UNUSUAL and not quotes:
+                value = loads_plain(text)
+            if value is UNUSUAL:
+                self.reader.spent += literal_price(text)
+                literal = LiteralParser(text, notes, quotes=quotes, bare_keys=True) if quotes else None
+                value = literal.whole() if literal else loads_noting(text, notes)
+        except LiteralError as error:
+            return f"the arguments are neither JSON nor literals: {error}"
+        if name is None:
+            found = _call_object(value)
+            if isinstance(found, str):
+                return found
+            name, identifier, value = found
+        if isinstance(value, str):
+            value = _text_object(value)
+        if not isinstance(value, dict):
+            return "the arguments are not an object"
+        self.tools.check(name, value, notes)
+        self.recorder.call(end, name, dumps(value), notes, identifier)
+        return None
+
+    def _list(self, opening: str, bare: bool) -> Wait[str | None]:
+        """Read a list of objects ("{") or Python calls (""), each recorded when it is complete."""
+        reader = self.reader
+        reader.pos += 1
+        found = 0
+        while True:
+            if not reader.spend(PRICE_OF_A_CALL):
+                return TOO_DENSE
+            yield from reader.search(_NOT_COMMA)
+            first = yield from reader.need(1)
+            if first == "]":
+                reader.pos += 1
+                if not found:
+                    return NOT_A_CALL if bare else "an empty list of calls"
+                self.recorder.extend(reader.pos)
+                return None
+            if opening and first == opening:
+                reason = yield from self._element(None, bare and not found)
+            elif not opening and (call := _CALL.match((yield from self._name()))):
+                reason = yield from self._element(call, False)
+            else:
+                return self._list_end(first, bare and not found)
+            if reason is not None:
+                return reason
+            found += 1
+
+    def _list_end(self, first: str, bare: bool) -> str:
+        if bare:
+            return NOT_A_CALL
+        return "something else than a call in the list" if first else "the text ends inside the list of calls"
+
+    def _name(self) -> Wait[str]:
+        """Wait until a name and its parenthesis are here, or cannot be."""
+        length = 16
+        while True:
+            text = yield from self.reader.need(length)
+            if (
+                len(text) < length
+                or _CALL.match(text)
+                or not re.fullmatch(r"[\w.\-\s]*", text)
+                or length > _LONGEST_NAME
+            ):
+                return text
+            length *= 2
+
+    def _element(self, call: re.Match[str] | None, bare: bool) -> Wait[str | None]:
+        """Read one element; a bad one with matching brackets is recorded as malformed and the list goes on."""
+        reader = self.reader
+        if call is not None:
+            reader.pos += call.end() - 1
+        start = reader.pos
+        broken = yield from find_end(reader, self.tables.brackets)
+        if broken:
+            return (yield from self._next_element(start, broken))
+        text = reader.slice(start, reader.pos)
+        reason = self._record_python(text, call["name"]) if call else self._record(text, None, None, reader.pos)
+        if reason is not None:
+            if bare:
+                return NOT_A_CALL
+            self.recorder.malformed(reader.pos, reason)
+        return None
+
+    def _next_element(self, start: int, reason: str) -> Wait[str | None]:
+        """Go on with what looks like the list's next element, after one whose brackets do not match."""
+        reader = self.reader
+        if reader.may_reread():
+            reader.rewind(start + 1)
+        match = yield from reader.search(self.tables.element)
+        if match is None or match.group()[0] not in ",{":
+            return reason
+        self.recorder.malformed(reader.pos, reason)
+        return None
+
+    def _record_python(self, text: str, name: str) -> str | None:
+        """Record a Python call from its parenthesis; or say why it cannot be read."""
+        notes = self.notes = []
+        self.reader.spent += literal_price(text)
+        parser = LiteralParser(text, notes, pos=1)
+        values: dict[str, Any] = {}
+        try:
+            while not parser.take(")"):
+                parser.skip()
+                keyword = _KEYWORD.match(text, parser.pos)
+                if keyword is None:
+                    return "an argument without a keyword"
+                parser.pos = keyword.end()
+                if keyword[1] in values:
+                    notes.append(f"duplicate key {keyword[1]!r}: the last one counts")
+                values[keyword[1]] = parser.value(0)
+                if not parser.take(",") and not text.startswith(")", parser.pos):
+                    return "no comma between the arguments"
+        except LiteralError as error:
+            return f"an argument is not a literal: {error}"
+        self.tools.check(name, values, notes)
+        self.recorder.call(self.reader.pos, name, dumps(values), notes)
+        return None
+
+
+def _call_object(value: Any) -> tuple[str, str | None, Any] | str:
+    """Take name, id and arguments out of a call's object; or say why it is none."""
+    if not isinstance(value, dict):
+        return "the call is not an object"
+    function = value.get("function")
+    inner: Mapping[str, Any] = function if isinstance(function, dict) else value
+    name = inner.get("name", function if isinstance(function, str) else None)
+    if not isinstance(name, str):
+        return "the call has no name"
+    if not name:
+        return "the tool's name is empty"
+    identifier = value.get("id")
+    for key in ("arguments", "parameters"):
+        if key in inner:
+            arguments = inner[key]
+            return name, identifier if isinstance(identifier, str) else None, {} if arguments is None else arguments
+    if set(inner) - {"name", "type", "id", "index"}:
+        return "the call has no arguments"
+    return name, identifier if isinstance(identifier, str) else None, {}
+
+
+def _text_object(text: str) -> Any:
+    """Read arguments that came as JSON text within the JSON."""
+    try:
+        return loads(text)
+    except LiteralError:
+        return text
+
+
+_KEYWORD = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
+_NOT_BRACKET = Marks(re.compile(r"[^\s\]})]"), 1, re.compile(r"[^\s\]})]"))
+_NOT_COMMA = Marks(re.compile(r"[^\s,;]"), 1, re.compile(r"[^\s,;]"))

@@ -1,0 +1,146 @@
+"""Find where a bracketed value ends, as its text comes: brackets counted, strings skipped, nothing built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from chat_tools.parsing.cursor import Reader, Wait
+from chat_tools.parsing.literals import MAX_DEPTH
+
+_PAIRS = {"{": "}", "[": "]", "(": ")"}
+
+
+class Brackets:
+    """What the brackets of one format compile to.
+
+    `stops` are the format's markers: outside a string they end the value unfinished. `quotes` are string delimiters
+    without escapes, beside " and '; `triple` adds Python's tripled ones.
+    """
+
+    def __init__(self, stops: Iterable[str], quotes: Iterable[str] = (), triple: bool = False) -> None:
+        self.stops = tuple(stops)
+        self.plain_quotes = tuple(quotes)
+        self.quotes = (*self.plain_quotes, *(('"""', "'''") if triple else ()), '"', "'")
+        self.inside = {q: re.compile(self._inside(q)) for q in self.quotes}
+        self.longest = max(map(len, [*self.stops, *self.quotes]))
+        atoms = self._atoms()
+        small = "|".join(rf"{re.escape(a)}(?:{atoms})*+{re.escape(b)}" for a, b in _PAIRS.items())
+        small = "|".join(rf"{re.escape(a)}(?:{atoms}|{small})*+{re.escape(b)}" for a, b in _PAIRS.items())
+        self.skip = re.compile(rf"(?:{atoms}|{small})*+")
+        self.skip_flat = re.compile(rf"(?:{atoms})*+")
+
+    def _inside(self, quote: str) -> str:
+        """Match what stands in a string, as far as it is sure not to be its end."""
+        first, rest = quote[0], quote[1:]
+        other = "" if quote in self.plain_quotes else "\\\\"
+        parts = [rf"[^{first}{other}]++", *([r"\\[\s\S]"] if other else [])]
+        if rest:
+            parts.append(rf"{first}(?!{re.escape(rest)})(?=[\s\S]{{{len(rest)}}})")
+        return f"(?:{'|'.join(parts)})*+"
+
+    def _atoms(self) -> str:
+        """Match at one go: plain characters, and whole strings behind which something follows that may."""
+        marks = [*self.stops, *self.plain_quotes]
+        firsts = "".join(map(re.escape, sorted({mark[0] for mark in marks} - {"["})))
+        atoms = [rf"[^\[\]{{}}()\"'{firsts}]++"]
+        for first in sorted({mark[0] for mark in marks} - {"["}):  # the beginning of a marker that is none
+            rest = "|".join(re.escape(mark[1:]) for mark in marks if mark[0] == first)
+            atoms.append(rf"{re.escape(first)}(?!{rest})(?=[\s\S]{{{self.longest}}})")
+        atoms += [re.escape(q) + self._inside(q) + re.escape(q) + _FOLLOWS for q in (*self.plain_quotes, '"', "'")]
+        return "|".join(atoms)
+
+
+class _State:
+    """How far the brackets are read."""
+
+    __slots__ = ("after_string", "pos", "quote", "stack")
+
+    def __init__(self, opening: str) -> None:
+        self.stack = [_PAIRS[opening]]
+        self.quote = ""
+        self.after_string = False
+        self.pos = 0
+
+
+def find_end(reader: Reader, brackets: Brackets) -> Wait[str]:
+    """Move from an opening bracket to behind its closing one and return ""; or to where it broke, with the reason."""
+    begin = reader.pos
+    state = _State(reader.window[begin - reader.base])
+    reader.pos += 1
+    while True:
+        state.pos = start = reader.pos - reader.base
+        verdict = _advance(reader.window, state, brackets, reader.final)
+        reader.operations += state.pos - start
+        reader.pos = reader.base + state.pos
+        if verdict is not None:
+            if verdict:
+                reader.spent += (reader.pos - begin) // 4
+            return verdict
+        yield
+
+
+def _advance(window: str, state: _State, brackets: Brackets, final: bool) -> str | None:
+    """Read what there is; return the verdict, or None if more text is needed."""
+    end, stack, pairs = len(window), state.stack, _PAIRS
+    while True:
+        if state.quote and not _skip_string(window, state, brackets, final):
+            return "a string is not closed" if final else None
+        if state.after_string:
+            following = _NOT_SPACE.search(window, state.pos)
+            state.pos = following.start() if following else end
+            if following is None:
+                return "the text ends inside the call" if final else None
+            if window[state.pos] not in ",:}])":
+                return "a string is followed by other text"
+            state.after_string = False
+        # What is skipped at one go may have two levels of brackets, which count for the depth too.
+        skip = brackets.skip if len(stack) < MAX_DEPTH - 1 else brackets.skip_flat
+        run = skip.match(window, state.pos)
+        assert run is not None
+        pos = state.pos = run.end()
+        if pos == end:
+            return "the text ends inside the call" if final else None
+        character = window[pos]
+        if character in pairs:
+            stack.append(pairs[character])
+            if len(stack) > MAX_DEPTH:
+                return f"nested deeper than {MAX_DEPTH}"
+            state.pos += 1
+        elif character in "]})":
+            if stack.pop() != character:
+                return "brackets do not match"
+            state.pos += 1
+            if not stack:
+                return ""
+        elif end - pos < brackets.longest and not final and _undecided(window, pos, brackets):
+            return None
+        elif window.startswith(brackets.stops, pos):
+            return "a marker stands inside the arguments"
+        else:
+            state.quote = next((q for q in brackets.quotes if window.startswith(q, pos)), "")
+            state.pos += len(state.quote) or 1
+
+
+def _undecided(window: str, pos: int, brackets: Brackets) -> bool:
+    """Say whether what begins here, at the window's end, may yet become a longer marker."""
+    rest = window[pos:]
+    return any(len(rest) < len(m) and m.startswith(rest) for m in (*brackets.stops, *brackets.quotes))
+
+
+def _skip_string(window: str, state: _State, brackets: Brackets, final: bool) -> bool:
+    """Move behind the open string; False if its end is not here yet."""
+    run = brackets.inside[state.quote].match(window, state.pos)
+    assert run is not None
+    state.pos = run.end()
+    if window.startswith(state.quote, state.pos):
+        state.pos += len(state.quote)
+        state.quote, state.after_string = "", True
+        return True
+    if final:
+        state.pos = len(window)
+    return False
+
+
+_NOT_SPACE = re.compile(r"\S")
+_FOLLOWS = r"(?=\s*+[,:}\])])"

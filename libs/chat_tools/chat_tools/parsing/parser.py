@@ -1,0 +1,327 @@
+"""The engine: `parse` is the fold of `StreamParser.feed`, so a stream gives what the whole text gives."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from chat_tools.parsing.arguments import ToolSet
+from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader, BracketTables
+from chat_tools.parsing.channels import ChannelReader, ChannelTables
+from chat_tools.parsing.cursor import PRICE_OF_A_CALL, PRICE_OF_A_MARK, TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.formats import Channels, Format, Tagged, find_format
+from chat_tools.parsing.result import Event, Kind, ParsedMessage
+from chat_tools.parsing.segments import Recorder
+from chat_tools.parsing.tagged import TaggedReader, TaggedTables
+
+
+class Tables:
+    """The markers of a format, compiled; one per format and process."""
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+        self.think = dict(fmt.reasoning)
+        self.think_end = {closing: Marks.of([closing]) for closing in self.think.values()}
+        self.calls = dict(fmt.calls)
+        self.call_opens = list(self.calls)
+        self.call_closes = [closing for closing in self.calls.values() if closing]
+        section = [*(fmt.section or ())]
+        stops = [*section, *self.call_opens, *self.call_closes, *fmt.ends]
+        body = fmt.body
+        channels = [body.start, body.channel, *body.ends] if isinstance(body, Channels) else []
+        self.top = Marks.of([*self.think, *self.think_end, *stops, *channels])
+        self.thinking = frozenset([*self.think, *self.think_end])
+        self.resync = Marks.of(stops) if stops else self.top
+        self.body: TaggedTables | BracketTables | ChannelTables
+        if isinstance(body, Tagged):
+            self.body = TaggedTables(fmt)
+        elif isinstance(body, Channels):
+            self.body = ChannelTables(body)
+        else:
+            self.body = BracketTables(fmt, stops, list(self.thinking))
+
+
+_TABLES: dict[Format, Tables] = {}
+
+
+def _tables(fmt: Format) -> Tables:
+    tables = _TABLES.get(fmt)
+    if tables is None:
+        tables = _TABLES[fmt] = Tables(fmt)
+    return tables
+
+
+class StreamParser:
+    """Takes a model's output in pieces of any size.
+
+    `prefill` is what the prompt already holds of this turn (Qwen3.5's ends in "<think>\\n"): read first, not reported.
+    Without it (None), a closing marker of reasoning that nobody opened makes all before it reasoning, calls too, and
+    the stream says so by `Retracted`. `tools` (dicts or typed functions) give the arguments their types. A `silent`
+    parser reports no events, which is a little faster.
+    """
+
+    def __init__(
+        self,
+        format: str | Format,  # noqa: A002 - the public name
+        tools: Sequence[Any] | None = None,
+        *,
+        prefill: str | None = None,
+        silent: bool = False,
+    ) -> None:
+        tables = self.tables = _tables(find_format(format))
+        begun = _begun(tables, prefill or "")
+        self._reader = Reader()
+        self._recorder = Recorder(len(begun), silent)
+        tool_set = ToolSet(tools)
+        self._body: TaggedReader | BracketReader | ChannelReader
+        if isinstance(tables.body, TaggedTables):
+            self._body = TaggedReader(self._reader, self._recorder, tables.body, tool_set)
+        elif isinstance(tables.body, BracketTables):
+            self._body = BracketReader(self._reader, self._recorder, tables.body, tool_set)
+        else:
+            self._body = ChannelReader(self._reader, self._recorder, tables.body, tool_set)
+        self._thought = prefill is not None
+        self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
+        self._run: Generator[None, None, None] | None = self._turn()
+        self._message: ParsedMessage | None = None
+        self._append(begun)
+
+    def feed(self, text: str | bytes) -> list[Event]:
+        """Take more text and return what it settled. Bytes are UTF-8, and may be cut within a character."""
+        if self._message is not None:
+            raise ValueError("this parser is finished: make a new StreamParser for the next turn")
+        self._append(self._decoded(text))
+        return self._events()
+
+    def finish(self, text: str | bytes = "") -> ParsedMessage:
+        """End the text, with a last piece of it, and return the whole message. Further calls return the same."""
+        if self._message is None:
+            text = self._decoded(text)
+            if self._decoder is not None:
+                text += self._decoder.decode(b"", True)
+            self._reader.final = True
+            self._append(text)
+            self._message = self._recorder.message(self._reader.text(), self._reader.operations)
+        return self._message
+
+    def _decoded(self, text: str | bytes) -> str:
+        if isinstance(text, bytes):
+            self._decoder = self._decoder or codecs.getincrementaldecoder("utf-8")("replace")
+            return self._decoder.decode(text)
+        if self._decoder is not None:  # bytes came before, perhaps cut within a character
+            text = self._decoder.decode(b"", True) + text
+            self._decoder = None
+        return text
+
+    def last_events(self) -> list[Event]:
+        """Return what the end of the text settled; to be asked after `finish`."""
+        return self._events()
+
+    def _events(self) -> list[Event]:
+        events, self._recorder.events = self._recorder.events, []
+        return events
+
+    def _append(self, text: str) -> None:
+        self._reader.append(text)
+        if self._run is not None and next(self._run, self) is self:
+            self._run = None
+
+    def _turn(self) -> Generator[None, None, None]:
+        """Read a turn: text, blocks of reasoning, calls."""
+        reader, recorder, tables = self._reader, self._recorder, self.tables
+        think, thinking, ends, top = tables.think, tables.thinking, tables.fmt.ends, tables.top
+        channels = self._body if isinstance(self._body, ChannelReader) else None
+        yield from self._opening()
+        while True:
+            while (match := self._text("content", top)) is None:
+                if reader.final:
+                    return
+                yield
+            mark, start = match.group(), reader.pos
+            if mark in think:
+                reader.pos += len(mark)
+                self._thought = True
+                recorder.opens("reasoning", reader.pos)
+                yield from self._reasoning(think[mark])
+                yield from self._opening()
+            elif mark in thinking and not self._thought:
+                reader.pos += len(mark)
+                self._thought = True
+                recorder.retract(reader.pos, start, reader.slice(0, start))
+                yield from self._opening()
+            elif not reader.spend(PRICE_OF_A_MARK):
+                yield from self._pass_over()
+            elif mark in ends:
+                reader.pos += len(mark)
+                recorder.closes("content", reader.pos)
+            elif channels is not None and mark in channels.tables.opens:
+                yield from channels.read()
+            else:
+                reader.pos += len(mark)
+                yield from self._marker(mark, start)
+
+    def _pass_over(self) -> Wait[None]:
+        """Take as malformed, unread, until more may be looked at; up to reasoning, which has to be known as such."""
+        reader, tables = self._reader, self.tables
+        goal = reader.solvent_at()
+        known = tables.think if self._thought else tables.thinking
+        while True:
+            match = reader.step(tables.top)
+            if match is None and not reader.final:
+                yield
+                continue
+            if match is None or reader.pos >= goal or match.group() in known:
+                break
+            reader.pos += len(match.group())
+        self._recorder.malformed(reader.pos, TOO_DENSE)
+
+    def _marker(self, mark: str, start: int) -> Wait[None]:
+        """Go on after a marker of calls."""
+        fmt, recorder, reader = self.tables.fmt, self._recorder, self._reader
+        if fmt.section and mark == fmt.section[0]:
+            yield from self._section()
+        elif mark in self.tables.calls:
+            if fmt.section and not (fmt.bare and reader.at_line_start(start)):
+                recorder.text("content", reader.pos, mark)
+            else:
+                yield from self._call(mark)
+        elif mark in self.tables.thinking:
+            recorder.malformed(reader.pos, "the end of a reasoning block that was not opened")
+            yield from self._opening()
+        elif isinstance(fmt.body, Channels):
+            recorder.closes("content", reader.pos)
+        else:
+            recorder.malformed(reader.pos, f"{mark} closes nothing")
+
+    def _text(self, kind: Kind, marks: Marks) -> re.Match[str] | None:
+        """Take text of a kind up to the next marker, or as much as there is."""
+        reader, recorder = self._reader, self._recorder
+        match = reader.step(marks)
+        start, end = recorder.cursor, reader.pos
+        if start != end:
+            recorder.text(kind, end, "" if recorder.silent else reader.slice(start, end))
+        return match
+
+    def _reasoning(self, close: str) -> Wait[None]:
+        marks = self.tables.think_end[close]
+        while self._text("reasoning", marks) is None:
+            if self._reader.final:
+                return
+            yield
+        self._reader.pos += len(close)
+        self._recorder.closes("reasoning", self._reader.pos)
+
+    def _opening(self) -> Wait[None]:
+        """Read calls that need no marker, where an answer begins with them."""
+        opening, reader = self.tables.fmt.opening, self._reader
+        while opening:
+            before = reader.spent
+            if not reader.spend(PRICE_OF_A_CALL):
+                return
+            start = reader.pos
+            if (reader.peek() or (yield from reader.next())) != opening or not isinstance(self._body, BracketReader):
+                reader.rewind(start)
+                return
+            reason = yield from self._body.read("", bare=True)
+            reader.settle(before)
+            if reason == NOT_A_CALL:
+                reader.rewind(start)
+                return
+            if reason is not None:
+                yield from self._give_up(reason)
+                return
+            after = reader.pos
+            if (yield from reader.next()) == ";":
+                reader.pos += 1
+            else:
+                reader.rewind(after)
+
+    def _section(self) -> Wait[None]:
+        """Read a wrapper and the calls in it; it ends at its closing marker, or where text begins after a call."""
+        reader, recorder, fmt = self._reader, self._recorder, self.tables.fmt
+        assert fmt.section is not None
+        found = 0
+        reader.spent += PRICE_OF_A_CALL // 2
+        while True:
+            if not reader.peek():
+                yield from reader.space()
+            mark = yield from reader.at([*self.tables.call_opens, fmt.section[1]])
+            if mark in self.tables.calls:
+                reader.pos += len(mark)
+                yield from self._call(mark)
+                found += 1
+            elif mark == fmt.section[1] and found:
+                reader.pos += len(mark)
+                recorder.extend(reader.pos)
+                return
+            elif found:
+                recorder.note("the closing marker is missing")
+                return
+            else:
+                yield from self._give_up("no call inside the block")
+                return
+
+    def _call(self, opened: str) -> Wait[None]:
+        before = self._reader.spent
+        if not self._reader.spend(PRICE_OF_A_CALL):
+            yield from self._pass_over()
+            return
+        if isinstance(self._body, TaggedReader):
+            reason = yield from self._body.read()
+        else:
+            assert isinstance(self._body, BracketReader)
+            reason = yield from self._body.read(self.tables.calls[opened])
+        self._reader.settle(before)
+        if reason is not None:
+            yield from self._give_up(reason)
+
+    def _give_up(self, reason: str) -> Wait[None]:
+        """Take as malformed up to where something else can begin."""
+        reader, fmt, tables = self._reader, self.tables.fmt, self.tables
+        while True:
+            match = yield from reader.search(tables.resync)
+            if match is None:
+                break
+            mark = match.group()
+            if mark in fmt.ends or (fmt.section and mark == fmt.section[0]):
+                break
+            if mark in tables.calls:
+                if reader.at_line_start(reader.pos) or not fmt.section or not fmt.bare:
+                    break
+                reader.pos += len(mark)
+                continue
+            reader.pos += len(mark)
+            if fmt.section and mark in tables.call_closes:
+                yield from reader.space()
+                if (yield from reader.at([fmt.section[1]])):
+                    reader.pos += len(fmt.section[1])
+            break
+        self._recorder.malformed(reader.pos, reason)
+
+
+def _begun(tables: Tables, prefill: str) -> str:
+    """Return the part of the prompt's text in which something was begun that the answer goes on with."""
+    if not prefill:
+        return ""
+    body = tables.fmt.body
+    opens = [*tables.think, *tables.calls, *(tables.fmt.section or ())[:1]]
+    if isinstance(body, Channels):
+        return prefill[prefill.rindex(body.start) :] if body.start in prefill else prefill
+    at = max((prefill.rfind(mark) for mark in opens), default=-1)
+    section = prefill.rfind(tables.fmt.section[0]) if tables.fmt.section else -1
+    begun = prefill[section if 0 <= section < at else at :] if at >= 0 else ""
+    return "" if any(end in begun for end in tables.think.values()) else begun
+
+
+def parse(
+    text: str | bytes,
+    format: str | Format,  # noqa: A002 - the public name
+    tools: Sequence[Any] | None = None,
+    *,
+    prefill: str | None = None,
+) -> ParsedMessage:
+    """Take one assistant turn apart. Never raises on what a model wrote, evaluates nothing, loses no character."""
+    parser = StreamParser(format, tools, prefill=prefill, silent=True)
+    return parser.finish(text)

@@ -1,0 +1,171 @@
+"""The tiles of a parse: what is taken always begins where the last tile ended, so nothing is lost or doubled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from chat_tools.parsing.result import (
+    CallFinished,
+    Event,
+    Kind,
+    Malformed,
+    MalformedFound,
+    ParsedMessage,
+    Retracted,
+    Segment,
+    TextDelta,
+    ToolCall,
+)
+
+
+class _Call(NamedTuple):
+    """A call before its span is known: a closing wrapper may still be added."""
+
+    name: str
+    arguments: str
+    id: str | None
+    notes: tuple[str, ...]
+
+
+class Recorder:
+    """Collects tiles and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported.
+
+    The tiles are columns, since a text can have very many: kind, end, the span of the inner text; and what a call or
+    a malformed tile is besides. A tile begins where the one before it ends.
+    """
+
+    __slots__ = ("_details", "_ends", "_inner_ends", "_inner_starts", "_kinds", "cursor", "events", "offset", "silent")
+
+    def __init__(self, offset: int, silent: bool = False) -> None:
+        self.offset = offset
+        self.silent = silent
+        self.cursor = 0
+        self.events: list[Event] = []
+        self._kinds: list[Kind] = []
+        self._ends: list[int] = []
+        self._inner_starts: list[int] = []
+        self._inner_ends: list[int] = []
+        self._details: dict[int, _Call | str] = {}
+
+    def _add(self, kind: Kind, end: int, inner_start: int) -> None:
+        self._kinds.append(kind)
+        self._ends.append(end)
+        self._inner_starts.append(inner_start)
+        self._inner_ends.append(end)
+        self.cursor = end
+
+    def text(self, kind: Kind, end: int, text: str) -> None:
+        """Take the characters up to `end` as text of `kind`, reported as a delta."""
+        cursor = self.cursor
+        if end == cursor:
+            return
+        if text and end > self.offset and not self.silent:
+            visible = text[self.offset - cursor :] if cursor < self.offset else text
+            self.events.append(TextDelta("reasoning" if kind == "reasoning" else "content", visible))
+        if self._kinds and self._kinds[-1] == kind and self._inner_ends[-1] == cursor:
+            self._ends[-1] = self._inner_ends[-1] = self.cursor = end
+        else:
+            self._add(kind, end, cursor)
+
+    def opens(self, kind: Kind, end: int) -> None:
+        """Take the characters up to `end` as the marker that begins a tile of `kind`."""
+        self._add(kind, end, end)
+
+    def closes(self, kind: Kind, end: int) -> None:
+        """Take the characters up to `end` as a marker that closes text of `kind`, if there is some."""
+        if self._kinds and self._kinds[-1] == kind:
+            self._ends[-1] = self.cursor = end
+        else:
+            self._add(kind, end, end)
+
+    def call(self, end: int, name: str, arguments: str, notes: Sequence[str], identifier: str | None = None) -> None:
+        """Take the characters up to `end` as a complete call."""
+        call = self._details[len(self._kinds)] = _Call(name, arguments, identifier, tuple(notes))
+        if end > self.offset and not self.silent:
+            span = (max(self.cursor - self.offset, 0), end - self.offset)
+            self.events.append(CallFinished(ToolCall(name, arguments, span, identifier, call.notes)))
+        self._add("call", end, self.cursor)
+
+    def malformed(self, end: int, reason: str) -> None:
+        """Take the characters up to `end` as malformed."""
+        if end == self.cursor:
+            return
+        if end > self.offset and not self.silent:
+            span = (max(self.cursor - self.offset, 0), end - self.offset)
+            self.events.append(MalformedFound(Malformed(span, reason)))
+        self._details[len(self._kinds)] = reason
+        self._add("malformed", end, self.cursor)
+
+    def extend(self, end: int) -> None:
+        """Add the characters up to `end` (a closing wrapper) to the last tile."""
+        self._ends[-1] = self.cursor = end
+
+    def note(self, note: str) -> None:
+        """Add a diagnostic to the last call, if the last tile is one."""
+        last = len(self._kinds) - 1
+        call = self._details.get(last)
+        if isinstance(call, _Call):
+            self._details[last] = call._replace(notes=(*call.notes, note))
+
+    def retract(self, end: int, text_end: int, text: str) -> None:
+        """Make all characters up to `end` one block of reasoning, whose text ends at `text_end`."""
+        self._kinds, self._ends, self._inner_starts, self._inner_ends = ["reasoning"], [end], [0], [text_end]
+        self._details.clear()
+        self.cursor = end
+        if not self.silent:
+            self.events.append(Retracted(text))
+
+    def message(self, text: str, operations: int) -> ParsedMessage:
+        """Put the result together; `text` is all of it, with what stands before the offset."""
+        assert self.cursor == len(text), "every character is taken"
+        kinds, ends = self._kinds, self._ends
+        inner_starts, inner_ends = self._inner_starts, self._inner_ends
+        starts = [0, *ends[:-1]] if ends else []
+        if self.offset:
+            text, starts, ends = text[self.offset :], self._shifted(starts), self._shifted(ends)
+            inner_starts, inner_ends = self._shifted(inner_starts), self._shifted(inner_ends)
+            hidden = sum(end <= 0 for end in ends)  # tiles that are all the prompt's
+        else:
+            hidden = 0
+        rows = zip(kinds, starts, ends, inner_starts, inner_ends, strict=True)
+        segments = tuple(map(partial(tuple.__new__, Segment), rows))
+        calls: list[ToolCall] = []
+        malformed: list[Malformed] = []
+        for index, detail in self._details.items():
+            if index < hidden:
+                continue
+            span = (starts[index], ends[index])
+            if isinstance(detail, str):
+                malformed.append(Malformed(span, detail))
+            else:
+                calls.append(ToolCall(detail.name, detail.arguments, span, detail.id, detail.notes))
+        segments = segments[hidden:]
+        thoughts = [text[s.inner_start : s.inner_end].strip() for s in segments if s.kind == "reasoning"]
+        return ParsedMessage(
+            text=text,
+            content=_content(text, segments),
+            reasoning="\n".join(filter(None, thoughts)),
+            tool_calls=tuple(calls),
+            malformed=tuple(malformed),
+            segments=segments,
+            operations=operations,
+        )
+
+    def _shifted(self, positions: Sequence[int]) -> list[int]:
+        offset = self.offset
+        return [position - offset if position > offset else 0 for position in positions]
+
+
+def _content(text: str, segments: Sequence[Segment]) -> str:
+    """Join the text of the content tiles, trimmed at a side where a block stands."""
+    parts = [s for s in segments if s.kind == "content" and s.inner_end > s.inner_start]
+    if not parts:
+        return ""
+    content = "".join([text[s.inner_start : s.inner_end] for s in parts])
+    if parts[0].start > 0:
+        content = content.lstrip()
+    if parts[-1].inner_end < len(text):
+        content = content.rstrip()
+    return content

@@ -1,0 +1,215 @@
+"""Read a call whose arguments are tagged values, such as `<parameter=KEY>VALUE</parameter>`.
+
+A value may hold anything, markup of this very kind too. It is first read with tags nested in it counted; when that
+comes to a contradiction (a tag closed that was not opened, or the end of the text), the call is read again with every
+tag taken at its word, which is how a missing closing tag is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from chat_tools.parsing.arguments import ToolSet
+from chat_tools.parsing.cursor import TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.formats import Format, Tagged
+from chat_tools.parsing.literals import dumps
+from chat_tools.parsing.segments import Recorder
+
+_PRICE_OF_AN_ARGUMENT = 10
+_PRICE_OF_A_TAG = 3  # in a value
+_HEADER = 200  # the longest name of a tag that is looked for inside values
+
+
+class TaggedTables:
+    """What one format's tags compile to."""
+
+    def __init__(self, fmt: Format) -> None:
+        body = fmt.body
+        assert isinstance(body, Tagged)
+        call = fmt.calls[0]
+        self.body = body
+        pairs = {"p": (body.key[0], body.value[1]), "f": call}
+        if fmt.section:
+            pairs["s"] = fmt.section
+        self.outer = "s" if fmt.section else "f"
+        self.close = {closing: kind for kind, (_, closing) in pairs.items()}
+        self.open = {opening: kind for kind, (opening, _) in pairs.items()}
+        name = rf"[^<>\n]{{1,{_HEADER}}}"
+        opens = {
+            body.key[0]: name + re.escape(body.key[1]),
+            call[0]: "" if body.name_end == "\n" else name + re.escape(body.name_end),
+        }
+        marks = [*self.close, *self.open]
+        self.in_value = Marks(
+            re.compile(_value_pattern(self.close, {mark: opens.get(mark, "") for mark in self.open})),
+            _HEADER + 2 * max(map(len, [*marks, body.key[1], body.name_end])),
+            Marks.of(marks).first,
+        )
+        self.between = Marks.of(m for m in marks if m != body.value[1])
+        self.name_stop = Marks.of([body.name_end, "\n", "<"])
+        self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
+        self.after_value = [m for m in marks if m != body.value[1]]
+        self.after_call = [*(m for kind, pair in pairs.items() if kind != "p" for m in pair), *fmt.ends]
+
+
+def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
+    """Match closing markers (group "close") and opening ones with what completes them."""
+    firsts = {mark[0] for mark in (*closes, *opens)}
+    cut = 1 if len(firsts) == 1 else 0  # the same first character: it is looked for first, which is faster
+    closing = "|".join(re.escape(mark[cut:]) for mark in closes)
+    opening = "|".join(re.escape(mark[cut:]) + rest for mark, rest in opens.items())
+    return f"{re.escape(min(firsts)) if cut else ''}(?:(?P<close>{closing})|{opening})"
+
+
+class TaggedReader:
+    """Reads one call; the position is after its opening marker."""
+
+    __slots__ = ("always_flat", "flat", "notes", "pairs", "reader", "recorder", "tables", "tools")
+
+    def __init__(self, reader: Reader, recorder: Recorder, tables: TaggedTables, tools: ToolSet) -> None:
+        self.reader = reader
+        self.recorder = recorder
+        self.tables = tables
+        self.tools = tools
+        self.always_flat = False
+        self.flat = False
+        self.notes: list[str] = []
+        self.pairs: list[tuple[str, str]] = []
+
+    def read(self) -> Wait[str | None]:
+        """Read to the end of the call and record it; or return why it is malformed, the position being there."""
+        self.flat, self.notes, self.pairs = self.always_flat, [], []
+        name = yield from self._header(self.tables.name_stop, self.tables.body.name_end)
+        if name is None:
+            return "the tool's name is not closed"
+        if not name:
+            return "the tool's name is empty"
+        properties = (self.tools.get(name) or {}).get("properties")
+        while True:
+            start = self.reader.pos
+            match = yield from self.reader.search(self.tables.between)
+            if match is not None and self.reader.slice(start, self.reader.pos).strip():
+                self.notes.append("text between the arguments was left out")
+            if match is None:
+                return "the text ends inside the call"
+            mark = match.group()
+            if self.tables.open.get(mark) == "p":
+                reason = yield from self._parameter(properties if isinstance(properties, Mapping) else None)
+                if reason:
+                    return reason
+                continue
+            kind = self.tables.close.get(mark)
+            if kind == "f":
+                self.reader.pos += len(mark)
+            elif kind is None and not self.reader.at_line_start(self.reader.pos):
+                self.reader.pos += len(mark)  # an opening marker within a line is text
+                continue
+            else:
+                self.notes.append("the call's closing tag is missing")
+            arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes, self.tables.body.guess))
+            self.recorder.call(self.reader.pos, name, arguments, self.notes)
+            return None
+
+    def _header(self, stop: Marks, end: str) -> Wait[str | None]:
+        """Read a name up to `end`; None if the line ends before, or another tag begins."""
+        start = self.reader.pos
+        match = yield from self.reader.search(stop)
+        name = self.reader.slice(start, self.reader.pos).strip().strip("\"'")
+        if match is not None and match.group() == end:
+            self.reader.pos += len(end)
+            return name
+        return name if end == "\n" and match is not None else None  # a line's end may be missing
+
+    def _parameter(self, properties: Mapping[str, object] | None) -> Wait[str | None]:
+        body = self.tables.body
+        if not self.reader.spend(_PRICE_OF_AN_ARGUMENT):
+            return TOO_DENSE
+        self.reader.pos += len(body.key[0])
+        start = self.reader.pos
+        key = yield from self._header(self.tables.key_stop, body.key[1])
+        if key is None:  # the tag itself is broken: at a line's end the line is the key
+            key = self.reader.slice(start, self.reader.pos).strip().strip("\"'")
+            if (yield from self.reader.at(["\n"])) != "\n":
+                return "an argument's name is not closed"
+            self.notes.append(f"the tag of argument {key!r} is not closed")
+        if not key:
+            return "an argument's name is empty"
+        if body.value[0]:
+            yield from self.reader.space()
+            if not (yield from self.reader.at([body.value[0]])):
+                return f"argument {key!r} has no value"
+            self.reader.pos += len(body.value[0])
+        begin = self.reader.pos
+        end = None
+        if not self.flat:
+            end = yield from self._nested_value()
+            if end is None:
+                self.flat = True
+                self.always_flat = self.always_flat or not self.reader.may_reread()
+                self.reader.rewind(begin)
+        if end is None:
+            end = yield from self._flat_value(properties)
+        if end is None:
+            return f"argument {key!r} is not closed"
+        value = self.reader.slice(begin, end)
+        if body.newlines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        self.pairs.append((key, value))
+        return None
+
+    def _nested_value(self) -> Wait[int | None]:
+        """Find the end of a value, counting tags inside it; None on a contradiction."""
+        reader, tables = self.reader, self.tables
+        opened: list[str] = []
+        while True:
+            match = yield from reader.search(tables.in_value)
+            if match is None or not reader.spend(_PRICE_OF_A_TAG):
+                return None
+            mark, at = match.group(), reader.pos
+            reader.pos += len(mark)
+            if match.lastgroup != "close":
+                opened.append(next(kind for opening, kind in tables.open.items() if mark.startswith(opening)))
+                continue
+            kind = tables.close[mark]
+            if opened:
+                if opened.pop() != kind:
+                    return None
+            elif (yield from self._plausible(kind)):
+                return at if kind == "p" else None
+
+    def _flat_value(self, properties: Mapping[str, object] | None) -> Wait[int | None]:
+        """Find the end of a value with every tag taken at its word; None if it has none before the next call."""
+        reader, tables = self.reader, self.tables
+        while True:
+            match = yield from reader.search(tables.in_value)
+            if match is None or not reader.spend(_PRICE_OF_A_TAG):
+                return None
+            mark, at = match.group(), reader.pos
+            if match.lastgroup == "close":
+                kind = tables.close[mark]
+                reader.pos += len(mark)
+                if kind == "p":
+                    return at
+                if kind != self.tables.outer and not (yield from self._plausible(kind)):
+                    continue
+            else:
+                kind = next(kind for opening, kind in tables.open.items() if mark.startswith(opening))
+                if not reader.at_line_start(at) or (kind == "p" and not self._known(mark, properties)):
+                    reader.pos += len(mark)
+                    continue
+                if kind != "p":
+                    return None
+            self.notes.append("an argument's closing tag is missing")
+            reader.rewind(at)
+            return at
+
+    def _known(self, mark: str, properties: Mapping[str, object] | None) -> bool:
+        key, (opening, closing) = mark, self.tables.body.key
+        return not properties or key.removeprefix(opening).removesuffix(closing).strip() in properties
+
+    def _plausible(self, kind: str) -> Wait[bool]:
+        """Say whether what follows a closing tag can follow it; moves over white space only."""
+        yield from self.reader.space()
+        following = self.tables.after_value if kind == "p" else self.tables.after_call
+        return (yield from self.reader.at(following)) != ""

@@ -1,0 +1,241 @@
+"""Is a chat template fit for training? Whether earlier turns stay as they are, and whether the mask is safe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chat_tools.parsing.detection import detect_format
+from chat_tools.rendering.masks import common_prefix, find_frame, find_regions
+from chat_tools.rendering.render import render
+from chat_tools.rendering.template import ChatTemplate, Message, template_errors
+
+_CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "blue"}}}
+
+
+def _call(number: int) -> dict[str, Any]:
+    return {**_CALL, "id": f"call0000{number}"}
+
+
+def _tool(number: int) -> Message:
+    return {"role": "tool", "name": "look_up", "tool_call_id": f"call0000{number}", "content": f"result {number}"}
+
+
+_ASK: Message = {"role": "user", "content": "What is blue?"}
+_MORE: Message = {"role": "user", "content": "And green?"}
+_SAY: Message = {"role": "assistant", "content": "A colour."}
+_THINK: Message = {"role": "assistant", "content": "A colour.", "reasoning_content": "They ask for blue."}
+_ASK_TOOL: Message = {"role": "assistant", "content": "", "tool_calls": [_call(1)]}
+_ASK_TOOLS: Message = {"role": "assistant", "content": "", "tool_calls": [_call(1), _call(2)]}
+_SPACE: Message = {"role": "assistant", "content": "A colour.\n"}
+
+# feature: a conversation that shows it; the features are tried from the plainest on
+PROBES: dict[str, list[Message]] = {
+    "plain turns": [_ASK, _SAY, _MORE, _SAY],
+    "system message": [{"role": "system", "content": "Be brief."}, _ASK, _SAY, _MORE, _SAY],
+    "thinking": [_ASK, _THINK, _MORE, _THINK],
+    "tool result": [_ASK, _ASK_TOOL, _tool(1), _SAY, _MORE, _SAY],
+    "thinking between tool calls": [_ASK, {**_ASK_TOOL, **_THINK, "content": ""}, _tool(1), _THINK, _MORE, _THINK],
+    "two tool results": [_ASK, _ASK_TOOLS, _tool(1), _tool(2), _SAY],
+    "trailing newline": [_ASK, _SPACE, _MORE, _SPACE],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first token by which a longer conversation does not continue a shorter one.
+
+    The first `messages` messages were rendered (with the generation prompt if `prompted`), then one more; `expected` is
+    the token that the shorter rendering has at place `token`, `found` that of the longer, `context` the text before.
+    `cause` is the template's habit that does it, seen in the conversation called `feature`.
+    """
+
+    cause: str
+    feature: str
+    messages: int
+    prompted: bool
+    token: int
+    expected: str
+    found: str
+    context: str
+
+    def __str__(self) -> str:
+        prompt = " and the generation prompt" if self.prompted else ""
+        return (
+            f"{self.cause}: in {self.feature!r}, after {self.messages} messages{prompt}, token {self.token} "
+            f"{self.expected!r} becomes {self.found!r} (after {self.context!r})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What an audit found. `divergences` has the first one of each cause; `notes` are worth knowing and no faults."""
+
+    prefix_preserving: bool
+    mask_safe: bool
+    format: str | None
+    generation_marks: bool
+    demands_user: bool
+    generation_prompt: str
+    end_of_turn: str
+    separator: str
+    divergences: tuple[Divergence, ...]
+    mask_problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            ("prefix-preserving", "yes" if self.prefix_preserving else "NO"),
+            ("training mask", "safe" if self.mask_safe else "NOT SAFE"),
+            ("mask from", "the template's generation marks" if self.generation_marks else "rendering with other words"),
+            ("tool calls", self.format or "no known format"),
+            ("generation prompt", repr(self.generation_prompt)),
+            ("end of turn", repr(self.end_of_turn) if self.end_of_turn else "none"),
+            ("turn separator", repr(self.separator) if self.separator else "none"),
+            ("demands a user message", "yes" if self.demands_user else "no"),
+        ]
+        lines = [f"{name:<24}{value}" for name, value in rows]
+        for title, items in (("diverges", self.divergences), ("mask", self.mask_problems), ("note", self.notes)):
+            lines += [f"{title:<24}{item}" for item in items]
+        return "\n".join(lines)
+
+
+def audit_template(tokenizer: Any, tools: Sequence[Any] | None = None, **options: Any) -> TemplateReport:
+    """Try a tokenizer's chat template on generated conversations, one feature at a time.
+
+    Prefix-preserving: each rendering continues the one without its last message, and that one's generation prompt.
+    Otherwise the tokens that were sampled are not those that a later rendering has, and `extend` is the way on. The
+    mask is safe if it can be proven for every conversation, and agrees with the template's own marks if it has some.
+    """
+    template = ChatTemplate(tokenizer, tools, options)
+    divergences: list[Divergence] = []
+    problems: list[str] = []
+    notes: list[str] = []
+    for feature, messages in PROBES.items():
+        try:
+            found = list(_divergences(template, feature, messages))
+            trouble = _mask_problems(template, messages)
+        except template_errors() as error:
+            notes.append(f"{feature}: the template refuses it ({error})")
+            continue
+        for divergence in found:
+            if divergence.cause not in {d.cause for d in divergences}:
+                divergences.append(divergence)
+        problems += [f"{feature}: {problem}" for problem in trouble]
+    frame = find_frame(template, _SAY)
+    end = frame.closing.rstrip()
+    notes += _notes(template, end)
+    return TemplateReport(
+        prefix_preserving=not divergences,
+        mask_safe=not problems,
+        format=_format(tokenizer),
+        generation_marks=template.has_generation_marks,
+        demands_user=_demands_user(template),
+        generation_prompt=frame.prompt,
+        end_of_turn=end,
+        separator=frame.closing[len(end) :],
+        divergences=tuple(divergences),
+        mask_problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _divergences(template: ChatTemplate, feature: str, messages: Sequence[Message]) -> Iterator[Divergence]:
+    """Compare each beginning of a conversation with the next longer one."""
+    texts = [template.text(messages[:n]) for n in range(1, len(messages) + 1)]
+    pairs = [(n, False, text, texts[n]) for n, text in enumerate(texts[:-1], start=1)]
+    answers = [n for n in range(1, len(messages)) if messages[n]["role"] == "assistant"]
+    pairs += [(n, True, template.text(messages[:n], add_generation_prompt=True), texts[n]) for n in answers]
+    said = [str(m["content"]) for m in messages if m["role"] == "assistant"]
+    if feature == "trailing newline" and said[0] not in texts[-1]:
+        pairs.append((2, False, texts[1].replace(said[0].rstrip(), said[0], 1), texts[-1]))
+    for n, prompted, shorter, longer in pairs:
+        if found := _first_difference(template, feature, messages[: n + 1], prompted, shorter, longer):
+            yield found
+
+
+def _first_difference(
+    template: ChatTemplate, feature: str, messages: Sequence[Message], prompted: bool, shorter: str, longer: str
+) -> Divergence | None:
+    tokenizer = template.tokenizer
+    a = list(tokenizer(shorter, add_special_tokens=False)["input_ids"])
+    b = list(tokenizer(longer, add_special_tokens=False)["input_ids"])
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if at == len(a):
+        return None
+    where = common_prefix(shorter, longer)
+    expected, found = (tokenizer.decode(ids[at : at + 1]) for ids in (a, b))
+    cause = _cause(template, feature, messages, shorter, longer, where)
+    return Divergence(
+        cause, feature, len(messages) - 1, prompted, at, expected, found, shorter[max(0, where - 30) : where]
+    )
+
+
+def _cause(
+    template: ChatTemplate, feature: str, messages: Sequence[Message], shorter: str, longer: str, where: int
+) -> str:
+    """Name the habit of a template that makes a longer conversation differ."""
+    if where == len(shorter):
+        return "joined tokens"
+    if [m["role"] for m in messages[-2:]] == ["tool", "tool"]:
+        return "merged tool results"
+    rest = shorter[where:]
+    if feature == "trailing newline" and rest[0].isspace():
+        return "trailing newline"
+    if "think" in rest[:40].lower() or str(_THINK["reasoning_content"]) in rest:
+        return "dropped thinking"
+    specials = [token for token in getattr(template.tokenizer, "all_special_tokens", ()) if token]
+    ends = [
+        text.rfind(t, 0, where + len(t)) + len(t) > where for text in (shorter, longer) for t in specials if t in text
+    ]
+    return "another end of turn" if rest and any(ends) else feature
+
+
+def _mask_problems(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
+    rendered = render(template.tokenizer, messages, template.tools, **template.options)
+    problems = list(rendered.problems)
+    if template.has_generation_marks:
+        regions, unproven = find_regions(template, messages, rendered.text, False)
+        problems += unproven
+        marked = {s.message: (s.start, s.end) for s in rendered.spans}
+        for region in regions:
+            if marked.get(region.message, (-1, -1)) != (region.start, region.end):
+                start, end = marked.get(region.message, (0, 0))
+                problems.append(
+                    f"message {region.message}: the template marks {rendered.text[start:end]!r}, "
+                    f"the model would write {rendered.text[region.start : region.end]!r}"
+                )
+    return problems
+
+
+def _notes(template: ChatTemplate, end: str) -> list[str]:
+    notes = []
+    if not end:
+        notes.append("no token ends an assistant turn: training does not teach the model to stop")
+    try:
+        text = template.text([_ASK, _THINK])
+    except template_errors():
+        return notes
+    if _THINK["reasoning_content"] not in text:
+        notes.append("reasoning_content is not rendered: put the thinking into the content, or another key")
+    return notes
+
+
+def _demands_user(template: ChatTemplate) -> bool:
+    try:
+        template.apply([_SAY], tokenize=False)
+    except template_errors():
+        return True
+    return False
+
+
+def _format(tokenizer: Any) -> str | None:
+    try:
+        return detect_format(tokenizer)
+    except ValueError:
+        return None

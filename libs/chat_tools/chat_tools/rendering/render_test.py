@@ -1,0 +1,233 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chat_tools.rendering.render import extend, render
+from chat_tools.rendering.template import ChatTemplate
+from chat_tools.testing.templates import TEMPLATES
+from chat_tools.testing.tokenizer import tiny_tokenizer
+
+MARKED = {name: tiny_tokenizer(name) for name in TEMPLATES}
+PLAIN = {name: tiny_tokenizer(name, marks=False) for name in TEMPLATES}
+ONE_CALL = ("llama", "harmony")  # at most one a turn
+NO_TOOLS = ("gemma",)
+
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "see you"},
+]
+words = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), min_size=1, max_size=12).filter(
+    lambda text: text.strip() == text
+)
+
+
+def call(value: str) -> dict:
+    return {"type": "function", "function": {"name": "look", "arguments": {"word": value}}}
+
+
+@st.composite
+def conversations(draw, name):
+    messages = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(words)})
+        for _ in range(draw(st.integers(0, 2)) if name not in NO_TOOLS else 0):
+            calls = [call(draw(words)) for _ in range(1 if name in ONE_CALL else draw(st.integers(1, 2)))]
+            turn = {"role": "assistant", "content": draw(words), "tool_calls": calls}
+            messages.append({**turn, "reasoning_content": draw(words)} if name == "thinking" else turn)
+            messages += [{"role": "tool", "content": draw(words)} for _ in calls]
+        messages.append({"role": "assistant", "content": draw(words)})
+        if name == "thinking" or draw(st.booleans()):
+            messages[-1]["reasoning_content"] = draw(words)
+    return messages
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_proven_mask_is_the_marked_one(name, data):
+    messages = data.draw(conversations(name))
+    marked, plain = render(MARKED[name], messages), render(PLAIN[name], messages)
+    assert plain.problems == marked.problems == ()
+    assert plain.ids == marked.ids == PLAIN[name].apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert plain.assistant_mask == marked.assistant_mask
+    assert [(s.message, s.token_start, s.token_end) for s in plain.spans] == [
+        (s.message, s.token_start, s.token_end) for s in marked.spans
+    ]
+
+
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+def test_the_mask_covers_words_and_end_of_turn(tokenizers):
+    rendered = render(tokenizers["chatml"], TALK)
+    decode = tokenizers["chatml"].decode
+    assert [decode(rendered.ids[s.token_start : s.token_end]) for s in rendered.spans] == [
+        "hello<|im_end|>",
+        "see you<|im_end|>",
+    ]
+    trained = [i for i, m in zip(rendered.ids, rendered.assistant_mask, strict=True) if m]
+    assert decode(trained) == "hello<|im_end|>see you<|im_end|>"
+
+
+def test_a_turn_with_words_of_other_turns():
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}] * 3
+    rendered = render(PLAIN["chatml"], messages)
+    assert [rendered.text[s.start : s.end] for s in rendered.spans] == ["hello<|im_end|>"] * 3
+    assert rendered.assistant_mask == render(MARKED["chatml"], messages).assistant_mask
+
+
+ASSISTANT, TOOL = {"role": "assistant", "content": "yo", "reasoning_content": "hm"}, {"role": "tool", "content": "42"}
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([ASSISTANT], "<|im_start|>assistant\n<think>\nhm\n</think>\n\nyo<|im_end|>\n"),
+        ([TOOL], "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"),
+        ([SYSTEM], "<|im_start|>system\nbe kind<|im_end|>\n"),
+        (
+            [SYSTEM, ASSISTANT],
+            "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nyo<|im_end|>\n",
+        ),
+    ],
+)
+def test_templates_that_demand_a_user_message(tokenizers, messages, text):
+    rendered = render(tokenizers["thinking"], messages)
+    assert rendered.text == text
+    assert rendered.problems == ()
+    assert tokenizers["thinking"].decode(rendered.ids) == text
+    trained = [i for i, m in zip(rendered.ids, rendered.assistant_mask, strict=True) if m]
+    wanted = "hm\n</think>\n\nyo<|im_end|>" if ASSISTANT in messages else ""
+    assert tokenizers["thinking"].decode(trained) == wanted
+
+
+def test_a_token_over_the_border_of_a_turn_is_named_and_not_trained():
+    """The prompt ends in a newline, and the turn begins with one: the tokenizer makes both one token."""
+    messages = [TALK[0], {"role": "assistant", "content": "yo"}]
+    rendered = render(PLAIN["thinking"], messages)
+    (problem,) = rendered.problems
+    assert "joins the turn's beginning to the prompt" in problem
+    trained = [i for i, m in zip(rendered.ids, rendered.assistant_mask, strict=True) if m]
+    assert PLAIN["thinking"].decode(trained) == "</think>\n\nyo<|im_end|>"
+
+
+def test_a_stand_in_where_roles_alternate():
+    assert render(PLAIN["gemma"], [ASSISTANT]).text == "<bos><start_of_turn>model\nyo<end_of_turn>\n"
+    with pytest.raises(ValueError, match="put a user message"):
+        render(PLAIN["gemma"], [SYSTEM, ASSISTANT])
+
+
+def test_only_template_errors_are_caught():
+    broken = tiny_tokenizer("chatml", template="{{ 'a' + 1 }}")
+    with pytest.raises(TypeError):
+        render(broken, [ASSISTANT])
+    refusing = tiny_tokenizer("chatml", template="{{ raise_exception('never') }}")
+    with pytest.raises(Exception, match="never"):
+        render(refusing, [ASSISTANT])
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "deepseek", "thinking", "mistral", "harmony"])
+def test_extend_continues_token_by_token(name):
+    tokenizer = PLAIN[name]
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = render(tokenizer, messages, add_generation_prompt=True)
+    for turn in range(3):
+        words = "\n</think>\n\nhello" if name == "thinking" else " hello" if name == "mistral" else "hello"
+        words = "<|channel|>final<|message|>hello" if name == "harmony" else words
+        end = {"harmony": "<|end|>"}.get(name, tokenizer.eos_token)
+        letters = (
+            [i for c in words for i in tokenizer(c)["input_ids"]]
+            if name != "harmony"
+            else tokenizer(words)["input_ids"]
+        )
+        sampled = [*letters, tokenizer.convert_tokens_to_ids(end)]
+        before = rendered
+        rendered = rendered.generated(sampled, {"role": "assistant", "content": "hello"})
+        rendered = extend(rendered, [{"role": "user", "content": f"more {turn}"}])
+        assert rendered.ids[: len(before.ids) + len(sampled)] == before.ids + sampled
+        messages += [{"role": "assistant", "content": "hello"}, {"role": "user", "content": f"more {turn}"}]
+        new = tokenizer.decode(rendered.ids[len(before.ids) + len(sampled) :])
+        assert render(tokenizer, messages, add_generation_prompt=True).text.endswith(new)
+        assert sum(rendered.assistant_mask) == sum(before.assistant_mask) + len(sampled)
+    if name != "thinking":  # which would have dropped the earlier thinking
+        assert rendered.text == render(tokenizer, messages, add_generation_prompt=True).text
+
+
+def test_a_turn_cut_off_by_length_is_closed_untrained():
+    tokenizer = PLAIN["chatml"]
+    prompt = render(tokenizer, TALK[:1], add_generation_prompt=True)
+    longer = extend(prompt.generated(tokenizer("hel")["input_ids"]), TALK[2:3])
+    assert (
+        longer.text
+        == render(
+            tokenizer, [TALK[0], {"role": "assistant", "content": "hel"}, TALK[2]], add_generation_prompt=True
+        ).text
+    )
+    assert tokenizer.decode([i for i, m in zip(longer.ids, longer.assistant_mask, strict=True) if m]) == "hel"
+
+
+def test_tool_results_follow_a_call():
+    tokenizer = PLAIN["thinking"]
+    prompt = render(tokenizer, TALK[:1], add_generation_prompt=True)
+    turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
+    sampled = tokenizer("\n</think>\n\n<tool_call>\n<function=look>...</function>\n</tool_call><|im_end|>")["input_ids"]
+    longer = extend(prompt.generated(sampled, turn), [TOOL, TOOL])
+    assert longer.text.endswith(
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n42\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+
+
+def test_extend_without_a_prompt_or_render_is_refused():
+    rendered = render(PLAIN["chatml"], TALK)
+    with pytest.raises(ValueError, match="add_generation_prompt=True"):
+        rendered.generated([1])
+
+
+def test_options_reach_the_template():
+    template = "{{ 'on' if enable_thinking else 'off' }}{{ messages[0].content }}"
+    tokenizer = tiny_tokenizer("chatml", template=template)
+    assert render(tokenizer, TALK[:1], enable_thinking=True).text == "onhi"
+
+
+def test_tools_may_be_functions():
+    def look(word: str) -> str:
+        """Look a word up."""
+        return word
+
+    tokenizer = tiny_tokenizer("chatml", template="{{ tools[0].function.name }}")
+    assert render(tokenizer, TALK[:1], tools=[look]).text == "look"
+    assert ChatTemplate(tokenizer, [look], {}).tools
+
+
+RESULTS_WITH_THE_CALL = """
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if strict and not messages[loop.index0 - 1].tool_calls -%}{{- raise_exception('No call.') -}}{%- endif -%}
+{%- if messages[loop.index0 - 1].tool_calls -%}{{- '<result>' + m.content + '</result>' -}}{%- endif -%}
+{%- else -%}
+{{- '<|im_start|>' + m.role + '\n' + m.content -}}
+{%- for call in m.tool_calls or [] -%}
+{{- '<call>' + call.function.arguments.word + '</call><|im_end|>\n' -}}
+{%- endfor -%}
+{%- if not m.tool_calls -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tool_result_is_never_trained(strict):
+    """The template renders a result only behind its call, or refuses it without one."""
+    tokenizer = tiny_tokenizer("chatml", template=RESULTS_WITH_THE_CALL)
+    turn = {"role": "assistant", "content": "see", "tool_calls": [call("x")]}
+    rendered = render(tokenizer, [TALK[0], turn, TOOL, *TALK[1:]], strict=strict)
+    assert rendered.problems == ()
+    assert [rendered.text[s.start : s.end] for s in rendered.spans] == [
+        "see<call>x</call><|im_end|>",
+        "hello<|im_end|>",
+        "see you<|im_end|>",
+    ]

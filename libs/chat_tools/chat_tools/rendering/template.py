@@ -1,0 +1,126 @@
+"""A tokenizer's chat template as a pure function of messages, also for lists that the template alone would refuse."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from chat_tools.parsing.arguments import tool_dict
+
+Message = Mapping[str, Any]
+
+# Private-use characters: rare enough that no text begins or ends with them; `unused` makes sure of it.
+_FIRST, _LAST = "\ue0a1", "\ue0b2"
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+def template_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that a chat template raises by itself; nothing else is ever caught."""
+    jinja2 = sys.modules.get("jinja2")  # not loaded: no template has run
+    return (jinja2.TemplateError,) if jinja2 is not None else ()
+
+
+def unused(texts: Sequence[str]) -> str:
+    """Return a short text whose first and last characters are in none of the texts."""
+    first, last = _FIRST, _LAST
+    while any(first in text or last in text for text in texts):
+        first, last = chr(ord(first) + 1), chr(ord(last) + 1)
+    return f"{first}x{last}"
+
+
+def content_like(message: Message, text: str) -> Any:
+    """Return `text` as content of the same kind as the message's: a string, or a list of parts."""
+    return [{"type": "text", "text": text}] if isinstance(message.get("content"), list) else text
+
+
+class Cut(NamedTuple):
+    """A text with a stand-in user message in it, and where that stands."""
+
+    text: str
+    start: int
+    end: int
+
+
+class ChatTemplate:
+    """Renders messages with fixed tools and options (such as `enable_thinking`). Renderings are remembered."""
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.tools = [tool_dict(tool) for tool in tools] if tools else None
+        self.options = dict(options)
+
+    @property
+    def source(self) -> str:
+        """The Jinja text."""
+        get = getattr(self.tokenizer, "get_chat_template", None)
+        if get is not None:
+            return str(get(None, self.tools))
+        source = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(source, str):
+            raise ValueError("the tokenizer has no chat_template: set tokenizer.chat_template to the model's own")
+        return source
+
+    @property
+    def has_generation_marks(self) -> bool:
+        """Whether the template itself marks what the assistant writes."""
+        return _GENERATION.search(self.source) is not None
+
+    def apply(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: Any) -> Any:
+        """Call the tokenizer's own `apply_chat_template`."""
+        return self.tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            tools=self.tools,
+            add_generation_prompt=add_generation_prompt,
+            **self.options,
+            **options,
+        )
+
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Render to text. A template that demands a user message gets a stand-in, which is cut out of the result."""
+        plain, cut = self.text_or_cut(messages, add_generation_prompt)
+        return plain if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
+
+    def text_or_cut(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Cut | None]:
+        """Render to text, or to a text with a stand-in and where it stands."""
+        try:
+            return str(self.apply(messages, add_generation_prompt, tokenize=False)), None
+        except template_errors() as error:
+            if any(m.get("role") == "user" for m in messages):
+                raise
+            cut = self._with_stand_in(messages, add_generation_prompt)
+            if cut is None:
+                raise
+            if isinstance(cut, str):
+                raise ValueError(f"{cut}; put a user message into the list yourself") from error
+            return "", cut
+
+    def stand_in(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+        """Return the messages with a stand-in user message after the leading system messages, and its index."""
+        at = 0
+        while at < len(messages) and messages[at].get("role") in ("system", "developer"):
+            at += 1
+        user = {"role": "user", "content": content_like(messages[0] if messages else {}, unused([]))}
+        return [*messages[:at], user, *messages[at:]], at
+
+    def _with_stand_in(self, messages: Sequence[Message], add_generation_prompt: bool) -> Cut | str | None:
+        """Render with a stand-in; None if the template refuses that too, a reason if it cannot be found again."""
+        filled, at = self.stand_in(messages)
+        other = {"role": "user", "content": content_like(filled[at], "other")}
+        try:
+            full = str(self.apply(filled, add_generation_prompt, tokenize=False))
+            one = str(self.apply(filled[: at + 1], tokenize=False))
+        except template_errors():
+            return None
+        try:
+            two = str(self.apply([*filled[:at], other, filled[at]], tokenize=False))
+            only = str(self.apply([*filled[:at], other], tokenize=False))
+        except template_errors():  # two users in a row are refused: the whole beginning is the stand-in's
+            two, only = one, getattr(self.tokenizer, "bos_token", None) or ""
+            only = only if at == 0 and one.startswith(only) else one
+        piece = two[len(only) :] if two.startswith(only) else ""
+        if not piece or full.count(piece) != 1:
+            return "the chat template demands a user message, and a stand-in for it cannot be told from its neighbours"
+        start = full.index(piece)
+        return Cut(full, start, start + len(piece))

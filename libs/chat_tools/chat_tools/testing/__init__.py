@@ -1,0 +1,1 @@
+"""Templates, tokenizers and texts to test with."""

@@ -1,0 +1,1 @@
+"""A machine's cost model, measured."""

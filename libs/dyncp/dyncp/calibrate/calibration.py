@@ -1,0 +1,106 @@
+"""Measure instead of guess: fit the cost model's numbers to timed groups of ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dyncp.ops.methods import Method
+from dyncp.planning.cost import Coefficients, CostModel
+from dyncp.planning.sizes import Layout
+from dyncp.planning.types import DynamicPlan, Group, Step
+
+
+class Timing(NamedTuple):
+    """How long a group took for sequences of these lengths."""
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def fit(timings: Sequence[Timing]) -> Coefficients:
+    """The base, token and pair seconds that explain the timings best, in relative terms; none negative."""
+    if len(timings) < 3:
+        raise ValueError(f"three numbers need at least three timings, got {len(timings)}")
+    seconds = np.array([t.seconds for t in timings])
+    columns = np.array([[1.0, sum(t.lengths), sum(n * n / 2 for n in t.lengths)] for t in timings])
+    scale = columns.max(axis=0)
+    rows = columns / scale / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        solution = np.linalg.lstsq(rows[:, kept], np.ones(len(timings)), rcond=None)[0]
+        if (solution >= 0).all() or len(kept) == 1:
+            break
+        kept.pop(int(solution.argmin()))
+    found = np.zeros(3)
+    found[kept] = np.maximum(solution, 0.0) / scale[kept]
+    return Coefficients(*found.tolist())
+
+
+def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
+    """Lengths for one group: one sequence as long as it goes, short ones, and long-tailed mixes as in training."""
+    full = cp_size * cap
+    short = max(1, cap // 16)
+    return [
+        (full,),
+        (full // 2,),
+        (full // 4,) * 4,
+        (short,) * (full // short),
+        (short,) * (full // short // 2 or 1),
+        *(_long_tailed(full, cap, seed) for seed in range(3)),
+    ]
+
+
+def _long_tailed(full: int, cap: int, seed: int) -> tuple[int, ...]:
+    """Lognormal lengths around a quarter of the cap that fill nine tenths of the group."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(max(cap / 4, 1.0)), 1.0, 64)
+    lengths = np.clip(drawn, 1, max(full // 2, 1)).astype(int)
+    kept = lengths[: max(1, int((lengths.cumsum() <= 0.9 * full).sum()))]
+    return tuple(kept.tolist())
+
+
+def uniform_plan(
+    lengths: Sequence[int], world_size: int, cap: int, cp_size: int, method: Method, layout: Layout, steps: int = 1
+) -> DynamicPlan:
+    """Equal steps in which every group of cp_size ranks has sequences of the same lengths; left-over ranks idle."""
+    count, each = world_size // cp_size, len(lengths)
+    made = []
+    for step in range(steps):
+        firsts = [(step * count + g) * each for g in range(count)]
+        groups = [
+            Group(tuple(range(g * cp_size, (g + 1) * cp_size)), tuple(range(first, first + each)))
+            for g, first in enumerate(firsts)
+        ]
+        groups += [Group((rank,), ()) for rank in range(count * cp_size, world_size)]
+        made.append(Step(tuple(groups)))
+    return DynamicPlan(
+        tuple(lengths) * count * steps, world_size, cap, tuple(made), layout=layout, method=method, name="uniform"
+    )
+
+
+def calibrate_groups(
+    run: Callable[[DynamicPlan], float],
+    cost: CostModel,
+    world_size: int,
+    cap: int,
+    sizes: Sequence[int],
+    methods: Sequence[Method],
+    layout: Layout = "contiguous",
+    steps: int = 3,
+) -> CostModel:
+    """The cost model with measured numbers for each size and method. run(plan): the plan's seconds (collective).
+
+    A plan of several equal steps is timed, so that what happens once an optimizer step counts as little as in training.
+    """
+    rows = []
+    for size in sizes:
+        for method in methods if size > 1 else methods[:1]:
+            if not cost.allowed(size, method):
+                continue
+            timings = [
+                Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout, steps)) / steps)
+                for lengths in workloads(size, cap)
+            ]
+            rows.append((method, size, *fit(timings)))
+    return replace(cost, measured=tuple(rows))

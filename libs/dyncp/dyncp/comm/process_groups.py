@@ -1,0 +1,73 @@
+"""The process groups that plans need: made when a plan first asks, in one order on every rank, kept, and bounded."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from dyncp.planning.types import DynamicPlan
+
+Ranks = tuple[int, ...]
+
+
+class ProcessGroups:
+    """A cache of process groups over the default world.
+
+    Creating a group is collective over the whole world, so `prepare` must be called by every rank with the same plan,
+    before any of its steps. limit: how many groups any one rank may be in at a time, the world not counted (each holds
+    device memory); the least recently planned ones are destroyed first, the same on every rank. `Topology.max_groups`
+    is the planner's limit for one plan.
+    """
+
+    def __init__(self, limit: int = 32) -> None:
+        self.limit = limit
+        self.created = 0
+        self._groups: OrderedDict[Ranks, dist.ProcessGroup] = OrderedDict()
+
+    def prepare(self, plan: DynamicPlan) -> None:
+        """Make the plan's groups. Collective. ValueError where one plan needs more than the limit."""
+        needed = [ranks for ranks in plan.process_groups() if len(ranks) < plan.world_size]
+        rank, most = _busiest(needed)
+        if most > self.limit:
+            raise ValueError(
+                f"the plan needs {most} process groups on rank {rank}, the limit is {self.limit}: raise it"
+            )
+        for ranks in needed:
+            if ranks in self._groups:
+                self._groups.move_to_end(ranks)
+                continue
+            self._groups[ranks] = dist.new_group(list(ranks))
+            self.created += 1
+        rank, most = _busiest(self._groups)
+        while most > self.limit:
+            self._destroy(next(ranks for ranks in self._groups if rank in ranks))
+            rank, most = _busiest(self._groups)
+
+    def _destroy(self, ranks: Ranks) -> None:
+        group = self._groups.pop(ranks)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+    def get(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """The group of these ranks: None for a single rank, the default group for the whole world."""
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            raise ValueError(f"ranks {ranks} have no process group yet: call prepare(plan) on every rank first")
+        return self._groups[ranks]
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def close(self) -> None:
+        """Destroy all groups. Collective over each group's ranks."""
+        for ranks in list(self._groups):
+            self._destroy(ranks)
+
+
+def _busiest(groups: Iterable[Ranks]) -> tuple[int, int]:
+    """(rank, in how many of the groups it is) for the rank that is in most; the lowest of several."""
+    counts = Counter(rank for ranks in groups for rank in ranks)
+    return max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))

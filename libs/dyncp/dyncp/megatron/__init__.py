@@ -1,0 +1,1 @@
+"""The same for models of Megatron-Core."""

@@ -1,0 +1,203 @@
+"""Megatron-Core (0.16) over the groups of a plan: a layer spec, an adaptation of a built model, micro-batches.
+
+Build the model with context_parallel_size=1: Megatron's data-parallel ranks are the whole world, and the groups that
+share long sequences are the plan's, another set in every step if need be. Set calculate_per_token_loss=True, so that
+its DDP sums gradients; each rank divides its loss sum by `plan.trained_tokens`, and any plan gives the same gradient.
+
+    spec = with_core_attention(get_gpt_layer_local_spec(), method="ulysses")
+    model = GPTModel(config, spec, ..., position_embedding_type="rope")
+    adapt(model)                                        # rotary positions of shards, packed gated delta nets
+    made = plan(lengths, world, cap, cost_model(model), method="ulysses", trained_tokens=count_trained(batch))
+    check_same_plan(made), groups.prepare(made)
+    for micro in micro_batches(batch, made, groups, rank):
+        losses = ddp(micro.input_ids, micro.position_ids, None, labels=micro.labels, packed_seq_params=micro.params)
+        (losses * micro.loss_mask).sum().div(made.trained_tokens).backward()
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dyncp.comm.process_groups import ProcessGroups
+from dyncp.megatron.layers import CoreAttention, ShardParams, ShardRotary, delta_net_forward
+from dyncp.ops.methods import Method
+from dyncp.planning.cost import CostModel
+from dyncp.planning.types import DynamicPlan
+from dyncp.sharding.shards import pack_group, shard
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def with_core_attention(spec: Any, method: Method = "ring") -> Any:
+    """A copy of a layer spec, or of a block's, whose self attention layers use `CoreAttention` over this method.
+
+    ValueError where the spec has no attention layer with a core attention.
+    """
+    spec = copy.deepcopy(spec)
+    layers = getattr(spec, "layer_specs", None) or [spec]
+    replaced = 0
+    for layer in layers:
+        inner = layer.submodules.self_attention.submodules
+        if hasattr(inner, "core_attention"):
+            inner.core_attention = partial(CoreAttention, method=method)
+            replaced += 1
+    if not replaced:
+        raise ValueError("no layer of this spec has a core_attention: give the spec of a layer with self attention")
+    return spec
+
+
+@dataclass
+class Adaptation:
+    """What `adapt` changed; `undo()` puts it back."""
+
+    model: nn.Module
+    changes: tuple[str, ...]
+    rotary: nn.Module | None
+    delta_nets: tuple[nn.Module, ...]
+
+    def undo(self) -> None:
+        """Restore the model as it was; a second call does nothing."""
+        if self.rotary is not None:
+            self.model.rotary_pos_emb = self.rotary
+        for layer in self.delta_nets:
+            layer.__dict__.pop("forward", None)
+        self.rotary, self.delta_nets = None, ()
+
+
+def adapt(model: Any) -> Adaptation:
+    """Make a built GPTModel take `ShardParams`: this instance alone, and calls without them stay as they were.
+
+    Its rotary embedding follows each shard's positions; each GatedDeltaNet runs packed, over groups of ranks.
+    ValueError for what is not known to be right: other attention than `with_core_attention` gave, tensor, pipeline,
+    expert or Megatron's own context parallelism, latent attention, mixtures of experts, multi-token prediction, and
+    rotary embeddings other than the plain one.
+    """
+    _refuse(model)
+    changes: list[str] = []
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None:
+        model.rotary_pos_emb = ShardRotary(rotary)
+        changes.append("rotary_pos_emb: follows the shard's positions")
+    delta_nets = {name: m for name, m in model.named_modules() if type(m).__name__ == "GatedDeltaNet"}
+    for name, layer in delta_nets.items():
+        layer.forward = MethodType(delta_net_forward(layer.forward), layer)
+        changes.append(f"{name}: forward")
+    return Adaptation(model, tuple(changes), rotary, tuple(delta_nets.values()))
+
+
+def _refuse(model: Any) -> None:
+    config = model.config
+    parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    for name in (*parallel, "context_parallel_size"):
+        if getattr(config, name, 1) != 1:
+            raise ValueError(f"dyncp plans over the whole world and {name} is {getattr(config, name)}: set it to 1")
+    rotary = getattr(model, "rotary_pos_emb", None)
+    names = {name: type(module).__name__ for name, module in model.named_modules()}
+    refused = {
+        "multi-head latent attention": getattr(config, "multi_latent_attention", False),
+        "mixtures of experts": getattr(config, "num_moe_experts", None),
+        "multi-token prediction": getattr(config, "mtp_num_layers", None),
+        "sequence parallelism": getattr(config, "sequence_parallel", False),
+        f"{type(rotary).__name__}": rotary is not None and type(rotary).__name__ != "RotaryEmbedding",
+        "Mamba layers": any("Mamba" in kind for kind in names.values()),
+        "gated delta nets with another activation than silu": any(
+            kind == "GatedDeltaNet" and model.get_submodule(name).activation not in ("silu", "swish")
+            for name, kind in names.items()
+        ),
+    }
+    for what, found in refused.items():
+        if found:
+            raise ValueError(f"dyncp is not known to be right with {what} in Megatron: not adapted")
+    foreign = [name for name, kind in names.items() if name.endswith("core_attention") and kind != "CoreAttention"]
+    if foreign:
+        raise ValueError(
+            f"{foreign[0]} is a {names[foreign[0]]}, which knows nothing of a plan's groups: build the model from "
+            "with_core_attention(spec)"
+        )
+
+
+def cost_model(model: Any, **options: Any) -> CostModel:
+    """What plans for this GPTModel need to know: its heads and layer types, so that they refuse what it cannot run, and
+    its operations, counted as `CostModel.from_config` does (options: as there). Calibrate for better numbers.
+    """
+    config = model.config
+    delta = sum(type(m).__name__ == "GatedDeltaNet" for m in model.modules())
+    matrices = 3 if config.gated_linear_unit else 2
+    shape = SimpleNamespace(
+        num_hidden_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size * matrices / 3,
+        vocab_size=model.vocab_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        attn_output_gate=config.attention_output_gate,
+        layer_types=["linear_attention"] * delta + ["full_attention"] * (config.num_layers - delta),
+        linear_key_head_dim=config.linear_key_head_dim or 0,
+        linear_value_head_dim=config.linear_value_head_dim or 0,
+        linear_num_key_heads=config.linear_num_key_heads or 0,
+        linear_num_value_heads=config.linear_num_value_heads or 0,
+    )
+    return CostModel.from_config(shape, **options)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """This rank's part of one step of a plan.
+
+    input_ids, position_ids, labels: i64[1, tokens]; the label is the next token of the same sequence, wherever that one
+    lies. loss_mask: f32[1, tokens], 1 where the label is trained. values: the batch's other per-token tensors at these
+    tokens, aligned to input_ids. params: the model's packed_seq_params. sample_ids: empty for a stand-in of one token.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    values: dict[str, torch.Tensor]
+    params: ShardParams
+    sample_ids: tuple[int, ...]
+
+
+def micro_batches(
+    batch: "TensorDict",
+    plan: DynamicPlan,
+    groups: ProcessGroups,
+    rank: int,
+    device: torch.device | str | None = None,
+    bucket: int = 1,
+) -> Iterator[MicroBatch]:
+    """The micro-batches of one rank: one for each step of the plan, so that every rank has as many.
+
+    batch: the global batch with input_ids and loss_mask (B, j). groups: after `groups.prepare(plan)` on every rank.
+    bucket: round each rank's tokens up to a multiple. ValueError where the batch is not the plan's or has no loss_mask.
+    """
+    if batch.batch_size[0] != len(plan.lengths):
+        raise ValueError(f"the plan was made for {len(plan.lengths)} samples, the batch has {batch.batch_size[0]}")
+    if "loss_mask" not in batch.keys():  # noqa: SIM118  a TensorDict iterates over its rows
+        raise ValueError("the batch has no loss_mask: say which tokens are trained")
+    for step in plan.steps:
+        group = step.group_of(rank)
+        packed = pack_group(batch, group.sample_ids, group.cp_size, plan.layout, bucket)
+        # A sequence's first token is never trained (the schema says so), so no label crosses into the next sequence.
+        labels, wanted = packed.values["input_ids"].roll(-1), packed.values["loss_mask"].roll(-1)
+        packed = packed.with_values(labels=labels, label_mask=wanted.float())
+        part = shard(
+            packed if device is None else packed.to(device), group.ranks.index(rank), group.cp_size, plan.layout
+        )
+        values = dict(part.values)
+        input_ids, labels, loss_mask = (values.pop(key)[None] for key in ("input_ids", "labels", "label_mask"))
+        params = ShardParams.of(part, groups.get(group.ranks))
+        yield MicroBatch(input_ids, part.position_ids[None], labels, loss_mask, values, params, group.sample_ids)
+
+
+def count_trained(batch: "TensorDict") -> int:
+    """Trained tokens of a global batch, as `plan(trained_tokens=...)` needs them."""
+    return sum(int(mask.sum()) for mask in batch["loss_mask"].unbind())

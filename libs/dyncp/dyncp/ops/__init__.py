@@ -1,0 +1,1 @@
+"""Attention and the gated delta rule over the ranks of a group."""

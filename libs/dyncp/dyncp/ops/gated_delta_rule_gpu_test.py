@@ -1,0 +1,39 @@
+"""What a rank hands on to its right comes from fused kernels: two ranks' shards of a stream, played on one GPU."""
+
+import pytest
+import torch
+
+from dyncp.ops.gated_delta_rule import _zero_and_unit, _zero_then_unit
+from dyncp.sharding.layout import Sharding
+from seqpack.ops import backends, fused
+
+SHARDING = Sharding((0, 70, 1400, 1500), 2)
+
+
+def operands(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k, v, decay and strength of the second rank: 650 tokens of the long sequence, then the last one whole."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 128), (2, 128), (4, 128), (4,), (4,))
+    q, k, v, g, beta = (torch.randn(750, *shape, generator=generator) for shape in shapes)
+    cast = [x.bfloat16().to("cuda", dtype) for x in (q, k, v, -0.02 * torch.nn.functional.softplus(g), beta.sigmoid())]
+    return tuple(cast)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("run", "calls"), [(_zero_and_unit, 1), (_zero_then_unit, 2)])
+def test_states_and_transitions_come_from_flash_linear_attention(run, calls, monkeypatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    reason = backends("cuda", torch.bfloat16)["gated_delta_rule"]["fla"]
+    assert reason.available, reason
+    seen = []
+    original = fused.gated_delta_rule_fla
+    monkeypatch.setattr(fused, "gated_delta_rule_fla", lambda call: seen.append(call) or original(call))
+    options = {"scale": None, "l2norm_qk": True, "chunk_size": None, "backend": "auto"}
+    found = run(operands(torch.bfloat16), SHARDING, 1, 650, options)
+    assert len(seen) == calls
+    assert torch.equal(seen[-1].initial_state[-1, 0].cpu(), torch.eye(128))
+    exact = run(operands(torch.float64), SHARDING, 1, 650, options)
+    assert len(seen) == calls
+    for name, a, b in zip(("out", "ends", "unit", "transition"), found, exact, strict=True):
+        assert (a.double() - b).norm() <= 2e-2 * b.norm(), name

@@ -1,0 +1,118 @@
+"""Ring attention: keys and values travel round the group while each rank attends to what it holds at the moment.
+
+Blocks are merged by online softmax over their log-sum-exp (Liu et al. 2023, Ring Attention with Blockwise
+Transformers). The next shard is on its way while the current one is computed, forward and backward. In the contiguous
+layout the ring stops as soon as no sequence reaches further back.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dyncp.comm.collectives import Shift
+from dyncp.ops.attention_kernels import block_backward, block_forward
+from dyncp.sharding.layout import Sharding
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup, scale: float
+) -> torch.Tensor:
+    """[local tokens, Hq, D] of attention over the whole stream; q [local, Hq, D], k and v [local, Hkv, D]."""
+    return _Ring.apply(q, k, v, sharding, group, scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sharding: Sharding,
+        group: dist.ProcessGroup,
+        scale: float,
+    ) -> torch.Tensor:
+        out, lse = _forward(q, torch.stack([k, v]), sharding, group, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sharding, ctx.group, ctx.scale = sharding, group, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dkv = _backward(grads[0], q, torch.stack([k, v]), out, lse, ctx.sharding, ctx.group, ctx.scale)
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None, None, None
+
+
+def _forward(
+    q: torch.Tensor, kv: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[1]), float("-inf"), dtype=wide, device=q.device)
+    for step in range(sharding.ring_steps):
+        coming = Shift(kv, group) if step + 1 < sharding.ring_steps else None
+        block = sharding.block(rank, (rank - step) % size, q.device)
+        if block is not None:
+            k, v = (block.k.take(x) for x in kv)
+            part, part_lse = block_forward(block.q.take(q), k, v, block, scale)
+            _merge(out, lse, part, part_lse.T, block.q.start, block.q.length, block.q.index)
+        if coming is not None:
+            kv = coming.wait()
+    return out.to(q.dtype), lse.T.contiguous()
+
+
+def _merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    start: int,
+    length: int,
+    index: torch.Tensor | None,
+) -> None:
+    """Online softmax, in place: rows weighted by exp(their lse - the joint lse). out [T, H, D], lse [T, H]."""
+    rows = slice(start, start + length) if index is None else index
+    old = lse[rows]
+    joint = torch.logaddexp(old, part_lse.to(old.dtype))
+    weighted = out[rows] * (old - joint).exp()[..., None] + part * (part_lse - joint).exp()[..., None]
+    out[rows] = weighted
+    lse[rows] = joint
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sharding: Sharding,
+    group: dist.ProcessGroup,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dq stays, the gradient of a shard of keys and values travels behind it and is sent home at the end."""
+    rank, size, steps = dist.get_rank(group), dist.get_world_size(group), sharding.ring_steps
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    travelling: Shift | None = None
+    for step in range(steps):
+        coming = Shift(kv, group) if step + 1 < steps else None
+        dkv = torch.zeros(kv.shape, dtype=wide, device=q.device)
+        block = sharding.block(rank, (rank - step) % size, q.device)
+        if block is not None:
+            k, v = (block.k.take(x) for x in kv)
+            rows_lse = block.q.take(lse.T).T
+            dq_part, dk, dv = block_backward(
+                block.q.take(grad), block.q.take(q), k, v, block.q.take(out), rows_lse, block, scale
+            )
+            block.q.add_to(dq, dq_part)
+            block.k.add_to(dkv[0], dk)
+            block.k.add_to(dkv[1], dv)
+        if travelling is not None:
+            dkv += travelling.wait()
+        if coming is not None:
+            kv = coming.wait()
+            travelling = Shift(dkv, group)
+    return dq, dkv if steps == 1 else Shift(dkv, group, by=1 - steps).wait()

@@ -1,0 +1,1 @@
+"""Which ranks work on which sequences: pure functions of lengths and sizes."""

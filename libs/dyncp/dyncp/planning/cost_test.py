@@ -1,0 +1,106 @@
+"""The cost model: counted from a config, overruled by measurements, refused where it makes no sense."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from dyncp.calibrate.calibration import Timing, calibrate_groups, fit, uniform_plan, workloads
+from dyncp.planning.cost import Coefficients, CostModel, Topology, imbalance
+
+CONFIG = SimpleNamespace(
+    num_hidden_layers=4, hidden_size=64, intermediate_size=128, vocab_size=100, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+    linear_num_value_heads=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+)  # fmt: skip
+
+
+def test_a_config_is_counted_by_layer_type() -> None:
+    made = CostModel.from_config(CONFIG, flops=1.0)
+    attention = 64 * 16 * (2 * 4 + 2 * 2 + 4)
+    linear = 64 * (2 * 2 * 8 + 3 * 4 * 8 + 2 * 4)
+    parameters = attention + 3 * linear + 4 * 3 * 64 * 128 + 64 * 100
+    assert made.linear == 6 * parameters
+    assert made.pair == 3 * 4 * 4 * 16
+    assert made.kv_bytes == 2 * 2 * 16 * 2
+    assert (made.attention_layers, made.delta_layers) == (1, 3)
+    nested = CostModel.from_config(SimpleNamespace(text_config=CONFIG), flops=1.0)
+    assert nested == made
+
+
+def test_experts_count_as_far_as_they_are_active() -> None:
+    moe = SimpleNamespace(
+        **vars(CONFIG), num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=16
+    )
+    less = CostModel.from_config(CONFIG, flops=1.0).linear - CostModel.from_config(moe, flops=1.0).linear
+    assert less == 6 * 4 * 3 * 64 * (128 - 2 * 32 - 16)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_imbalance_is_the_busiest_rank_of_a_long_sequence(size: int) -> None:
+    share = 240 // size
+    busiest = max(sum(range(rank * share + 1, (rank + 1) * share + 1)) for rank in range(size))
+    even = 240 * 241 / 2 / size
+    assert imbalance(size, "ring", "contiguous") == pytest.approx(busiest / even, rel=0.01)
+    assert imbalance(size, "ulysses", "contiguous") == imbalance(size, "ring", "zigzag") == 1
+
+
+def test_communication_costs_more_across_nodes_and_with_more_ranks() -> None:
+    cost, topology = CostModel(), Topology()
+    for method in ("ring", "ulysses", "all_gather"):
+        near = cost.coefficients(8, method, "contiguous", topology)
+        far = cost.coefficients(8, method, "contiguous", replace(topology, ranks_per_node=4))
+        assert far.token > near.token
+        assert cost.coefficients(1, method, "contiguous", topology).base == cost.fixed < near.base
+
+
+def test_measurements_overrule_the_formula() -> None:
+    cost = CostModel(measured=(("ring", 2, 1.0, 2.0, 3.0), ("ulysses", 1, 4.0, 5.0, 6.0)))
+    assert cost.coefficients(2, "ring", "contiguous", Topology()) == (1.0, 2.0, 3.0)
+    assert cost.coefficients(1, "ring", "contiguous", Topology()) == (4.0, 5.0, 6.0)
+    assert cost.coefficients(2, "ulysses", "contiguous", Topology()).base < 1
+    assert CostModel.from_json(cost.to_json()) == cost
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="pair must not be negative"):
+        CostModel(pair=-1)
+    with pytest.raises(ValueError, match="a cost model has no colour"):
+        CostModel.from_json('{"colour": 1}')
+    with pytest.raises(ValueError, match="multiple of the 3 key heads"):
+        CostModel(kv_heads=3).check("ring", "contiguous")
+
+
+def test_fitting_finds_the_numbers_that_made_the_times() -> None:
+    truth = Coefficients(0.01, 2e-6, 3e-11)
+    timings = [
+        Timing(lengths, truth.seconds(sum(lengths), sum(n * n / 2 for n in lengths))) for lengths in workloads(4, 8192)
+    ]
+    assert fit(timings) == pytest.approx(truth, rel=1e-6)
+    free = [Timing(t.lengths, 0.5) for t in timings]
+    assert fit(free) == pytest.approx((0.5, 0.0, 0.0), abs=1e-4)
+    with pytest.raises(ValueError, match="at least three"):
+        fit(timings[:2])
+
+
+def test_calibration_runs_every_size_that_can_run() -> None:
+    asked = []
+
+    def run(plan):
+        asked.append((plan.method, max(g.cp_size for g in plan.steps[0].groups)))
+        return 0.1
+
+    cost = calibrate_groups(run, CostModel(query_heads=4), 4, 64, (1, 2, 3, 4), ("ulysses", "ring"))
+    assert {(m, s) for m, s, *_ in cost.measured} == {
+        ("ulysses", 1),
+        ("ulysses", 2),
+        ("ring", 2),
+        ("ring", 3),
+        ("ulysses", 4),
+        ("ring", 4),
+    }
+    assert len(asked) == 8 * len(cost.measured)
+    assert [row[2] for row in cost.measured] == pytest.approx([0.1 / 3] * len(cost.measured), rel=0.01)
+    plan = uniform_plan((5, 3), 5, 64, 2, "ring", "contiguous", steps=2)
+    assert sorted(plan.sample_order()) == list(range(8))
+    assert [g.sample_ids for g in plan.steps[0].groups] == [(0, 1), (2, 3), ()]

@@ -1,0 +1,143 @@
+"""Every plan deals each sample once, keeps the cap, and is never slower than the best static one under the model."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyncp.ops.methods import METHODS
+from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.planner import make_problem, plan, predicted_seconds, static_plan, static_sizes
+from dyncp.planning.search import Bin, Problem, _balance
+from dyncp.planning.types import DynamicPlan
+
+ATTENTION = replace(CostModel(), delta_layers=0, attention_layers=8, query_heads=12, kv_heads=4)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> dict:
+    world = draw(st.integers(1, 9))
+    cap = draw(st.integers(4, 40)) * 2
+    layout = draw(st.sampled_from(["contiguous", "zigzag"]))
+    method = draw(st.sampled_from(METHODS))
+    cost = ATTENTION if layout == "zigzag" or draw(st.booleans()) else CostModel()
+    scale = draw(st.sampled_from([1.0, 1e3]))  # tokens are few here: make them weigh something against fixed costs
+    cost = replace(
+        cost, linear=cost.linear * scale, pair=cost.pair * scale**2, fixed=cost.fixed * draw(st.sampled_from([0, 1]))
+    )
+    widest = max(s for s in range(1, world + 1) if cost.allowed(s, method))
+    lengths = draw(st.lists(st.integers(1, cap), max_size=20)) + draw(
+        st.lists(st.integers(1, widest * cap - 2 * widest), max_size=4)
+    )
+    return {
+        "lengths": lengths,
+        "world_size": world,
+        "max_tokens_per_rank": cap,
+        "cost": cost,
+        "method": method,
+        "layout": layout,
+    }
+
+
+def check(made: DynamicPlan) -> None:
+    """The promises, computed from the plan alone in the plainest way."""
+    assert sorted(itertools.chain.from_iterable(g.sample_ids for s in made.steps for g in s.groups)) == list(
+        range(len(made.lengths))
+    )
+    for step in made.steps:
+        assert [rank for group in step.groups for rank in group.ranks] == list(range(made.world_size))
+        for group in step.groups:
+            size = len(group.ranks)
+            align = 2 * size if made.layout == "zigzag" and size > 1 else 1
+            padded = sum(-(-made.lengths[i] // align) * align for i in group.sample_ids)
+            assert -(-padded // size) <= made.max_tokens_per_rank
+
+
+@given(questions())
+def test_each_sample_once_under_the_cap_and_never_worse_than_static(question: dict) -> None:
+    made = plan(**question)
+    check(made)
+    assert DynamicPlan.from_json(made.to_json()) == made
+    assert plan(**question).hash == made.hash
+    ours = predicted_seconds(made, question["cost"])
+    assert ours == pytest.approx(made.seconds)
+    for size in static_sizes(make_problem(**question)):
+        static = static_plan(**question, cp_size=size)
+        check(static)
+        assert {g.cp_size for _, g in static.groups() if g.sample_ids} <= {size}
+        assert sum(ours) <= sum(predicted_seconds(static, question["cost"])) * (1 + 1e-9)
+
+
+def test_groups_of_any_size() -> None:
+    made = plan([500], 6, 100, method="ring")
+    assert made.steps[0].group_of(0).cp_size in (5, 6)
+    assert plan([600], 6, 100).steps[0].groups[0].ranks == (0, 1, 2, 3, 4, 5)
+
+
+def test_sizes_differ_within_a_step() -> None:
+    made = plan([30000, 8000, 7000, 8000, 6000], 8, 8192)
+    sizes = {group.cp_size for group in made.steps[0].groups}
+    assert len(made.steps) == 1
+    assert len(sizes) > 1
+
+
+def test_few_sequences_may_stay_static() -> None:
+    assert plan([4000] * 4, 4, 8192).name == "static-1"
+    assert plan([8192], 4, 8192).name == "static-4"
+
+
+def test_no_samples_make_no_steps_but_a_plan() -> None:
+    made = plan([], 4, 16)
+    assert made.sample_order() == ()
+    assert made.fill == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [5, 401]}, "sample 1 has 401 tokens and fits no group: the widest of 4 ranks holds 400"),
+        ({"lengths": [5, 0]}, "sample 1 has 0 tokens"),
+        ({"world_size": 0}, "must be positive"),
+        ({"layout": "striped"}, "choose one of contiguous, zigzag"),
+        ({"method": "broadcast"}, "choose one of ring, ulysses, all_gather"),
+        ({"layout": "zigzag", "cost": CostModel()}, "cannot be cut in zigzag"),
+        ({"lengths": [600], "world_size": 6, "method": "ulysses"}, "Ulysses cannot deal 8 heads over 6 ranks"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_reason(changes: dict, message: str) -> None:
+    question = {"lengths": [5], "world_size": 4, "max_tokens_per_rank": 100} | changes
+    with pytest.raises(ValueError, match=message):
+        plan(**question)
+
+
+def test_a_static_size_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="must divide the 6 ranks and hold the longest sequence, which needs 3"):
+        static_plan([300], 6, 100, 2)
+    with pytest.raises(ValueError, match="deal the heads evenly"):
+        static_plan([300], 6, 100, 6, method="ulysses")
+
+
+def test_the_planner_keeps_to_the_process_groups_it_may_use() -> None:
+    lengths = [100 * n for n in range(1, 9)] * 4
+    few = plan(lengths, 8, 256, topology=Topology(max_groups=1))
+    for rank in range(8):
+        assert len({g.ranks for _, g in few.groups() if rank in g.ranks and 1 < g.cp_size < 8}) <= 1
+
+
+def test_planning_work_grows_with_the_samples_not_with_their_product() -> None:
+    """Each sequence is looked at by a bounded number of bins: what keeps 512 sequences under ten milliseconds."""
+    lengths = [17 + 37 * i % 900 for i in range(512)]
+    problem = make_problem(lengths, 64, 1000)
+    pops = 0
+
+    class Counting(Bin):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal pops
+            pops += name == "size"
+            return object.__getattribute__(self, name)
+
+    assert isinstance(problem, Problem)
+    assert _balance(problem, problem.order, [Counting(1, 1000) for _ in range(512)]) is not None
+    assert pops < 10 * 512

@@ -1,0 +1,164 @@
+"""The plan of one optimizer step as data: frozen, JSON-able, hashed; the same on every rank because it is a function of
+lengths.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from dyncp.ops.methods import Method
+from dyncp.planning.sizes import Layout, ceil_div, check_layout, local_tokens
+
+
+class Group(NamedTuple):
+    """Consecutive ranks that together hold the packed samples; no samples means that the group runs a dummy."""
+
+    ranks: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+
+    @property
+    def cp_size(self) -> int:
+        """How many ranks share each sequence of this group."""
+        return len(self.ranks)
+
+
+class Step(NamedTuple):
+    """One forward and backward of the whole world: every rank is in exactly one group."""
+
+    groups: tuple[Group, ...]
+
+    def group_of(self, rank: int) -> Group:
+        """The group this rank belongs to; ValueError for a rank outside the plan."""
+        for group in self.groups:
+            if rank in group.ranks:
+                return group
+        raise ValueError(f"rank {rank} is in no group of this step: it was planned for {self.world_size} ranks")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the step was planned for."""
+        return sum(len(group.ranks) for group in self.groups)
+
+
+@dataclass(frozen=True)
+class DynamicPlan:
+    """Who computes which samples together, step by step, until one optimizer step is accumulated.
+
+    lengths: tokens of each sample of the global batch. trained_tokens: how many of them are trained, over the whole
+    batch: every rank divides its loss sum by this number, so the gradient is the same under any plan. seconds:
+    predicted time of each step (not part of the hash). name: the candidate that won, such as static-2 or dynamic.
+    """
+
+    lengths: tuple[int, ...]
+    world_size: int
+    max_tokens_per_rank: int
+    steps: tuple[Step, ...]
+    layout: Layout = "contiguous"
+    method: Method = "ring"
+    trained_tokens: int = 0
+    name: str = "dynamic"
+    seconds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+        if self.trained_tokens == 0:
+            object.__setattr__(self, "trained_tokens", sum(self.lengths))
+        self._check_partition()
+        self._check_samples()
+
+    def _check_partition(self) -> None:
+        for index, step in enumerate(self.steps):
+            ranks = [rank for group in step.groups for rank in group.ranks]
+            if ranks != list(range(self.world_size)):
+                raise ValueError(
+                    f"step {index} must hold ranks 0..{self.world_size - 1} once each, in order; got {ranks}"
+                )
+
+    def _check_samples(self) -> None:
+        seen = sorted(sample for _, group in self.groups() for sample in group.sample_ids)
+        if seen != list(range(len(self.lengths))):
+            raise ValueError(
+                f"every one of the {len(self.lengths)} samples must be planned exactly once; planned: {seen}"
+            )
+        for index, group in self.groups():
+            tokens = self.tokens_per_rank(group)
+            if tokens > self.max_tokens_per_rank:
+                raise ValueError(
+                    f"step {index}: ranks {group.ranks[0]}..{group.ranks[-1]} would hold {tokens} tokens each, "
+                    f"the cap is {self.max_tokens_per_rank}"
+                )
+
+    def groups(self) -> Iterator[tuple[int, Group]]:
+        """(step index, group) for every group of the plan, in order."""
+        return ((index, group) for index, step in enumerate(self.steps) for group in step.groups)
+
+    def tokens_per_rank(self, group: Group) -> int:
+        """Tokens each rank of the group holds, padding included."""
+        return local_tokens([self.lengths[i] for i in group.sample_ids], group.cp_size, self.layout)
+
+    def process_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The distinct rank sets of more than one rank, in the one order in which every rank must create them."""
+        return tuple(sorted({group.ranks for _, group in self.groups() if group.cp_size > 1}))
+
+    def sample_order(self) -> tuple[int, ...]:
+        """Sample ids in the order steps and groups visit them."""
+        return tuple(sample for _, group in self.groups() for sample in group.sample_ids)
+
+    @property
+    def fill(self) -> float:
+        """Share of the token slots (steps x world x cap) that hold real tokens."""
+        slots = len(self.steps) * self.world_size * self.max_tokens_per_rank
+        return sum(self.lengths) / slots if slots else 0.0
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives an equal plan back."""
+        return json.dumps(asdict(self) | {"hash": self.hash}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "DynamicPlan":
+        """The plan written by `to_json`. ValueError where it is not one, or was changed by hand (the hash differs)."""
+        data: dict[str, Any] = json.loads(text)
+        missing = {"lengths", "world_size", "max_tokens_per_rank", "steps"} - data.keys()
+        if missing:
+            raise ValueError(f"not a plan: {', '.join(sorted(missing))} missing")
+        expected = data.pop("hash", None)
+        steps = tuple(
+            Step(tuple(Group(tuple(ranks), tuple(samples)) for ranks, samples in groups))
+            for (groups,) in data.pop("steps")
+        )
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        plan = cls(**values, steps=steps)
+        if expected not in (None, plan.hash):
+            raise ValueError(
+                f"the plan's hash is {plan.hash}, the file says {expected}: it was changed after it was written"
+            )
+        return plan
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hexadecimal digits over all that ranks must agree on (predicted times and the name are left out)."""
+        facts = [self.lengths, self.world_size, self.max_tokens_per_rank, self.steps, self.layout, self.method]
+        text = json.dumps([*facts, self.trained_tokens], separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def seed_plan(lengths: tuple[int, ...], world_size: int, max_tokens_per_rank: int, cp_size: int) -> DynamicPlan:
+    """The first published way to deal samples: groups of one size, equal consecutive slices, one sample a step and
+    group.
+
+    Any number of samples works: fewer than groups, not divisible, one. Groups that run out of samples run dummies.
+    `dyncp.plan` is better; this one is the plainest plan there is, an oracle for tests.
+    """
+    if world_size % cp_size:
+        raise ValueError(f"{world_size} ranks cannot be cut into groups of {cp_size}")
+    count = world_size // cp_size
+    per_group = ceil_div(len(lengths), count)
+    slices = [range(len(lengths))[g * per_group : (g + 1) * per_group] for g in range(count)]
+    ranks = [tuple(range(g * cp_size, (g + 1) * cp_size)) for g in range(count)]
+    steps = tuple(
+        Step(tuple(Group(ranks[g], tuple(slices[g][s : s + 1])) for g in range(count))) for s in range(per_group)
+    )
+    return DynamicPlan(tuple(lengths), world_size, max_tokens_per_rank, steps, name=f"seed-{cp_size}")

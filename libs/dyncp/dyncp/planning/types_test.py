@@ -1,0 +1,65 @@
+"""Plans are data: they refuse what is not a plan, and survive JSON."""
+
+import json
+
+import pytest
+
+from dyncp.planning.types import DynamicPlan, Group, Step, seed_plan
+
+PLAN = DynamicPlan(
+    (5, 9, 2), 3, 5, (Step((Group((0, 1), (1,)), Group((2,), (0,)))), Step((Group((0,), (2,)), Group((1, 2), ()))))
+)
+
+
+def test_json_gives_the_same_plan_back() -> None:
+    again = DynamicPlan.from_json(PLAN.to_json())
+    assert again == PLAN
+    assert again.hash == PLAN.hash
+    assert again.process_groups() == ((0, 1), (1, 2))
+    assert again.sample_order() == (1, 0, 2)
+    assert again.trained_tokens == 16
+
+
+def test_a_changed_file_is_noticed() -> None:
+    data = json.loads(PLAN.to_json())
+    data["max_tokens_per_rank"] = 6
+    with pytest.raises(ValueError, match="changed after it was written"):
+        DynamicPlan.from_json(json.dumps(data))
+    with pytest.raises(ValueError, match="steps missing"):
+        DynamicPlan.from_json('{"lengths": [], "world_size": 1, "max_tokens_per_rank": 1}')
+
+
+def test_the_hash_sees_who_computes_what_and_not_the_forecast() -> None:
+    other = DynamicPlan(PLAN.lengths, 3, 5, PLAN.steps, name="other", seconds=(1.0, 2.0))
+    assert other.hash == PLAN.hash
+    assert DynamicPlan(PLAN.lengths, 3, 5, PLAN.steps[::-1]).hash != PLAN.hash
+    assert DynamicPlan(PLAN.lengths, 3, 5, PLAN.steps, trained_tokens=3).hash != PLAN.hash
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((Step((Group((0,), (0,)), Group((1,), (1,)))),), "ranks 0..2"),
+        ((Step((Group((1, 2), (0,)), Group((0,), (2,)))),), "ranks 0..2"),
+        ((Step((Group((0, 1, 2), (0, 1)),)),), "exactly once"),
+        ((Step((Group((0, 1, 2), (0, 1, 2, 2)),)),), "exactly once"),
+        ((Step((Group((0,), (1,)), Group((1, 2), (0, 2)))),), "would hold 9 tokens each, the cap is 5"),
+    ],
+)
+def test_what_is_no_plan_is_refused(steps: tuple[Step, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DynamicPlan(PLAN.lengths, 3, 5, steps)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8, 9])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_the_seeds_plan_takes_any_number_of_samples(samples: int, cp_size: int) -> None:
+    plan = seed_plan(tuple(range(1, samples + 1)), 4, 9, cp_size)
+    assert sorted(plan.sample_order()) == list(range(samples))
+    assert all(len(step.groups) == 4 // cp_size for step in plan.steps)
+
+
+def test_group_of_refuses_a_rank_outside() -> None:
+    assert PLAN.steps[1].group_of(2) == Group((1, 2), ())
+    with pytest.raises(ValueError, match="planned for 3 ranks"):
+        PLAN.steps[0].group_of(3)

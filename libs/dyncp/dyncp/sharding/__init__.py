@@ -1,0 +1,1 @@
+"""Rows cut over the ranks of a group, and put together again."""

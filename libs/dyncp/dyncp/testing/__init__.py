@@ -1,0 +1,1 @@
+"""What holds the sharded operations to one process."""

@@ -1,0 +1,1 @@
+"""Batches: jagged tensors, TensorDicts of them, packed rows."""

@@ -1,0 +1,95 @@
+"""The laws of the jagged algebra on a CUDA device, against lists of tensors on the CPU.
+
+SEQPACK_TEST_DEVICE=cpu tries the same examples on a machine without one.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from seqpack.batches.batch import check_batch, lengths, make_batch
+from seqpack.batches.jagged import samples_of
+from seqpack.batches.packed import PackedBatch, pack_sequences, unpack_sequences, unpack_tokens
+from seqpack.testing import algebra_laws, batch_laws, jagged_laws
+
+DEVICE = os.environ.get("SEQPACK_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FIXED = settings(
+    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(autouse=True)
+def seconds() -> Iterator[None]:
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    yield
+    print(f"{time.perf_counter() - start:.1f} s on {DEVICE}")
+
+
+@pytest.mark.parametrize("law", algebra_laws.LAWS)
+@FIXED
+@given(st.data())
+def test_law_of_the_algebra(law: str, data: st.DataObject) -> None:
+    algebra_laws.LAWS[law](data, DEVICE)
+
+
+@pytest.mark.parametrize("law", jagged_laws.LAWS)
+def test_law_of_the_layout(law: str) -> None:
+    jagged_laws.LAWS[law](DEVICE)
+
+
+@pytest.mark.parametrize("journey", batch_laws.BATCH_JOURNEYS)
+@pytest.mark.parametrize("sizes", batch_laws.LENGTHS, ids=str)
+def test_batches_of_everything(sizes: list[int], journey: str) -> None:
+    batch_laws.check_batches_of_everything(sizes, journey, DEVICE)
+
+
+def test_batches_padded_and_back() -> None:
+    batch_laws.check_batches_padded_and_back(DEVICE)
+
+
+def check_gradients(packed: PackedBatch) -> None:
+    values = torch.randn(packed.num_tokens, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    torch.cat(samples_of(unpack_tokens(packed, values))).sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad == 1, packed.token_mask)
+
+
+@FIXED
+@given(st.data())
+def test_packed_rows_and_back(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=6))
+    align = data.draw(st.integers(1, 4))
+    samples = [
+        {
+            "input_ids": torch.arange(n) + 10 * i,
+            "position_ids": torch.arange(3 * n).reshape(3, n),
+            "loss_mask": torch.arange(n) > 0,
+            "reward": float(i),
+            "text": f"sample {i}",
+        }
+        for i, n in enumerate(sizes)
+    ]
+    journey = data.draw(st.sampled_from(sorted(batch_laws.BATCH_JOURNEYS)))
+    batch = batch_laws.BATCH_JOURNEYS[journey](make_batch(samples).to(DEVICE), DEVICE)
+    check_batch(batch)
+    assert lengths(batch) == sizes
+    packed = pack_sequences(batch, rows, align, bucket=data.draw(st.sampled_from([None, 5 * align])))
+    assert {v.device.type for v in (*packed.values.values(), packed.cu_seqlens, packed.position_ids)} == {DEVICE}
+    if rows:
+        check_gradients(packed)
+    back = unpack_sequences(packed)
+    for key in ("input_ids", "position_ids", "loss_mask"):
+        algebra_laws.assert_same(samples_of(back[key]), [samples[i][key] for i in rows], DEVICE)
+    assert back["reward"].tolist() == [float(i) for i in rows]
+    assert list(back["text"]) == [f"sample {i}" for i in rows]

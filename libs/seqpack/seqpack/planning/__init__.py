@@ -1,0 +1,1 @@
+"""Which sequences go together: pure functions of lengths and costs."""

@@ -1,0 +1,122 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from seqpack.planning.costs import SequenceCost
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": ALTERNATING,
+    "gemma3_text": ALTERNATING,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 3},
+    "qwen3_next": {"num_experts": 4, **EXPERTS, **GDN, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    "qwen3_5_text": GDN,
+    "qwen3_5_moe_text": {"num_experts": 4, **EXPERTS, **GDN, "shared_expert_intermediate_size": 40},
+}
+
+
+def config_of(family: str) -> Any:
+    return CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]})
+
+
+def counted(model: torch.nn.Module, length: int) -> int:
+    solve = torch.ops.aten.linalg_solve_triangular  # torch's counter leaves it out
+
+    def flops(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
+        return torch.Size(matrix).numel() * right[-1]
+
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={solve: flops}) as counter:
+        model(torch.arange(length).unsqueeze(0) % 90, use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_flop_counter_on_a_real_model(family: str) -> None:
+    config = config_of(family)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    cost = SequenceCost.from_config(config, whole_square=True)
+    for length in (64, 192, 448):
+        assert cost(length) == pytest.approx(counted(model.eval(), length), rel=0.0005), length
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "llama"])
+def test_pairs_equal_the_mask_of_the_real_model(family: str) -> None:
+    config = config_of(family)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for length in (1, 15, 16, 17, 40):
+        with torch.no_grad():
+            out = model(torch.arange(length).unsqueeze(0) % 90, output_attentions=True, use_cache=False)
+        cost = SequenceCost.from_config(config)
+        per_pair = 4 * 4 * 32
+        seen = sum(int((layer[0, 0] > 0).sum()) for layer in out.attentions)
+        assert cost(length) - cost.per_token * length == per_pair * seen
+
+
+def test_a_short_sequence_is_linear_and_a_long_one_quadratic() -> None:
+    cost = SequenceCost.from_config(config_of("llama"))
+    assert cost(2000) / cost(1000) > 3
+    sliding = SequenceCost.from_config(config_of("mistral"))
+    assert sliding(4000) / sliding(2000) == pytest.approx(2, rel=0.01)
+    hybrid = SequenceCost.from_config(config_of("qwen3_5_text"))
+    full = SequenceCost.from_config(
+        CONFIG_MAPPING["qwen3_5_text"](**{**SIZES, **GDN, "layer_types": ["full_attention"] * 4})
+    )
+    # A quarter of the layers is quadratic, so counting all of them would be four times too much.
+    assert sum(f for _, f in full.attention) == 4 * sum(f for _, f in hybrid.attention)
+
+
+def test_head_and_text_part_of_a_multimodal_config() -> None:
+    config = config_of("qwen3")
+    outer = SimpleNamespace(get_text_config=lambda: config)
+    assert SequenceCost.from_config(outer) == SequenceCost.from_config(config)
+    with_head, without = SequenceCost.from_config(config), SequenceCost.from_config(config, lm_head=False)
+    assert with_head.per_token - without.per_token == 2 * 64 * 96
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SimpleNamespace(model_type="gpt2"), "no cost model for model_type 'gpt2'"),
+        (SimpleNamespace(), "no cost model for model_type None"),
+        (SimpleNamespace(model_type="llama", layer_types=["mamba"]), r"no cost model for layer_types\[0\] = 'mamba'"),
+        (
+            SimpleNamespace(model_type="llama", layer_types=["sliding_attention"], sliding_window=None),
+            r"layer_types\[0\] is 'sliding_attention', but sliding_window is not set",
+        ),
+    ],
+)
+def test_unknown_architectures_are_refused_by_name(config: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SequenceCost.from_config(config)
+
+
+def test_bad_length_is_named() -> None:
+    with pytest.raises(ValueError, match="length must be a positive integer, got 0"):
+        SequenceCost(1.0)(0)

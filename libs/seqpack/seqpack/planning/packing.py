@@ -1,0 +1,140 @@
+"""Certified bin packing: never over capacity, and a lower bound that says how far from optimal the plan can be."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+
+import numpy as np
+
+from seqpack.planning.bounds import Ints, bins_bound
+from seqpack.planning.checks import check_lengths, check_positive_int
+from seqpack.planning.plan_json import from_json, plan_hash, to_json
+from seqpack.planning.whole_bins import fill_bins
+
+Bins = Sequence[Sequence[int]]
+
+LARGEST = 2**52
+"""Lengths times the capacity of a bin: up to here 64 bits hold everything that packing and its bounds compute."""
+CLOSE_ENOUGH = 0.005
+"""A packing with this gap is taken; else both ways of packing are tried."""
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Bins of indices, none over `capacity`; no packing of these lengths can use fewer than `lower_bound` bins."""
+
+    bins: tuple[tuple[int, ...], ...]
+    capacity: int
+    lower_bound: int
+    lengths: tuple[int, ...]
+
+    @property
+    def gap(self) -> float:
+        """Bins over the lower bound, minus one: 0.0 is proven optimal."""
+        return len(self.bins) / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Tokens in each bin."""
+        return tuple(sum(self.lengths[i] for i in items) for items in self.bins)
+
+    @property
+    def fill(self) -> float:
+        """Tokens over the capacity of all bins; 1.0 for no bins."""
+        return sum(self.lengths) / (len(self.bins) * self.capacity) if self.bins else 1.0
+
+    @cached_property
+    def hash(self) -> int:
+        """52 bits that ranks compare before they start."""
+        return plan_hash(self.to_json())
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PackPlan":
+        """Read what `to_json` wrote; ValueError for anything else."""
+        return from_json(cls, text)
+
+
+def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
+    """Put the lengths into few bins of `capacity`; deterministic.
+
+    Raises ValueError naming the index and length that cannot fit, or is not a positive integer.
+    """
+    cap = check_positive_int(capacity, "capacity")
+    sizes = check_lengths(lengths, cap)
+    room = min(cap, sum(sizes) or 1)  # more than all lengths together is as good as that
+    if room * len(sizes) > LARGEST:
+        raise ValueError(f"{len(sizes)} lengths for bins of {room} are beyond 2**52 in all: count in a coarser unit")
+    array = np.array(sizes, dtype=np.int64)
+    # 16 bits are sorted by their digits, in a third of the time
+    order = np.argsort((room - array).astype(np.uint16) if room < 2**16 else -array, kind="stable")
+    descending = array[order]
+    bins, bound = _few_bins(descending, order, room)
+    return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(sizes))
+
+
+def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:
+    """Pack the way that suits the lengths, and the other way too when the gap is wide; return bins and bound."""
+    ways: list[Callable[[Ints, Ints, int], Bins]] = [best_fit, exact_fit]
+    if len(descending) and descending[0] * 2 <= capacity:  # none alone, and hardly a short one to fill gaps with
+        short = int(descending[np.searchsorted(-descending, -(capacity // 8), side="right") :].sum())
+        if short * 10 < int(descending.sum()):
+            ways.reverse()
+    bins = ways[0](descending, names, capacity)
+    bound = bins_bound(descending, capacity, len(bins))
+    if len(bins) > bound * (1 + CLOSE_ENOUGH):
+        bins = min(bins, ways[1](descending, names, capacity), key=len)
+    return bins, bound
+
+
+def exact_fit(descending: Ints, names: Ints, capacity: int) -> Bins:
+    """Fill bins exactly as far as that goes, then place what is left by best fit."""
+    bins, left = fill_bins(descending, names, capacity)
+    return [*bins, *best_fit(descending[left], names[left], capacity)]
+
+
+def best_fit(descending: Ints, names: Ints, capacity: int) -> list[list[int]]:
+    """Place items, longest first, each into the fullest bin that still has room, and return the bins' names.
+
+    Because lengths only fall, the bins with room for the present length form a stack with the fullest on top: a bin
+    that no longer takes this length waits in a heap, and comes back, fuller than all on the stack, when lengths
+    have fallen to its room. Linear after the sort, but for the heap. Equal lengths go in together.
+    """
+    count = len(descending)
+    if not count:
+        return []
+    shift = count.bit_length()  # a bin is one integer: its room above its number, so that it sorts by room
+    mask = (1 << shift) - 1
+    floor = int(descending[-1]) << shift
+    items = names.tolist()
+    # No two lengths above half the capacity share a bin.
+    large = int(np.searchsorted(-descending, -(capacity // 2), side="left"))
+    bins = [[item] for item in items[:large]]
+    waiting = (-((capacity - descending[:large]) << shift | np.arange(large)))[::-1].tolist()
+    ends = [*(np.flatnonzero(np.diff(descending[large:])) + large + 1).tolist(), count] if large < count else []
+    stack: list[int] = []
+    start = large
+    for end in ends:
+        size = int(descending[start])
+        step = size << shift
+        while waiting and waiting[0] <= -step:
+            stack.append(-heappop(waiting))
+        while start < end:
+            if stack:
+                state = stack.pop()
+            else:
+                state = (capacity << shift) | len(bins)
+                bins.append([])
+            taken = 1 if end - start == 1 else min((state >> shift) // size, end - start)
+            bins[state & mask] += items[start : start + taken]
+            start += taken
+            state -= step * taken
+            if state >= step:
+                stack.append(state)
+            elif state >= floor:
+                heappush(waiting, -state)
+    return bins

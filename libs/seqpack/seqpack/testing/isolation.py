@@ -1,0 +1,335 @@
+"""Is a packed row of sequences the same to a model as the sequences one by one? A check for any causal language model.
+
+    from seqpack.testing.isolation import assert_packing_isolated
+    assert_packing_isolated(model)                       # transformers' own packing: position ids that start again
+    assert_packing_isolated(model, my_packed_forward)    # yours
+
+Three things are compared: logits, the gradient of every parameter, and, with one sequence changed at a time, the
+logits of all others.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from seqpack.batches.packed import PackedBatch
+from seqpack.planning.geometry import packed_geometry
+from seqpack.testing.trace import Origin, find_origin, relative_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PackedForward = Callable[[nn.Module, PackedBatch], Tensor]
+AloneForward = Callable[[nn.Module, Tensor], Tensor]
+LENGTHS = (17, 1, 22, 6, 13)  # 59 tokens, a prime: a dimension of this size is the token dimension
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative error (norm of the difference over norm of the value) that counts as rounding.
+
+    `logits`: packed against alone. `grads`: likewise, each parameter. `moved`: logits of a sequence when another one is
+    changed; the shapes are the same in both runs, so hardly anything may move.
+    """
+
+    logits: float
+    grads: float
+    moved: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Tolerance":
+        """Return the defaults for a parameter dtype."""
+        return cls(0.02, 0.1, 5e-3) if dtype in (torch.bfloat16, torch.float16) else cls(1e-4, 1e-3, 1e-5)
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """What was measured. `isolated` is the verdict, `str()` the account.
+
+    `logits`: relative error of each sequence. `worst_grad`: (parameter, relative error), None where gradients were not
+    compared. `moved`: (changed sequence, sequence that moved, relative error), worst first. `origin`: the module that
+    leaks first.
+    """
+
+    logits: tuple[float, ...]
+    worst_grad: tuple[str, float] | None
+    moved: tuple[tuple[int, int, float], ...]
+    origin: Origin | None
+    tolerance: Tolerance
+
+    @property
+    def logits_equal(self) -> bool:
+        """Packed logits are those of the sequences alone."""
+        return max(self.logits) <= self.tolerance.logits
+
+    @property
+    def grads_equal(self) -> bool:
+        """Packed gradients are those of the sequences alone."""
+        return self.worst_grad is None or self.worst_grad[1] <= self.tolerance.grads
+
+    @property
+    def isolated(self) -> bool:
+        """All of it holds."""
+        return self.logits_equal and self.grads_equal and not self.moved
+
+    def _verdict(self) -> str:
+        if self.isolated:
+            return "packing is isolated"
+        if self.moved:
+            return "packing LEAKS between sequences"
+        return "packed is NOT the same as alone, although no sequence moves another's logits"
+
+    def __str__(self) -> str:
+        bounds, worst = self.tolerance, max(range(len(self.logits)), key=self.logits.__getitem__)
+        lines = [self._verdict()]
+        lines.append(
+            f"  logits, packed against alone: sequence {worst} off by {self.logits[worst]:.1e} "
+            f"(bound {bounds.logits:.0e})"
+        )
+        if self.worst_grad:
+            name, error = self.worst_grad
+            lines.append(f"  gradients: {name} off by {error:.1e} (bound {bounds.grads:.0e})")
+        if self.moved:
+            changed, other, error = self.moved[0]
+            lines.append(
+                f"  changing sequence {changed} moves sequence {other} by {error:.1e} (bound {bounds.moved:.0e}), "
+                f"{len(self.moved)} such pairs"
+            )
+        if self.origin:
+            lines.append(f"  first seen at {self.origin}")
+        return "\n".join(lines)
+
+
+def position_reset_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Run a Hugging Face model as its manual packs: one row, position ids that start again, no mask, no cache."""
+    out = model(input_ids=packed.values["input_ids"][None], position_ids=packed.position_ids[None], use_cache=False)
+    return out.logits
+
+
+def plain_forward(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Run a Hugging Face model on one sequence [t]."""
+    return model(input_ids=input_ids[None], use_cache=False).logits
+
+
+def check_packing(
+    model: nn.Module,
+    packed_forward: PackedForward | None = None,
+    alone_forward: AloneForward | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    vocab_size: int | None = None,
+    align: int = 1,
+    bucket: int | None = None,
+    grads: bool = True,
+    tolerance: Tolerance | None = None,
+    seed: int = 0,
+) -> IsolationReport:
+    """Measure how far packing is from running the sequences one by one; the model is left as it was found.
+
+    Args:
+        model: any module; run in eval mode (dropout would hide everything), its parameters' `.grad` is not touched.
+        packed_forward: (model, packed) -> logits [T, V] or [1, T, V]; transformers' own packing where None.
+            `packed.values` has "input_ids".
+        alone_forward: (model, input_ids [t]) -> logits [t, V] or [1, t, V]; a plain call where None.
+        lengths: of the sequences; their sum should not be a size that the model also has elsewhere.
+        vocab_size: random tokens are drawn below it; that of the input embedding where None.
+        align: pad each sequence to a multiple of this, as context or tensor parallel ranks do.
+        bucket: pad the row to a multiple of this.
+        grads: also compare gradients, of the parameters that require one.
+        tolerance: `Tolerance.of` the first parameter's dtype where None.
+        seed: of tokens and gradient weights.
+
+    Raises:
+        ValueError: fewer than two sequences, no parameter to take a gradient of, logits of another shape, or a model
+            that gives different logits when the same row is run twice.
+    """
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise ValueError(f"give at least two lengths of at least 1, got {tuple(lengths)}")
+    first = next(model.parameters())
+    bounds = tolerance or Tolerance.of(first.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = vocab_size or _vocabulary(model)
+    ids, others = (
+        [torch.randint(0, vocabulary, (n,), generator=generator).to(first.device) for n in lengths] for _ in range(2)
+    )
+    run_packed, run_alone = packed_forward or position_reset_forward, alone_forward or plain_forward
+    with _eval_mode(model):
+        rows = _Rows(model, run_packed, run_alone, lengths, align, bucket)
+        weights = [torch.randn(n, generator=generator).to(first.device) for n in lengths]
+        together, grads_packed = rows.packed(ids, weights if grads else None)
+        apart, grads_alone = rows.alone(ids, weights if grads else None)
+        again, _ = rows.packed(ids, None)
+        noise = max(relative_error(a, b) for a, b in zip(again, together, strict=True))
+        if noise > bounds.moved:
+            raise ValueError(
+                f"the same row run twice gives logits that differ by {noise:.1e}: make the model deterministic"
+            )
+        moved = rows.moved(ids, others, together, bounds.moved)
+        errors = tuple(relative_error(a, b) for a, b in zip(together, apart, strict=True))
+        origin = None
+        if max(errors) > bounds.logits or moved:
+            origin = rows.origin(ids, bounds.logits)
+    return IsolationReport(errors, _worst_grad(grads_packed, grads_alone) if grads else None, moved, origin, bounds)
+
+
+def assert_packing_isolated(
+    model: nn.Module,
+    packed_forward: PackedForward | None = None,
+    alone_forward: AloneForward | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    vocab_size: int | None = None,
+    align: int = 1,
+    bucket: int | None = None,
+    grads: bool = True,
+    tolerance: Tolerance | None = None,
+    seed: int = 0,
+) -> IsolationReport:
+    """Raise AssertionError with the account when packing leaks, else return it; all else as in `check_packing`."""
+    report = check_packing(
+        model, packed_forward, alone_forward, lengths, vocab_size, align, bucket, grads, tolerance, seed
+    )
+    if not report.isolated:
+        raise AssertionError(str(report))
+    return report
+
+
+class _Rows:
+    """The two ways of running the same sequences."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run_packed: PackedForward,
+        run_alone: AloneForward,
+        lengths: Sequence[int],
+        align: int,
+        bucket: int | None,
+    ) -> None:
+        self.model, self.run_packed, self.run_alone = model, run_packed, run_alone
+        self.geometry = packed_geometry(list(lengths), align, bucket)
+        self.spans = list(zip(self.geometry.cu_seqlens, self.geometry.lengths, strict=False))
+        self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+    def row(self, ids: Sequence[Tensor]) -> PackedBatch:
+        """Pack token ids into one row, padding with token 0."""
+        total, device = self.geometry.total, ids[0].device
+        tokens = torch.zeros(total, dtype=torch.int64, device=device)
+        for piece, (start, length) in zip(ids, self.spans, strict=True):
+            tokens[start : start + length] = piece
+        cu = torch.tensor(self.geometry.cu_seqlens, dtype=torch.int32, device=device)
+        sizes = cu.diff().long()
+        positions = torch.arange(total, device=device) - torch.repeat_interleave(cu[:-1].long(), sizes)
+        return PackedBatch(
+            values={"input_ids": tokens},
+            cu_seqlens=cu,
+            max_seqlen=self.geometry.max_seqlen,
+            position_ids=positions,
+            lengths=self.geometry.lengths,
+            indices=tuple(range(len(ids))),
+            geometry=self.geometry,
+            token_dims={"input_ids": 0},
+        )
+
+    def logits(self, output: Tensor, tokens: int) -> Tensor:
+        """Check a forward's result and drop its batch dimension."""
+        flat = output[0] if output.dim() == 3 and output.shape[0] == 1 else output
+        if flat.dim() != 2 or flat.shape[0] != tokens:
+            raise ValueError(
+                f"the forward must return logits [{tokens}, V] or [1, {tokens}, V], got {tuple(output.shape)}"
+            )
+        return flat
+
+    def packed(self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Run the row; return each sequence's logits, and gradients where weights are given."""
+        with torch.set_grad_enabled(weights is not None):
+            flat = self.logits(self.run_packed(self.model, self.row(ids)), self.geometry.total)
+            parts = [flat[start : start + length] for start, length in self.spans]
+            grads = self.grads([_loss(p, w) for p, w in zip(parts, weights, strict=True)]) if weights else {}
+        return [p.detach() for p in parts], grads
+
+    def alone(self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Run each sequence by itself; gradients are summed."""
+        parts: list[Tensor] = []
+        total: dict[str, Tensor] = {}
+        for index, piece in enumerate(ids):
+            with torch.set_grad_enabled(weights is not None):
+                part = self.logits(self.run_alone(self.model, piece), piece.numel())
+                grads = self.grads([_loss(part, weights[index])]) if weights else {}
+            parts.append(part.detach())
+            for name, grad in grads.items():
+                total[name] = total[name] + grad if name in total else grad
+        return parts, total
+
+    def grads(self, losses: list[Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of the summed losses by parameter name; parameters that were not used are left out."""
+        if not self.named:
+            raise ValueError("no parameter requires a gradient; pass grads=False to compare logits alone")
+        found = torch.autograd.grad(torch.stack(losses).sum(), [p for _, p in self.named], allow_unused=True)
+        return {name: grad.double() for (name, _), grad in zip(self.named, found, strict=True) if grad is not None}
+
+    def moved(
+        self, ids: Sequence[Tensor], others: Sequence[Tensor], before: Sequence[Tensor], bound: float
+    ) -> tuple[tuple[int, int, float], ...]:
+        """Change one sequence at a time and list what else moves."""
+        pairs = []
+        for changed in range(len(ids)):
+            after, _ = self.packed([others[i] if i == changed else piece for i, piece in enumerate(ids)], None)
+            for index in range(len(ids)):
+                error = relative_error(after[index], before[index])
+                if index != changed and error > bound:
+                    pairs.append((changed, index, error))
+        return tuple(sorted(pairs, key=lambda pair: -pair[2]))
+
+    def origin(self, ids: Sequence[Tensor], bound: float) -> Origin | None:
+        """Name the module that leaks first."""
+        row = self.row(ids)
+        alone = [lambda piece=piece: self.run_alone(self.model, piece) for piece in ids]
+        return find_origin(
+            self.model, lambda: self.run_packed(self.model, row), alone, self.spans, self.geometry.total, bound
+        )
+
+
+def _loss(logits: Tensor, weights: Tensor) -> Tensor:
+    """Return a scalar that every token's whole distribution moves, in proportion to the token's weight."""
+    spread = torch.linspace(-1.0, 1.0, logits.shape[1], device=logits.device)
+    return (logits.float().log_softmax(-1) @ spread * weights).sum() + (logits.float() @ spread * weights).sum()
+
+
+def _worst_grad(packed: dict[str, Tensor], alone: dict[str, Tensor]) -> tuple[str, float]:
+    """Return the parameter with the largest relative gradient error; next to nothing is measured against the rest."""
+    names = sorted(packed.keys() | alone.keys())
+    floor = 1e-3 * max(float(g.norm() / g.numel() ** 0.5) for g in alone.values())
+
+    def error(name: str) -> float:
+        if name not in packed or name not in alone:
+            return 1.0
+        size = max(float(alone[name].norm()), floor * alone[name].numel() ** 0.5)
+        gap = float((packed[name] - alone[name]).norm()) / size
+        return gap if gap == gap else float("inf")
+
+    worst = max(names, key=error)
+    return worst, error(worst)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return the number of rows of the input embedding."""
+    find = getattr(model, "get_input_embeddings", None)
+    table = find() if find else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if table is None:
+        raise ValueError("the model has no input embedding; pass vocab_size")
+    return int(table.weight.shape[0])
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> "Iterator[None]":
+    """Switch every submodule to eval mode and back to what each was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,159 @@
+import pytest
+import torch
+from torch import nn
+
+from seqpack.testing.isolation import LENGTHS, Tolerance, assert_packing_isolated, check_packing
+
+
+class Mixer(nn.Module):
+    """Adds the previous token of the same sequence; `leak` plants a fault in the packed form."""
+
+    def __init__(self, leak=None):
+        super().__init__()
+        self.leak = leak
+        self.weight = nn.Parameter(torch.tensor(0.7))
+        self.out = nn.Linear(8, 8)  # gets what leaked as its input: not where it began
+
+    def forward(self, x, positions):
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        if self.leak != "shift":
+            before = torch.where((positions > 0)[..., None], before, 0)
+        if self.leak == "mean":
+            before = before / before.square().mean().sqrt()
+        if self.leak == "future":
+            before = before + torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1) * 1e-2
+        if self.leak == "gradient":
+            return Spread.apply(self.out(x + before * self.weight))
+        return self.out(x + before * self.weight)
+
+
+class Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + grad.roll(1, 1) * 0.1
+
+
+class Model(nn.Module):
+    def __init__(self, leaks=(None, None), noise=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(31, 8)
+        self.layers = nn.ModuleList([nn.ModuleDict({"proj": nn.Linear(8, 8), "mix": Mixer(leak)}) for leak in leaks])
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 31)
+        self.noise = noise
+
+    def forward(self, ids, positions):
+        x = self.embed(ids[None])
+        for layer in self.layers:
+            x = self.drop(layer["mix"](torch.tanh(layer["proj"](x)), positions[None]))
+        return self.head(x) + self.noise * torch.randn(1)
+
+
+def packed(model, row):
+    return model(row.values["input_ids"], row.position_ids)
+
+
+def alone(model, ids):
+    return model(ids, torch.arange(ids.numel()))
+
+
+def test_a_correct_model_passes_and_is_left_as_it_was():
+    model = Model().train()
+    model.layers[0]["mix"].eval()
+    report = assert_packing_isolated(model, packed, alone)
+    assert "packing is isolated" in str(report)
+    assert max(report.logits) < 1e-6
+    assert report.worst_grad[1] < 1e-5
+    assert report.origin is None
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    assert not model.layers[0]["mix"].training
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "options", [{"align": 8}, {"bucket": 64}, {"lengths": (1, 1)}, {"lengths": (2, 30, 1, 4)}, {"grads": False}]
+)
+def test_other_rows_pass_too(options):
+    assert check_packing(Model(), packed, alone, **options).isolated
+
+
+@pytest.mark.parametrize("leak", ["shift", "mean", "future"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_leak_is_found_where_it_is(leak, layer):
+    leaks = [None, None]
+    leaks[layer] = leak
+    with pytest.raises(AssertionError, match="packing LEAKS") as error:
+        assert_packing_isolated(Model(leaks), packed, alone)
+    assert f"first seen at layers.{layer}.mix (Mixer)" in str(error.value)
+
+
+def test_the_first_of_two_leaks_is_named():
+    assert check_packing(Model(["shift", "shift"]), packed, alone).origin.name == "layers.0.mix"
+
+
+def test_what_moves_is_said_with_its_direction():
+    report = check_packing(Model(["shift", None]), packed, alone)
+    assert {(a, b) for a, b, _ in report.moved} <= {(i, i + 1) for i in range(4)} | {(0, 2)}  # sequence 1 has one token
+    assert (0, 1) in {(a, b) for a, b, _ in report.moved}
+
+
+def test_a_leak_in_the_gradient_alone_is_found():
+    report = check_packing(Model(["gradient", None]), packed, alone)
+    assert report.logits_equal
+    assert not report.moved
+    assert not report.grads_equal
+    assert not report.isolated
+
+
+def test_positions_that_do_not_start_again_are_found_although_nothing_leaks():
+    class Positions(Model):
+        def forward(self, ids, positions):
+            x = self.embed(ids[None]) + positions[None, :, None] * 0.01
+            return self.head(x)
+
+    def running(model, row):
+        return model(row.values["input_ids"], torch.arange(row.num_tokens))
+
+    report = check_packing(Positions(), running, alone)
+    assert not report.logits_equal
+    assert report.moved == ()
+    assert str(report).startswith("packed is NOT the same as alone, although no sequence moves another's logits")
+
+
+def test_half_precision_has_its_own_bounds():
+    assert check_packing(Model().bfloat16(), packed, alone).isolated
+    assert not check_packing(Model(["shift", None]).bfloat16(), packed, alone).isolated
+    assert Tolerance.of(torch.float16).logits > Tolerance.of(torch.float32).logits
+
+
+def test_frozen_parameters_are_not_compared():
+    model = Model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter requires a gradient; pass grads=False"):
+        check_packing(model, packed, alone)
+    assert check_packing(model, packed, alone, grads=False).worst_grad is None
+    model.head.weight.requires_grad_(True)
+    assert check_packing(model, packed, alone).worst_grad[0] == "head.weight"
+
+
+def test_bad_calls_are_named():
+    with pytest.raises(ValueError, match="at least two lengths"):
+        check_packing(Model(), packed, alone, lengths=(5,))
+    with pytest.raises(ValueError, match="make the model deterministic"):
+        check_packing(Model(noise=0.1), packed, alone)
+    with pytest.raises(ValueError, match=r"must return logits \[59, V\]"):
+        check_packing(Model(), lambda m, row: packed(m, row)[:, 1:], alone)
+    with pytest.raises(ValueError, match="pass vocab_size"):
+        check_packing(nn.Linear(2, 2), packed, alone)
+
+
+def test_the_default_row_has_a_prime_number_of_tokens():
+    total = sum(LENGTHS)
+    assert all(total % d for d in range(2, total))

@@ -1,0 +1,131 @@
+"""What the jagged layout must do on any device: each law of `LAWS` is called with a device and asserts."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpack.batches.jagged import jagged, jagged_from_values, join, pad, ragged, ragged_dim, samples_of, select, unpad
+from seqpack.testing.algebra_laws import JOURNEYS, assert_same, pickled
+
+
+def mrope(*lengths: int, device: str = "cpu") -> list[Tensor]:
+    """Return samples of shape (3, n), as multi-axis positions have."""
+    return [(torch.arange(3 * n).view(3, n) + 100 * i).to(device) for i, n in enumerate(lengths)]
+
+
+def ragged_dimension_is_the_one_asked_for(device: str) -> None:
+    """Equal lengths, one sample, empty samples."""
+    for lengths in [(4, 2), (3, 3), (1,), (1, 1), (5,), (0, 2), (0,)]:
+        samples = mrope(*lengths, device=device)
+        x = jagged(samples)
+        assert ragged_dim(x) == 1
+        assert x.shape[0] == len(lengths)
+        assert x.shape[1] == 3
+        assert_same(samples_of(x), mrope(*lengths), device)
+        y = jagged([s.T for s in samples], 0)
+        assert ragged_dim(y) == 0
+        assert_same(samples_of(y), [s.T for s in mrope(*lengths)], device)
+
+
+def layout_survives_pickle_save_and_copies(device: str) -> None:
+    """The ragged dimension stays, whatever the lengths."""
+    for lengths in [(4, 2), (3, 3), (1,)]:
+        x = jagged(mrope(*lengths, device=device))
+        for copy in [x.detach(), *(travel(x, device) for travel in JOURNEYS.values())]:
+            assert ragged_dim(copy) == 1
+            assert_same(samples_of(copy), mrope(*lengths), device)
+
+
+def wrong_label_of_the_ragged_dimension_is_put_right(device: str) -> None:
+    """What planners do that relabel torch's private index after torch chose dimension 1 for equal lengths."""
+    samples = [torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) + 8]
+    x: Any = torch.nested.as_nested_tensor([s.to(device) for s in samples], layout=torch.jagged)
+    x._ragged_idx = 2
+    assert_same(samples_of(x), samples, device)
+    travelled = pickled(x)
+    assert tuple(travelled.shape)[2] != 2, "the label should be wrong by now"
+    assert_same(samples_of(travelled), samples, device)
+    assert_same(samples_of(join([travelled, jagged([s.to(device) for s in samples])])), samples * 2, device)
+
+
+def bounds_are_explicit_so_that_torch_pads_right_too(device: str) -> None:
+    """Without them torch pads (B, 3, j) to the width 3. Off the CPU torch is asked to pad floats alone."""
+    dtypes = (torch.float32, torch.int64) if device == "cpu" else (torch.float32,)
+    for lengths, dtype in product(((4, 7, 2), (5, 5), (1,)), dtypes):
+        x = jagged([s.to(dtype) for s in mrope(*lengths, device=device)])
+        assert torch.nested.to_padded_tensor(x, 0).shape == (len(lengths), 3, max(lengths))
+        assert torch.equal(torch.nested.to_padded_tensor(x, 0), pad(x))
+
+
+def holes_are_skipped(device: str) -> None:
+    """A third row keeps torch from taking the result for a gapless one (torch loses the lengths itself otherwise)."""
+    rows = torch.arange(1, 7, device=device).view(3, 2)
+    starts, sizes = torch.tensor([0, 1, 0], device=device), torch.tensor([2, 1, 1], device=device)
+    x = torch.nested.narrow(rows, 1, starts, sizes, layout=torch.jagged)
+    expected = [torch.tensor([1, 2]), torch.tensor([4]), torch.tensor([5])]
+    assert_same(samples_of(x), expected, device)
+    assert pad(x, -1).tolist() == [[1, 2], [4, -1], [5, -1]]
+    assert_same(samples_of(select(x, [2, 1, 0])), expected[::-1], device)
+    assert_same(samples_of(join([x, x])), expected * 2, device)
+
+
+def join_settles_layouts_that_torch_chose_by_equal_lengths(device: str) -> None:
+    """Such a shard is ragged along 0 of a sample, its neighbours along 1."""
+    equal = torch.nested.as_nested_tensor(mrope(4, device=device), layout=torch.jagged)
+    other = jagged(mrope(5, 6, device=device))
+    x = join([equal, other])
+    assert ragged_dim(x) == 1
+    assert_same(samples_of(x), mrope(4) + mrope(5, 6), device)
+    both = join([equal, torch.nested.as_nested_tensor(mrope(2, 2, device=device), layout=torch.jagged)])
+    assert ragged_dim(both) == 1
+    assert_same(samples_of(both), mrope(4) + mrope(2, 2), device)
+
+
+def join_without_any_difference_takes_the_last_dimension(device: str) -> None:
+    """Where labels disagree and no length tells."""
+    equal = torch.nested.as_nested_tensor(mrope(4, device=device), layout=torch.jagged)
+    assert ragged_dim(join([equal, jagged(mrope(4, device=device))])) == 1
+    assert ragged_dim(join([jagged(mrope(4, device=device)), equal])) == 1
+
+
+def pad_and_unpad_carry_gradients(device: str) -> None:
+    """In float64, against the weights that the sum was taken with."""
+    values = torch.randn(2, 6, dtype=torch.float64, device=device, requires_grad=True)
+    x = jagged_from_values(values, [1, 3, 2])
+    dense = pad(x, 7.0, length=4)
+    assert dense.shape == (3, 2, 4)
+    assert dense[0, :, 1:].eq(7).all()
+    back = unpad(dense, [1, 3, 2])
+    assert_same(samples_of(back), [s.detach().cpu() for s in samples_of(x)], device)
+    weights = torch.randn(2, 6, dtype=torch.float64, device=device)
+    (ragged(back).values * weights).sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, weights)
+
+
+def neighbours_are_a_view_and_others_a_copy(device: str) -> None:
+    """And nothing at all is an empty batch that pads to nothing."""
+    x = jagged(mrope(2, 3, 4, device=device))
+    assert ragged(select(x, [1, 2])).values.data_ptr() == ragged(x).values[:, 2:].data_ptr()
+    assert_same(samples_of(select(x, [2, 0, 2])), [mrope(2, 3, 4)[i] for i in (2, 0, 2)], device)
+    assert samples_of(select(x, [])) == []
+    assert pad(select(x, [])).shape == (0, 3, 0)
+
+
+LAWS: dict[str, Callable[[str], None]] = {
+    law.__name__: law
+    for law in (
+        ragged_dimension_is_the_one_asked_for,
+        layout_survives_pickle_save_and_copies,
+        wrong_label_of_the_ragged_dimension_is_put_right,
+        bounds_are_explicit_so_that_torch_pads_right_too,
+        holes_are_skipped,
+        join_settles_layouts_that_torch_chose_by_equal_lengths,
+        join_without_any_difference_takes_the_last_dimension,
+        pad_and_unpad_carry_gradients,
+        neighbours_are_a_view_and_others_a_copy,
+    )
+}
