@@ -23,7 +23,7 @@ class EngineConfig:
     """What the model computes in; "auto" is float32 on a CPU and bfloat16 elsewhere."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters and optimizer states are kept in."""
-    skip_silent_rows: bool = True
+    skip_zero_gradient_rows: bool = True
     """Do not compute rows that add exactly nothing to loss and gradient (an objective says which), such as those of
     groups with equal rewards. Metrics then speak of the computed rows alone."""
     gradient_checkpointing: bool = False

@@ -89,8 +89,8 @@ class FSDP2Engine:
 
         Every rank gets the same global batch; the plan says which rows it computes. Besides the objective's metrics:
         loss, grad_norm, lr, step, tokens, sequences, trained_tokens, computed_tokens and computed_sequences (what
-        `skip_silent_rows` left), micro_batches (of a rank), fill, plan_hash and skipped (1 where the gradient was not
-        finite and no update was made).
+        `skip_zero_gradient_rows` left), micro_batches (of a rank), fill, plan_hash and skipped (1 where the gradient
+        was not finite and no update was made).
         """
         if self.optimizer is None:
             raise ValueError("this engine was built with trainable=False: it can only score")
@@ -99,7 +99,7 @@ class FSDP2Engine:
         totals = StepTotals.of(batch)
         if not totals.tokens:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
-        given, batch = _counts(batch), self._without_silent_rows(batch, objective)
+        given, batch = _counts(batch), self._without_zero_gradient_rows(batch, objective)
         lengths, plan = self._plan(batch)
         entropy = bool(getattr(objective, "needs_entropy", False))
         collected = MetricSum()
@@ -245,17 +245,17 @@ class FSDP2Engine:
 
     # ------------------------------------------------------------------ inside
 
-    def _without_silent_rows(self, batch: "TensorDict", objective: Objective) -> "TensorDict":
+    def _without_zero_gradient_rows(self, batch: "TensorDict", objective: Objective) -> "TensorDict":
         """The rows that matter, at least one; the given batch where all do."""
-        silent_rows = getattr(objective, "silent_rows", None)
-        if silent_rows is None or not self.config.skip_silent_rows:
+        zero_gradient_rows = getattr(objective, "zero_gradient_rows", None)
+        if zero_gradient_rows is None or not self.config.skip_zero_gradient_rows:
             return batch
-        silent = silent_rows(batch)
-        if not bool(silent.any()):
+        idle = zero_gradient_rows(batch)
+        if not bool(idle.any()):
             return batch
         from seqpack.batches.algebra import index_select
 
-        return index_select(batch, (~silent).nonzero().squeeze(1).tolist() or [0])
+        return index_select(batch, (~idle).nonzero().squeeze(1).tolist() or [0])
 
     def _plan(self, batch: "TensorDict") -> tuple[list[int], Any]:
         from seqpack.batches.batch import lengths as batch_lengths

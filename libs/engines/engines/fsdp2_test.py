@@ -114,7 +114,7 @@ def test_rows_without_a_signal_are_not_computed_and_change_nothing(batching):
     keep = [True, False, False, True, False, True, True, False]
     batch["advantages"] = jagged([row * kept for row, kept in zip(rows, keep, strict=True)])
     results = [
-        engine(batching=batching, max_tokens_per_rank=20, skip_silent_rows=skip).train_batch(batch, GRPO())
+        engine(batching=batching, max_tokens_per_rank=20, skip_zero_gradient_rows=skip).train_batch(batch, GRPO())
         for skip in (True, False)
     ]
     assert [r["computed_sequences"] for r in results] == [4.0, 8.0]

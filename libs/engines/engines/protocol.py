@@ -49,7 +49,7 @@ class Objective(Protocol):
     """What `train_batch` minimises; the objectives library has some, any callable of this shape will do.
 
     Optional attributes: `required_keys` (keys the batch must have), `needs_entropy` (False where it is missing) and
-    `silent_rows(batch) -> bool[B]`, the rows that add exactly nothing to loss and gradient whatever the policy is.
+    `zero_gradient_rows(batch) -> bool[B]`, the rows that add nothing to loss and gradient whatever the policy is.
     The returned loss is this micro-batch's share: summed over micro-batches and ranks it is the loss. Metrics: a
     scalar is summed, a pair is (sum, count), and a key that ends in "/max" is a maximum.
     """

@@ -73,7 +73,7 @@ class GRPO:
         """Only for the bonus."""
         return self.entropy_coef != 0.0
 
-    def silent_rows(self, batch: "TensorDict") -> Tensor:
+    def zero_gradient_rows(self, batch: "TensorDict") -> Tensor:
         """bool[B]: rows that add exactly nothing to loss and gradient, whatever the policy is: the engine may skip
         them.
 

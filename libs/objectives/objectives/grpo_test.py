@@ -158,11 +158,11 @@ def test_group_without_signal_gives_exactly_no_gradient():
 
 
 @pytest.mark.parametrize("objective", [*VARIANTS.values(), SFT()])
-def test_silent_rows_add_exactly_nothing(objective):
+def test_zero_gradient_rows_add_exactly_nothing(objective):
     batch = batch_of([5, 4, 1, 6, 3])
     advantage = torch.tensor([0.0, 1.0, 1.0, 0.0, -1.0])
     batch["advantages"] = advantages.per_token(advantage, batch["loss_mask"])
-    silent = objective.silent_rows(batch).tolist()
+    silent = objective.zero_gradient_rows(batch).tolist()
     quiet = objective.required_keys and not getattr(objective, "kl_coef", 0)
     assert silent == ([True, False, True, True, False] if quiet else [False, False, True, False, False])
     rows = [row for row in range(5) if not silent[row]]
@@ -181,7 +181,7 @@ def test_silent_rows_add_exactly_nothing(objective):
 def test_a_nan_advantage_is_not_silent():
     batch = batch_of([5, 4])
     batch["advantages"] = advantages.per_token(torch.tensor([math.nan, 0.0]), torch.ones_like(batch["loss_mask"]))
-    assert GRPO().silent_rows(batch).tolist() == [False, True]
+    assert GRPO().zero_gradient_rows(batch).tolist() == [False, True]
 
 
 def test_without_old_log_probs_it_is_on_policy():

@@ -34,7 +34,7 @@ class SFT:
         """It does not."""
         return False
 
-    def silent_rows(self, batch: "TensorDict") -> Tensor:
+    def zero_gradient_rows(self, batch: "TensorDict") -> Tensor:
         """bool[B]: rows without a trained token."""
         return silent(batch["loss_mask"])
 
