@@ -3,9 +3,9 @@
     ./bazelw run //libs/seqpack:isolation_table          (the newest supported; isolation_table_tf517: the oldest)
     PYTHONPATH=libs/seqpack OMP_NUM_THREADS=1 python libs/seqpack/benchmarks/isolation_table.py
 
-Tiny random models, five sequences in one row, checked by `seqpack.testing.isolation.check_packing`. A cell says `right`; `LEAKS`
-(changing one sequence moves another) or `wrong, no leak`, each with the relative error of the worst sequence's logits
-and of the worst parameter's gradient; or that the model refuses. Two versions of transformers in one table:
+Tiny random models, five sequences in one row, checked by `seqpack.testing.isolation.check_packing`. A cell says
+`right`; `LEAKS` (changing one sequence moves another) or `wrong, no leak`, each with the relative error of the worst
+sequence's logits and of the worst parameter's gradient; or that the model refuses. Two versions in one table:
 
     ... isolation_table.py --save a.json    (in each environment)
     ... isolation_table.py --merge a.json b.json

@@ -87,9 +87,9 @@ def render(
     rendered after the leading system messages and cut out again.
 
     The mask follows the template's `{% generation %}` marks where it has them, else it is proven by rendering
-    (chat_tools.rendering.masks). `problems` is empty when the ids are those of `apply_chat_template` (before media) and the mask
-    is proven. Errors of the template are raised as they are; ValueError for a tokenizer without offsets, or media that
-    do not match the messages.
+    (chat_tools.rendering.masks). `problems` is empty when the ids are those of `apply_chat_template` (before media) and
+    the mask is proven. Errors of the template are raised as they are; ValueError for a tokenizer without offsets, or
+    media that do not match the messages.
     """
     template = ChatTemplate(tokenizer, tools, options)
     text, cut = template.text_or_cut(messages, add_generation_prompt)

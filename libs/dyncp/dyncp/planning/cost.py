@@ -53,9 +53,9 @@ class CostModel:
     convolutions. delta_again: how much of `delta` is computed again where a shard also summarizes itself for its right
     neighbours. Bytes are of one token in all layers of the kind: q_bytes for queries, kv_bytes for keys and values;
     state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size, base, token, pair) of whole
-    groups as `dyncp.calibrate.calibration.fit` finds them; where there is an entry, it replaces the formula. The defaults are a
-    hybrid model of 0.7 B parameters (six recurrent and two attention layers, width 2048) on one H200; `python -m dyncp
-    calibrate` measures your own.
+    groups as `dyncp.calibrate.calibration.fit` finds them; where there is an entry, it replaces the formula. The
+    defaults are a hybrid model of 0.7 B parameters (six recurrent and two attention layers, width 2048) on one H200;
+    `python -m dyncp calibrate` measures your own.
     """
 
     fixed: float = 8e-3

@@ -1,4 +1,4 @@
-"""Build and check the batch that all libraries exchange: a TensorDict of jagged tensors (see `seqpack.batches.schema`)."""
+"""Build and check the batch that all libraries exchange, a TensorDict of jagged tensors (`seqpack.batches.schema`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,7 +98,7 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
         raise ValueError(f"{key} must be a tensor of {expected}, got {getattr(tensor, 'dtype', type(value).__name__)}")
     if key in TOKEN_KEYS and parts is None:
         raise ValueError(
-            f"{key} must be jagged, one value a token; build it with seqpack.batches.batch.jagged or cut it with from_padded"
+            f"{key} must be jagged, one value a token; build it with seqpack.batches.batch.jagged, or use from_padded"
         )
     if key in SAMPLE_KEYS and (parts is not None or value.shape != (len(sizes),)):
         found = "a jagged tensor" if parts is not None else tuple(value.shape)
