@@ -128,7 +128,7 @@ def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = 
         **attrs
     )
 
-def app(name, main, deps = [], srcs = None, data = [], visibility = ["//visibility:public"], **attrs):
+def app(name, main, deps = [], srcs = None, data = [], hub = "pypi", visibility = ["//visibility:public"], **attrs):
     """A program for `bazel run`. Relative paths in its flags are the user's if it asks $BUILD_WORKING_DIRECTORY.
 
     Args:
@@ -137,9 +137,12 @@ def app(name, main, deps = [], srcs = None, data = [], visibility = ["//visibili
       deps: what it imports.
       srcs: the file and others beside it; `main` alone by default.
       data: files it reads.
+      hub: the repository that its packages come from; //build:gazelle reads it.
       visibility: everybody, unless said otherwise.
       **attrs: as in py_binary.
     """
+    if hub != "pypi" and not [dep for dep in deps if dep.startswith("@%s//" % hub)]:
+        fail("app %s: no dependency is of its hub @%s" % (name, hub))
     py_binary(
         name = name,
         srcs = srcs or [main],

@@ -19,7 +19,7 @@ from install_hub import lock_entries, normal
 
 MODULE_RULES = {"module", "app_module"}
 TEST_RULES = {"module_test", "app_test"}
-MANAGED = MODULE_RULES | TEST_RULES | {"library"}
+MANAGED = MODULE_RULES | TEST_RULES | {"library", "app"}
 # Imports whose distribution has another name.
 DISTRIBUTIONS = {"PIL": "pillow", "megatron": "megatron-core", "tensorboardX": "tensorboardx"}
 LOCKS = {"pypi": "cpu"}
@@ -43,7 +43,9 @@ class Rule:
 
     @property
     def sources(self) -> list[str]:
-        """Its `srcs`, if they are spelled out."""
+        """Its `srcs` if they are spelled out, or a program's `main`."""
+        if self.kind == "app":
+            return [ast.literal_eval(self.attributes["main"])]
         return ast.literal_eval(self.attributes.get("srcs", "[]"))
 
 
@@ -199,7 +201,7 @@ def parse_build(text: str) -> tuple[str, list[Rule], list[str]]:
 def layout(rule: Rule) -> str:
     """The rule as buildifier would write it."""
     lines = [f'    name = "{rule.name}",\n']
-    first = ["size", "srcs", "args", "data", "env", "hub", "main", "tags", "visibility"]
+    first = ["size", "srcs", "main", "args", "data", "env", "hub", "tags", "visibility"]
     keys = sorted(rule.attributes, key=lambda key: (first.index(key) if key in first else len(first), key))
     lines += [f"    {key} = {rule.attributes[key]},\n" for key in keys]
     kept = [dep for dep in rule.kept if dep not in rule.deps]
@@ -218,8 +220,11 @@ def generate(tree: Tree, package: str) -> str:
     prefix = "app_" if package.startswith("apps/") else ""
     head, rules, others = parse_build((folder / "BUILD.bazel").read_text())
     known = {rule.name: rule for rule in rules}
+    programs = [rule for rule in rules if rule.kind == "app"]
     by_hand = [
-        rule for rule in rules if rule.sources and rule.kind != "library" and (folder / rule.sources[0]).exists()
+        rule
+        for rule in rules
+        if rule.sources and rule.kind not in ("library", "app") and (folder / rule.sources[0]).exists()
     ]
     # A rule that names its file is kept; further rules may name the same file (another hub, other attributes).
     named = {
@@ -227,6 +232,7 @@ def generate(tree: Tree, package: str) -> str:
         for rule in by_hand
         if (path := folder / rule.sources[0]).is_relative_to(root) and rule.name == target_of(path, root)
     }
+    named |= {path for rule in programs if (path := folder / rule.sources[0]) == root / f"{rule.name}.py"}
     made = list(by_hand)
     for path in sorted(root.rglob("*.py")):
         if path in named or path == root / "__init__.py" or (path.name == "__init__.py" and is_bare(path)):
@@ -244,8 +250,17 @@ def generate(tree: Tree, package: str) -> str:
     top = [rule for rule in rules if rule.kind == "library"]
     for rule in top:
         rule.deps = dependencies(tree, package, root / "__init__.py", rule.hub)
+    for rule in programs:
+        path = folder / rule.sources[0]
+        module = target_of(path, root) if path.is_relative_to(root) else ""
+        is_module = any(rule.name == module for rule in made)
+        rule.deps = [f'":{module}"'] if is_module else dependencies(tree, package, path, rule.hub)
     made.sort(key=lambda rule: (re.sub(r"(_gpu\d?|_tf\d+)?_test$", "~", rule.name), rule.name))
-    return head + "".join("\n" + layout(rule) for rule in [*top, *made]) + "".join("\n" + text for text in others)
+    return (
+        head
+        + "".join("\n" + layout(rule) for rule in [*top, *made, *programs])
+        + "".join("\n" + text for text in others)
+    )
 
 
 def main() -> int:
