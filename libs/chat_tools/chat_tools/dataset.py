@@ -117,7 +117,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError("parquet files need pyarrow: pip install 'chat_tools[data]'") from error
+        raise ValueError("parquet files need pyarrow: pip install 'tessera-chat-tools[data]'") from error
     number = 0
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
@@ -276,7 +276,7 @@ def write_parquet(examples: Iterable[Example], path: str | Path, rows_a_group: i
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError("parquet files need pyarrow: pip install 'chat_tools[data]'") from error
+        raise ValueError("parquet files need pyarrow: pip install 'tessera-chat-tools[data]'") from error
     integers, booleans = pa.list_(pa.int32()), pa.list_(pa.bool_())
     schema = pa.schema([("row", pa.int64()), ("input_ids", integers), ("loss_mask", booleans)])
     count = 0

@@ -25,7 +25,7 @@ def write_report(
     max_tokens: int = 1200,
     max_total_tokens: int = 120_000,
 ) -> Path:
-    """Write `report.html` into the run folder and return its path. Needs the extra `runlog[report]`.
+    """Write `report.html` into the run folder and return its path. Needs the extra `tessera-runlog[report]`.
 
     A curve keeps at most `max_points` points (means of equal stretches), the browser at most `max_episodes` episodes
     spread over the run and `max_total_tokens` tokens in all, an episode at most `max_tokens` (its middle is cut out).
@@ -35,7 +35,7 @@ def write_report(
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ValueError('the report needs "runlog[report]" (jinja2 and plotly); install it') from error
+        raise ValueError('the report needs "tessera-runlog[report]" (jinja2 and plotly); install it') from error
     run_dir = Path(run_dir)
     metrics = store.read_metrics(run_dir)
     if not metrics:

@@ -18,7 +18,7 @@ class RunLog:
 
     Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
     resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
-    needs the extra `runlog[tensorboard]`. Every line is flushed as it is written.
+    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ def _event_writer(folder: Path, resume_step: int | None) -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ValueError(
-            'TensorBoard events need "runlog[tensorboard]"; install it or pass tensorboard=False'
+            'TensorBoard events need "tessera-runlog[tensorboard]"; install it or pass tensorboard=False'
         ) from error
     purge = {} if resume_step is None else {"purge_step": resume_step + 1}
     return SummaryWriter(str(folder), **purge)
