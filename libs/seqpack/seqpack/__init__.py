@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from seqpack.batches.batch import check_batch as check_batch
     from seqpack.batches.batch import lengths as lengths
     from seqpack.batches.batch import make_batch as make_batch
+    from seqpack.batches.batch import view_batch as view_batch
+    from seqpack.batches.objective import Objective as Objective
     from seqpack.batches.packed import PackedBatch as PackedBatch
     from seqpack.batches.packed import pack_each as pack_each
     from seqpack.batches.packed import pack_sequences as pack_sequences
     from seqpack.batches.packed import unpack_sequences as unpack_sequences
     from seqpack.batches.packed import unpack_tokens as unpack_tokens
+    from seqpack.batches.view import BatchView as BatchView
+    from seqpack.batches.view import Totals as Totals
     from seqpack.planning.balancing import BalancePlan as BalancePlan
     from seqpack.planning.balancing import balance as balance
     from seqpack.planning.costs import SequenceCost as SequenceCost
@@ -31,10 +35,13 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "BalancePlan": "seqpack.planning.balancing",
+    "BatchView": "seqpack.batches.view",
     "MicroBatchPlan": "seqpack.planning.micro_batches",
+    "Objective": "seqpack.batches.objective",
     "PackPlan": "seqpack.planning.packing",
     "PackedBatch": "seqpack.batches.packed",
     "SequenceCost": "seqpack.planning.costs",
+    "Totals": "seqpack.batches.view",
     "alignment": "seqpack.planning.geometry",
     "balance": "seqpack.planning.balancing",
     "check_batch": "seqpack.batches.batch",
@@ -54,6 +61,7 @@ _EXPORTS = {
     "unbind": "seqpack.batches.algebra",
     "unpack_sequences": "seqpack.batches.packed",
     "unpack_tokens": "seqpack.batches.packed",
+    "view_batch": "seqpack.batches.batch",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from seqpack.batches.dicts import build, is_tensordict, leaf, leaves, map_leaves, size_of
-from seqpack.batches.jagged import is_jagged, join, pad, ragged, samples_of, select, unpad
+from seqpack.batches.dicts import build, is_tensordict, leaf, leaves, size_of, take
+from seqpack.batches.jagged import is_jagged, join, pad, ragged, samples_of, unpad
 from seqpack.batches.schema import TOKEN_KEYS
+from seqpack.batches.view import BatchView
 from seqpack.planning.checks import check_indices, check_lengths, check_positive_int
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Batch = TypeVar("Batch", Tensor, "TensorDict")
+Selectable = TypeVar("Selectable", Tensor, "TensorDict", BatchView)
 
 
 def num_samples(x: Any) -> int:
@@ -34,11 +36,16 @@ def num_samples(x: Any) -> int:
     raise ValueError(f"expected a tensor, a jagged NestedTensor or a TensorDict, got {type(x).__name__}")
 
 
-def index_select(x: Batch, indices: Sequence[int] | Tensor) -> Batch:
-    """Return the samples at `indices`, in that order, repeats allowed. ValueError names an index out of range."""
+def index_select(x: Selectable, indices: Sequence[int] | Tensor) -> Selectable:
+    """Return the samples at `indices`, in that order, repeats allowed. ValueError names an index out of range.
+
+    Of a `BatchView` the result is a view too, and no token is copied.
+    """
     if isinstance(indices, Tensor) and indices.dtype == torch.bool:
         raise ValueError("indices must be integers; turn a mask into indices with mask.nonzero().squeeze(1)")
-    return _take(x, check_indices(indices, num_samples(x)))
+    if isinstance(x, BatchView):
+        return x.select(indices)
+    return take(x, check_indices(indices, num_samples(x)))
 
 
 def split(x: Batch, sizes: int | Sequence[int]) -> list[Batch]:
@@ -55,7 +62,7 @@ def split(x: Batch, sizes: int | Sequence[int]) -> list[Batch]:
     if sum(counts) != total:
         raise ValueError(f"sizes add up to {sum(counts)}, the batch has {total} samples")
     ends = list(accumulate(counts))
-    return [_take(x, list(range(end - count, end))) for end, count in zip(ends, counts, strict=True)]
+    return [take(x, list(range(end - count, end))) for end, count in zip(ends, counts, strict=True)]
 
 
 def chunk(x: Batch, chunks: int) -> list[Batch]:
@@ -143,18 +150,6 @@ def from_padded(
     chosen = set(TOKEN_KEYS if keys is None else keys)
     cut = {k: unpad(v, sizes, ragged_dim) if k in chosen else v for k, v in leaves(x)}
     return build(cut, size, x.device)
-
-
-def _take(x: Any, indices: list[int]) -> Any:
-    if isinstance(x, list):
-        return [x[i] for i in indices]
-    if not isinstance(x, Tensor):
-        return map_leaves(x, lambda value: _take(value, indices), len(indices))
-    if x.is_nested:
-        return select(x, indices)
-    if indices and indices == list(range(indices[0], indices[0] + len(indices))):
-        return x.narrow(0, indices[0], len(indices))
-    return x.index_select(0, torch.tensor(indices, dtype=torch.int64, device=x.device))
 
 
 def _concat_tensors(tensors: list[Any]) -> Any:

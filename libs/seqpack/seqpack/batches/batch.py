@@ -1,7 +1,7 @@
 """Build and check the batch that all libraries exchange, a TensorDict of jagged tensors (`seqpack.batches.schema`)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,11 +9,12 @@ from torch import Tensor
 from seqpack.batches.dicts import build, is_tensordict, leaves, size_of
 from seqpack.batches.jagged import Ragged, is_jagged, jagged, ragged
 from seqpack.batches.schema import MEDIA_KEYS, SAMPLE_KEYS, TOKEN_KEYS
+from seqpack.batches.view import BatchView
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["check_batch", "jagged", "lengths", "make_batch"]
+__all__ = ["check_batch", "jagged", "lengths", "make_batch", "view_batch"]
 
 
 def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
@@ -37,29 +38,25 @@ def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
     return batch
 
 
-class Checked(NamedTuple):
-    """A batch that keeps the schema, taken apart: the lengths of its samples and, by key, what it holds.
-
-    A column is a jagged tensor's parts, a dense tensor, a list of per-sample Python values or a nested TensorDict.
-    """
-
-    lengths: list[int]
-    columns: dict[str, Any]
-    device: torch.device
-
-
-def lengths(batch: "TensorDict") -> list[int]:
+def lengths(batch: "TensorDict | BatchView") -> list[int]:
     """Return the number of tokens of each sample."""
+    if isinstance(batch, BatchView):
+        return list(batch.lengths)
     return _input_ids(batch).lengths
 
 
-def check_batch(batch: "TensorDict") -> None:
+def check_batch(batch: "TensorDict | BatchView") -> None:
     """Raise ValueError naming the key that breaks the schema: type, layout, lengths, or a trained first token."""
-    checked(batch)
+    view_batch(batch)
 
 
-def checked(batch: "TensorDict") -> Checked:
-    """Check the batch as `check_batch` does and return it taken apart, so that nobody need do that twice."""
+def view_batch(batch: "TensorDict | BatchView") -> BatchView:
+    """Check the batch as `check_batch` does and return it taken apart, so that nobody need do that twice.
+
+    A view is returned as it is: it was checked when it was made.
+    """
+    if isinstance(batch, BatchView):
+        return batch
     if not is_tensordict(batch):
         raise ValueError(f"a batch is a TensorDict, got {type(batch).__name__}")
     size = size_of(batch)
@@ -76,7 +73,7 @@ def checked(batch: "TensorDict") -> Checked:
         _check_entry(key, columns[key], sizes)
     if "loss_mask" in columns:
         _check_first_tokens(columns["loss_mask"])
-    return Checked(sizes, columns, ids.values.device)
+    return BatchView(tuple(sizes), columns, ids.values.device)
 
 
 def _input_ids(batch: "TensorDict") -> Ragged:

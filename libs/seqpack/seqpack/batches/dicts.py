@@ -1,12 +1,14 @@
 """The edge to tensordict: an optional package, imported where it is used, and refused when it is too old."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from seqpack.batches.jagged import select
+
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict, TensorDictBase
 
 OLDEST = (0, 15)
@@ -60,7 +62,7 @@ def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
     return ((key, leaf(td, key)) for key in td.keys())  # noqa: SIM118 - a TensorDict iterates over its batch
 
 
-def build(values: Mapping[str, Any], size: int, device: "torch.device | None" = None) -> "TensorDict":
+def build(values: Mapping[str, Any], size: int, device: torch.device | None = None) -> "TensorDict":
     """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are.
 
     `device` is the one that the TensorDict declares: one that declares none is consolidated on the host, wherever its
@@ -71,9 +73,17 @@ def build(values: Mapping[str, Any], size: int, device: "torch.device | None" = 
     return tensordict.TensorDict(wrapped, batch_size=[size], device=device)
 
 
-def map_leaves(td: "TensorDictBase", fn: Callable[[Any], Any], size: int) -> "TensorDict":
-    """Apply `fn` to every leaf and return the TensorDict of `size` samples."""
-    return build({key: fn(value) for key, value in leaves(td)}, size, td.device)
+def take(x: Any, indices: list[int]) -> Any:
+    """Return the samples at `indices` of a tensor, a jagged tensor, a list or a TensorDict of them."""
+    if isinstance(x, list):
+        return [x[i] for i in indices]
+    if not isinstance(x, Tensor):
+        return build({key: take(value, indices) for key, value in leaves(x)}, len(indices), x.device)
+    if x.is_nested:
+        return select(x, indices)
+    if indices and indices == list(range(indices[0], indices[0] + len(indices))):
+        return x.narrow(0, indices[0], len(indices))
+    return x.index_select(0, torch.tensor(indices, dtype=torch.int64, device=x.device))
 
 
 def _stack(tensordict: Any, values: list[Any]) -> Any:

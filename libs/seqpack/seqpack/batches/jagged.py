@@ -100,6 +100,14 @@ def samples_of(x: Tensor) -> list[Tensor]:
     return [parts.values.narrow(parts.dim, s, n) for s, n in zip(parts.starts, parts.lengths, strict=True)]
 
 
+def flattened(parts: Ragged) -> Tensor:
+    """Return the samples one after another along the ragged dimension; the values themselves where they lie so."""
+    if _dense(parts):
+        return parts.values
+    pieces = [parts.values.narrow(parts.dim, s, n) for s, n in zip(parts.starts, parts.lengths, strict=True)]
+    return torch.cat(pieces, dim=parts.dim) if pieces else parts.values.narrow(parts.dim, 0, 0)
+
+
 def select(x: Tensor, indices: Sequence[int]) -> Tensor:
     """Return the samples at `indices` in that order; a run of neighbours is a view, anything else a copy."""
     parts = ragged(x)

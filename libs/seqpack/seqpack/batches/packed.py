@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from seqpack.batches.batch import Checked, checked
+from seqpack.batches.batch import view_batch
 from seqpack.batches.dicts import build
 from seqpack.batches.jagged import Ragged, jagged_from_values
 from seqpack.batches.schema import MEDIA_KEYS
+from seqpack.batches.view import BatchView
 from seqpack.planning.checks import check_indices
 from seqpack.planning.geometry import PackedGeometry, packed_geometry
 
@@ -78,7 +79,7 @@ class PackedBatch:
 
 
 def pack_sequences(
-    batch: "TensorDict",
+    batch: "TensorDict | BatchView",
     indices: Sequence[int] | None = None,
     align: int = 1,
     bucket: int | Sequence[int] | None = None,
@@ -91,11 +92,11 @@ def pack_sequences(
     (False in the masks), or the value that `pad_values` names for a key. Raises ValueError as `check_batch` does,
     and for keys that are missing.
     """
-    return _pack(checked(batch), indices, align, bucket, keys, pad_values)
+    return _pack(view_batch(batch), indices, align, bucket, keys, pad_values)
 
 
 def pack_each(
-    batch: "TensorDict",
+    batch: "TensorDict | BatchView",
     rows: Iterable[Sequence[int]],
     align: int = 1,
     bucket: int | Sequence[int] | None = None,
@@ -107,12 +108,12 @@ def pack_each(
     For the micro-batches of a plan: checking costs about as much as packing one of them. The batch must not change
     before the last one is packed.
     """
-    parts = checked(batch)
+    parts = view_batch(batch)
     return (_pack(parts, indices, align, bucket, keys, pad_values) for indices in rows)
 
 
 def _pack(
-    batch: Checked,
+    batch: BatchView,
     indices: Sequence[int] | None,
     align: int,
     bucket: int | Sequence[int] | None,

@@ -112,8 +112,8 @@ def test_packing_each_is_packing_one_after_another(monkeypatch: pytest.MonkeyPat
     batch, rows = batch_of([3, 1, 4, 2]), [[2, 0], [], [1, 3, 1]]
     expected = [pack_sequences(batch, indices, align=2, pad_values={"input_ids": 7}) for indices in rows]
     checks = []
-    check = seqpack.batches.packed.checked
-    monkeypatch.setattr(seqpack.batches.packed, "checked", lambda b: (checks.append(b), check(b))[1])
+    check = seqpack.batches.packed.view_batch
+    monkeypatch.setattr(seqpack.batches.packed, "view_batch", lambda b: (checks.append(b), check(b))[1])
     packed = list(pack_each(batch, rows, align=2, pad_values={"input_ids": 7}))
     assert len(checks) == 1
     for one, other in zip(packed, expected, strict=True):
