@@ -94,7 +94,7 @@ class BatchView:
     def row_sums(self, flat: Tensor) -> Tensor:
         """Sum a tensor of one entry a token, shape (tokens,), over each sample: int64 for masks, (B,)."""
         values = flat.to(torch.int64) if flat.dtype == torch.bool else flat
-        rows = torch.repeat_interleave(torch.tensor(self.lengths, device=flat.device))
+        rows = torch.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64, device=flat.device))
         return values.new_zeros(len(self.lengths)).index_add(0, rows, values)
 
     def select(self, indices: Sequence[int] | Tensor) -> "BatchView":
@@ -128,7 +128,7 @@ def _trained(mask: Ragged) -> Tensor:
 
 
 def _count(mask: Ragged, group: Any) -> Totals:
-    rows = torch.repeat_interleave(torch.tensor(mask.lengths))
+    rows = torch.repeat_interleave(torch.tensor(mask.lengths, dtype=torch.int64))
     trained = torch.bincount(rows[_trained(mask).cpu()], minlength=len(mask.lengths)).tolist()
     groups = [] if group is None else group.tolist()
     used = {name for name, count in zip(groups, trained, strict=False) if count}
