@@ -1,15 +1,22 @@
 import json
+from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from apps.quickstart.arithmetic import addition
 from apps.quickstart.demonstrations import demonstration
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.config import DataConfig
+from apps.sft.conversations import Conversation, read_conversations
 from apps.sft.data import load_conversations, write_demonstrations
 from apps.sft.samples import sample_of
 
 TOKENIZER = build_tokenizer()
+ARGUMENTS = {"expression": "1+2"}
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+2"}'}}
 
 
@@ -46,7 +53,7 @@ def test_rows_are_split_and_what_is_left_out_is_counted(tmp_path):
     found = load_conversations(DataConfig(eval_share=0.2, max_tokens=100), path, TOKENIZER)
     assert len(found.train) + len(found.held_out) == 100
     assert 5 < len(found.held_out) < 40
-    assert sum(found.skipped.values()) == 2
+    assert sum(found.skipped.counts.values()) == 2
 
 
 def test_the_split_does_not_depend_on_the_order_of_the_rows(tmp_path):
@@ -65,11 +72,120 @@ def test_arguments_may_be_json_text(tmp_path):
     assert "<parameter=expression>\n1+2\n</parameter>" in trained_text(found.train[0])
 
 
+def yes_or_no(number, answer):
+    system = {"role": "system", "content": "Answer yes or no."}
+    return {"messages": [system, *chat(f"Is {number} odd?", answer)]}
+
+
+YES_NO = [yes_or_no(n, "yes" if n % 2 else "no") for n in range(400)]
+
+
+def texts(samples):
+    return [TOKENIZER.decode(sample["input_ids"]) for sample in samples]
+
+
+def test_rows_that_begin_and_end_alike_are_not_one(tmp_path):
+    """400 rows, one system prompt, two answers: 20 are held out, of both answers, and none is lost."""
+    found = load_conversations(DataConfig(), write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
+    assert (len(found.train), len(found.held_out), found.skipped.counts) == (380, 20, {})
+    for side in (found.train, found.held_out):
+        assert {trained_text(sample) for sample in side} == {"yes<|im_end|>", "no<|im_end|>"}
+
+
+def test_a_held_out_file_removes_the_identical_rows_alone_and_says_so(tmp_path):
+    held_out = write(tmp_path / "eval.jsonl", [*YES_NO[:3], yes_or_no(1000, "no")])
+    config = DataConfig(data=tmp_path / "a.jsonl", eval_data=held_out)
+    found = load_conversations(config, write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
+    assert (len(found.train), len(found.held_out)) == (397, 4)
+    assert list(found.skipped.counts.values()) == [3]
+    assert "left out 3 conversations: also in" in found.skipped.lines()[0]
+    assert "a.jsonl, row 1" in found.skipped.lines()[0]
+
+
+LONG = {"messages": chat("long", "x" * 300)}
+UNASKED = {"messages": [{"role": "user", "content": "and?"}]}
+ROWS = st.sampled_from([*YES_NO[:12], LONG, UNASKED])
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROWS, min_size=1, max_size=30), st.one_of(st.none(), st.lists(ROWS, min_size=1, max_size=10)))
+def test_counts_add_up_and_no_conversation_is_on_both_sides(tmp_path, rows, held_out):
+    config = DataConfig(max_tokens=100, eval_share=0.3)
+    if held_out is not None:
+        config = replace(config, data=tmp_path / "a.jsonl", eval_data=write(tmp_path / "eval.jsonl", held_out))
+    usable = {json.dumps(row) for row in rows if row not in (LONG, UNASKED)}
+    path = write(tmp_path / "a.jsonl", rows)
+    held = {json.dumps(row) for row in held_out or [] if row not in (LONG, UNASKED)}
+    enough = len(usable) >= 2 if held_out is None else held and usable - held
+    if not enough:
+        with pytest.raises(ValueError, match="too few"):
+            load_conversations(config, path, TOKENIZER)
+        return
+    found = load_conversations(config, path, TOKENIZER)
+    assert len(found.train) + len(found.held_out) + sum(found.skipped.counts.values()) == len(rows) + len(
+        held_out or []
+    )
+    assert not set(texts(found.train)) & set(texts(found.held_out))
+
+
+@given(st.permutations(["role", "content", "name"]))
+def test_a_key_is_of_the_content_and_the_same_in_every_run(order):
+    message = {"role": "user", "content": "\u00e9\ud800", "name": "x"}
+    conversation = Conversation(1, ({name: message[name] for name in order},))
+    assert conversation.key == "007b910a2ebd273d1bad7d9a8871dcb2"
+    assert replace(conversation, row=2).key == conversation.key
+    assert replace(conversation, tools=({"name": "f"},)).key != conversation.key
+
+
+@given(st.integers(0, 3), st.sampled_from(["role", "content"]))
+def test_every_message_counts(at, field):
+    messages = [{"role": "user", "content": f"{n}"} for n in range(4)]
+    changed = [dict(message) for message in messages]
+    changed[at][field] += "x"
+    assert Conversation(1, tuple(messages)).key != Conversation(1, tuple(changed)).key
+
+
+def test_a_row_whose_mask_is_not_proven_is_dropped_and_counted(tmp_path, monkeypatch):
+    """A template that writes the answer twice: which of the two the assistant wrote can't be proven."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and 'odd' in messages[0].content %}"
+        "{{ m.content|upper }}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"messages": chat(f"question {i}", "yes")} for i in range(20)]
+    rows += [{"messages": chat(f"is {i} odd?", "yes")} for i in range(5)]
+    found = load_conversations(DataConfig(eval_share=0.2), write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert len(found.train) + len(found.held_out) == 20
+    (reason,) = found.skipped.counts
+    assert "can't be proven" in reason
+    assert found.skipped.counts[reason] == 5
+    assert "row 21" in found.skipped.lines()[0]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"conversation": []}, "no column 'messages'.*--messages-column"),
         ({"messages": "hello"}, "expected a list of messages"),
+        ({"messages": []}, "an empty one"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1: content must be a text"),
+        ({"messages": [{"role": "user"}]}, "message 1: it has neither"),
+        (
+            {"messages": chat([{"type": "image"}, {"type": "text", "text": "1+1="}], "2")},
+            "message 1: a part of kind 'image'",
+        ),
+        ({"messages": chat(["1+1="], "2")}, "message 1: a part of kind 'str'"),
+        ({"messages": chat("a<image>b", "2"), "images": ["x.png"]}, "'images' holds media"),
+        ({"messages": chat("a", "b"), "tools": 3}, "expected a list of tools"),
+        ({"messages": chat("a", "b"), "tools": "["}, "'tools'.*is not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": "f(1)"}]}, "tool_calls must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f(1)"]}]}, "must be an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "a function with a name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+            "must be an object",
+        ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "a message needs a role"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "late"}]},
@@ -82,13 +198,13 @@ def test_arguments_may_be_json_text(tmp_path):
                     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
                 ]
             },
-            "are not JSON",
+            "is not JSON",
         ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, message):
     path = write(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}, row])
-    with pytest.raises(ValueError, match=f"row 2.*{message}"):
+    with pytest.raises(ValueError, match=f"a.jsonl, row 2.*{message}"):
         load_conversations(DataConfig(), path, TOKENIZER)
 
 
@@ -97,4 +213,31 @@ def test_demonstrations_are_a_file_like_any_other(tmp_path):
     path = write_demonstrations(config, 0, tmp_path / "demonstrations.jsonl")
     found = load_conversations(config, path, TOKENIZER)
     assert len(found.train) + len(found.held_out) == 64
-    assert not found.skipped
+    assert not found.skipped.counts
+
+
+def test_a_parquet_file_reads_like_json_lines(tmp_path):
+    """Arrow gives each message the keys of all, null where a row has none: those are no content."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "c1"}]}
+    rows = [{"messages": chat(f"question {i}", "yes") if i % 2 else [chat(str(i), "")[0], call]} for i in range(40)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    config = DataConfig(eval_share=0.3)
+    first = load_conversations(config, write(tmp_path / "a.jsonl", rows), TOKENIZER)
+    second = load_conversations(config, tmp_path / "a.parquet", TOKENIZER)
+    assert texts(first.train) == texts(second.train)
+    assert texts(first.held_out) == texts(second.held_out)
+
+
+def test_messages_and_calls_may_be_json_text(tmp_path):
+    rows = [{"messages": chat(f"question {i}", "yes"), "tools": []} for i in range(40)]
+    packed = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    first = load_conversations(DataConfig(), write(tmp_path / "a.jsonl", rows), TOKENIZER)
+    second = load_conversations(DataConfig(), write(tmp_path / "b.jsonl", packed), TOKENIZER)
+    assert texts(first.held_out) == texts(second.held_out)
+
+
+def test_the_ids_of_calls_are_kept(tmp_path):
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": "call_7"}]}]}]
+    (conversation,) = read_conversations(write(tmp_path / "a.jsonl", rows), "messages", "tools")
+    (call,) = conversation.messages[0]["tool_calls"]
+    assert call == {"id": "call_7", "type": "function", "function": {"name": "calculator", "arguments": ARGUMENTS}}

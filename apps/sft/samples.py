@@ -13,15 +13,22 @@ from seqpack.batches.batch import make_batch
 Sample = Mapping[str, Any]
 
 
+class UnprovenMaskError(ValueError):
+    """A conversation of which it can't be proven which tokens are the assistant's; the text says why."""
+
+
 def sample_of(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
 ) -> Sample:
-    """One conversation rendered by the tokenizer's own chat template.
+    """Render one conversation by the tokenizer's own chat template.
 
     Raises:
-        ValueError: the template refuses the messages, or nothing in them can be trained.
+        UnprovenMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
+        ValueError, jinja2.TemplateError: the template refuses the messages.
     """
     rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None)
+    if rendered.problems:
+        raise UnprovenMaskError(rendered.problems[0])
     return as_sample(rendered.ids, rendered.assistant_mask)
 
 

@@ -86,8 +86,8 @@ def _steps(
     before = after = held_out_loss(engine, held_out)
     if done == 0:
         log.step(0, {"eval/loss": before}, {"held-out loss": before})
-    for reason, count in conversations.skipped.items():
-        log.note(f"skipped {count} conversations: {reason}")
+    for line in conversations.skipped.lines():
+        log.note(line)
     batch_at = batches(conversations.train, config.batch_size, config.seed)
     clock = time.perf_counter()
     for step, metrics in fit(engine, batch_at, config.objective, config.steps, start=done):

@@ -1,0 +1,37 @@
+"""Which samples are trained on and which are held out, by the keys of their conversations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apps.common.split import held_out_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Indices of the samples on either side, and of those left out because they are in the held-out file too.
+
+    Every index is in exactly one of the three, in order; no key is in both `train` and `held_out`.
+    """
+
+    train: tuple[int, ...]
+    held_out: tuple[int, ...]
+    removed: tuple[int, ...] = ()
+
+
+def split_off(keys: Sequence[str], share: float) -> Split:
+    """Hold out about `share` of the different keys; samples of equal keys stay on one side."""
+    chosen = held_out_keys(keys, share) if keys else set()
+    return Split(
+        tuple(i for i, key in enumerate(keys) if key not in chosen),
+        tuple(i for i, key in enumerate(keys) if key in chosen),
+    )
+
+
+def split_against(keys: Sequence[str], held_out: Sequence[str]) -> Split:
+    """Remove from `keys` exactly those that are in `held_out`, a file of its own (indices count in its own list)."""
+    asked = set(held_out)
+    return Split(
+        tuple(i for i, key in enumerate(keys) if key not in asked),
+        tuple(range(len(held_out))),
+        tuple(i for i, key in enumerate(keys) if key in asked),
+    )
