@@ -16,7 +16,7 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.launch import launch
-from engines.packed_model import adapt_for_packing, packed_logits
+from engines.packing.model import adapt_for_packing, packed_logits
 from objectives import GRPO, SFT
 from seqpack.batches.batch import make_batch
 from seqpack.ops import backends

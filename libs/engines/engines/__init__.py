@@ -8,21 +8,21 @@ if TYPE_CHECKING:
     from engines.capability import No as No
     from engines.capability import Yes as Yes
     from engines.config import EngineConfig as EngineConfig
-    from engines.packed_context import PackedContext as PackedContext
-    from engines.packed_model import Adaptation as Adaptation
-    from engines.packed_model import adapt_for_packing as adapt_for_packing
+    from engines.packing.context import PackedContext as PackedContext
+    from engines.packing.model import Adaptation as Adaptation
+    from engines.packing.model import adapt_for_packing as adapt_for_packing
     from engines.protocol import TrainEngine as TrainEngine
-    from engines.weights import WeightPiece as WeightPiece
+    from engines.weights.pieces import WeightPiece as WeightPiece
 
 _EXPORTS = {
-    "Adaptation": "engines.packed_model",
+    "Adaptation": "engines.packing.model",
     "EngineConfig": "engines.config",
     "No": "engines.capability",
-    "PackedContext": "engines.packed_context",
+    "PackedContext": "engines.packing.context",
     "TrainEngine": "engines.protocol",
-    "WeightPiece": "engines.weights",
+    "WeightPiece": "engines.weights.pieces",
     "Yes": "engines.capability",
-    "adapt_for_packing": "engines.packed_model",
+    "adapt_for_packing": "engines.packing.model",
     "build_engine": "engines.build",
 }
 __all__ = [

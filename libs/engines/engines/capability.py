@@ -35,7 +35,7 @@ FSDP2: dict[str, Yes | No] = {
     "context_parallel": Yes("context_parallel_test: static and dynamic equal one process, on 2 and 4 ranks"),
     "tensor_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
-    "moe": Yes("packed_model_test: Qwen3.5 MoE is isolated when packed"),
+    "moe": Yes("packing/model_test: Qwen3.5 MoE is isolated when packed"),
     "expert_parallel": No("experts are sharded like other weights, not placed"),
     "bfloat16": Yes("fsdp2_test: a bfloat16 step"),
     "gradient_checkpointing": Yes("fsdp2_test: same gradients"),
@@ -44,7 +44,7 @@ FSDP2: dict[str, Yes | No] = {
     "lora": No("adapters are not implemented yet"),
     "async_save": No("save() waits for the disk"),
     "vision": No("text models only: batches with images are refused"),
-    "multi_axis_positions": Yes("packed_model_test: MRoPE positions of a batch reach the rotary embedding"),
+    "multi_axis_positions": Yes("packing/model_test: MRoPE positions of a batch reach the rotary embedding"),
 }
 
 

@@ -25,7 +25,7 @@ from dyncp.planning.planner import plan, static_plan
 from dyncp.planning.sizes import Layout, sequence_align
 from dyncp.sharding.layout import Sharding
 from engines.config import EngineConfig, parse_context_parallel
-from engines.packed_context import PackedContext, positions_of
+from engines.packing.context import PackedContext, positions_of
 from engines.strategy import ModelInputs, PackedRows, StepPlan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ShardedOps:
-    """The operations that mix tokens, over one group's shards: `engines.packed_context.PackedOps`."""
+    """The operations that mix tokens, over one group's shards: `engines.packing.context.PackedOps`."""
 
     def __init__(self, sharding: Sharding, group: dist.ProcessGroup, method: Method) -> None:
         self.sharding = sharding

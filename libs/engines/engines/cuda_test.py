@@ -7,8 +7,8 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
-from engines.packed_context import PackedContext
-from engines.packed_model import adapt_for_packing, packed_hidden, packed_logits
+from engines.packing.context import PackedContext
+from engines.packing.model import adapt_for_packing, packed_hidden, packed_logits
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.ops import backends

@@ -20,12 +20,12 @@ from engines.launch import ensure_group
 from engines.loading import compute_dtype, load_model, resolve_device
 from engines.metrics import MetricSum, check_agreement
 from engines.optimizer import build_optimizer, clip_gradients
-from engines.packed_model import adapt_for_packing
+from engines.packing.model import adapt_for_packing
 from engines.protocol import Objective, StepTotals
 from engines.schedule import learning_rate
 from engines.scorer import TokenScorer
 from engines.strategy import PackedRows, PaddedRows, Strategy
-from engines.weights import WeightPiece, pieces
+from engines.weights.pieces import WeightPiece, pieces
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from engines.capability import No, Yes
-from engines.weights import WeightPiece
+from engines.weights.pieces import WeightPiece
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engines.log_probs import token_log_probs
-from engines.packed_model import packed_hidden
+from engines.packing.model import packed_hidden
 from engines.strategy import ModelInputs
 
 

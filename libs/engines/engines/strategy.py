@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engines.packed_context import LocalOps, PackedContext, PackedOps, positions_of
+from engines.packing.context import LocalOps, PackedContext, PackedOps, positions_of
 
 if TYPE_CHECKING:
     from seqpack.batches.packed import PackedBatch

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from engines.delta_net import packed_forward_of
-from engines.packed_context import PackedContext, PackedOps
+from engines.packing.context import PackedContext, PackedOps
+from engines.packing.delta_net import packed_forward_of
 
 if TYPE_CHECKING:
     from seqpack.batches.packed import PackedBatch

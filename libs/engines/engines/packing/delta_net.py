@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.packed_context import PackedContext
+from engines.packing.context import PackedContext
 
 PackedForward = Callable[[Any, Tensor, PackedContext], Tensor]
 

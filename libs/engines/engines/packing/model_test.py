@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from engines.packed_context import PackedContext
-from engines.packed_model import adapt_for_packing, packed_hidden, packed_logits
+from engines.packing.context import PackedContext
+from engines.packing.model import adapt_for_packing, packed_hidden, packed_logits
 from engines.tiny import tiny_batch, tiny_model
 from seqpack.batches.packed import pack_sequences
 from seqpack.testing import assert_packing_isolated

@@ -1,0 +1,1 @@
+"""Weights between a live model and files: names, dtypes, pieces."""
