@@ -16,6 +16,8 @@ def _pip_hub_impl(ctx):
         "--lock=" + str(lock),
         "--target=" + str(ctx.path("")),
     ] + ["--local-build=" + name for name in ctx.attr.local_builds]
+    if ctx.attr.data_only:
+        command.append("--data-only")
     if ctx.attr.fallback_lock:
         command.append("--fallback-lock=" + str(ctx.path(ctx.attr.fallback_lock)))
     ctx.report_progress("pip installs the packages of " + lock.basename)
@@ -26,6 +28,7 @@ def _pip_hub_impl(ctx):
 _pip_hub = repository_rule(
     implementation = _pip_hub_impl,
     attrs = {
+        "data_only": attr.bool(),
         "fallback_lock": attr.label(allow_single_file = True),
         "local_builds": attr.string_list(),
         "lock": attr.label(allow_single_file = True, mandatory = True),
@@ -35,7 +38,7 @@ _pip_hub = repository_rule(
     environ = ["TESSERA_HUB"],
 )
 
-def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants = {}):
+def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants = {}, data_only = False):
     """Declares the hub `@name`.
 
     Args:
@@ -45,10 +48,12 @@ def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants
         build (of torch) than the lock was made for.
       local_builds: packages of which this machine's pip may prefer a build of its own (torch +cpu); the lock lists the
         hashes of all that are accepted.
+      data_only: the lock's packages are read as files and never imported: what they need is left out.
       variants: lock files by the value of $TESSERA_HUB, used in place of `lock` (--config=cuda).
     """
     _pip_hub(
         name = name,
+        data_only = data_only,
         lock = lock,
         fallback_lock = fallback_lock,
         local_builds = local_builds,

@@ -136,11 +136,13 @@ class Wheels:
             self.versions[name] = metadata["Version"]
             if name == "packaging":
                 sys.path.insert(0, str(path))
-        if "packaging" not in self.requires:
-            sys.exit("a lock file must hold the distribution `packaging`: its markers are read with it")
 
     def direct(self, name: str, extra: str) -> set[tuple[str, str]]:
         """What (distribution, extra) needs on this machine, as such pairs."""
+        if not self.requires[name]:
+            return set()
+        if "packaging" not in self.requires:
+            sys.exit("a lock file must hold the distribution `packaging`: its markers are read with it")
         from packaging.requirements import Requirement
 
         found = set()
@@ -225,15 +227,20 @@ def main() -> None:
     parser.add_argument("--lock", required=True, type=Path)
     parser.add_argument("--fallback-lock", type=Path)
     parser.add_argument("--local-build", action="append", default=[])
+    parser.add_argument("--data-only", action="store_true")
     parser.add_argument("--target", required=True, type=Path)
     args = parser.parse_args()
     pip = pip_command(args.target)
     (args.target / "wheels").mkdir()
     entries = lock_entries(args.lock)
-    for name in args.local_build:
+    for name in set(args.local_build) & entries.keys():
         download_local_build(pip, entries.pop(name), args.target)
     download(pip, entries, args.target)
-    wheels = complete(pip, args.target, args.fallback_lock)
+    wheels = Wheels(args.target / "wheels")
+    if args.data_only:
+        wheels.requires = {name: [] for name in wheels.requires}
+    else:
+        wheels = complete(pip, args.target, args.fallback_lock)
     names = install(pip, args.target)
     (args.target / "wanted.txt").unlink()
     (args.target / "BUILD.bazel").write_text(ROOT_BUILD)

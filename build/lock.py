@@ -24,24 +24,27 @@ CUDA_ONLY = re.compile(r"(nvidia-.*|cuda-.*|triton)$")
 
 @dataclass(frozen=True)
 class Hub:
-    """One lock file: where its wishes stand, and whether the CUDA libraries stay in."""
+    """One lock file: where its wishes stand, whether the CUDA libraries stay in, and whether only files are wanted."""
 
     source: str
     cuda: bool = False
+    data_only: bool = False  # the packages alone, for files in them; what they would need to run is left out
 
 
 HUBS = {
     "cpu": Hub("requirements.in"),
     "cuda": Hub("requirements.in", cuda=True),
     "tf517": Hub("requirements_tf517.in"),
+    "templates": Hub("requirements_templates.in", data_only=True),
 }
 
 
-def resolve(uv: Path, source: Path) -> dict[str, str]:
+def resolve(uv: Path, source: Path, data_only: bool) -> dict[str, str]:
     """Lock entries with all hashes; no comment and no registry's name among them."""
     target = ["--python-version", PYTHON, "--python-platform", "x86_64-unknown-linux-gnu"]
     plain = ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-config"]
-    command = [str(uv), "pip", "compile", "-q", *target, *plain, str(source)]
+    alone = ["--no-deps"] if data_only else []
+    command = [str(uv), "pip", "compile", "-q", *target, *plain, *alone, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{source.name} cannot be resolved:\n{done.stderr}")
@@ -76,6 +79,7 @@ def write_lock(path: Path, hub: Hub, entries: dict[str, str], pip: list[str]) ->
     """Writes one lock file."""
     if not hub.cuda:
         entries = {name: text for name, text in entries.items() if not CUDA_ONLY.match(name)}
+    if not hub.cuda and "torch" in entries:
         before = lock_entries(path).get("torch", "") if path.exists() else ""
         pinned = entries["torch"].split()[0]
         entries["torch"] = with_local_builds(entries["torch"], before, preferred_build(pip, pinned))
@@ -95,7 +99,7 @@ def main(names: list[str]) -> None:
         subprocess.run([*pip, "install", "-q", UV], check=True)
         for name in names or HUBS:
             hub = HUBS[name]
-            entries = resolve(Path(folder) / "bin/uv", build / hub.source)
+            entries = resolve(Path(folder) / "bin/uv", build / hub.source, hub.data_only)
             write_lock(build / "locks" / f"{name}.txt", hub, entries, pip)
 
 
