@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from seqpack.planning.balancing import BalancePlan as BalancePlan
     from seqpack.planning.balancing import balance as balance
     from seqpack.planning.costs import SequenceCost as SequenceCost
+    from seqpack.planning.family_flops import model_flops as model_flops
+    from seqpack.planning.flops import LayerFlops as LayerFlops
+    from seqpack.planning.flops import ModelFlops as ModelFlops
     from seqpack.planning.geometry import alignment as alignment
     from seqpack.planning.geometry import packed_geometry as packed_geometry
     from seqpack.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "BalancePlan": "seqpack.planning.balancing",
     "BatchView": "seqpack.batches.view",
+    "LayerFlops": "seqpack.planning.flops",
     "MicroBatchPlan": "seqpack.planning.micro_batches",
+    "ModelFlops": "seqpack.planning.flops",
     "Objective": "seqpack.batches.objective",
     "PackPlan": "seqpack.planning.packing",
     "PackedBatch": "seqpack.batches.packed",
@@ -51,6 +56,7 @@ _EXPORTS = {
     "index_select": "seqpack.batches.algebra",
     "lengths": "seqpack.batches.batch",
     "make_batch": "seqpack.batches.batch",
+    "model_flops": "seqpack.planning.family_flops",
     "pack": "seqpack.planning.packing",
     "pack_each": "seqpack.batches.packed",
     "pack_sequences": "seqpack.batches.packed",

@@ -1,12 +1,16 @@
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from seqpack.planning.costs import SequenceCost
+from seqpack.planning.family_flops import model_flops
+from seqpack.planning.flops import GDN_CHUNK
 
 SIZES = {
     "vocab_size": 96,
@@ -27,6 +31,20 @@ GDN = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of the rotary part
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **EXPERTS,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 16},
@@ -37,8 +55,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 3},
     "qwen3_next": {"num_experts": 4, **EXPERTS, **GDN, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING},
     "qwen3_5_text": GDN,
     "qwen3_5_moe_text": {"num_experts": 4, **EXPERTS, **GDN, "shared_expert_intermediate_size": 40},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 20},
 }
 
 
@@ -66,7 +87,7 @@ def test_equals_the_flop_counter_on_a_real_model(family: str) -> None:
         assert cost(length) == pytest.approx(counted(model.eval(), length), rel=0.0005), length
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "llama"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama"])
 def test_pairs_equal_the_mask_of_the_real_model(family: str) -> None:
     config = config_of(family)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -77,6 +98,46 @@ def test_pairs_equal_the_mask_of_the_real_model(family: str) -> None:
         per_pair = 4 * 4 * 32
         seen = sum(int((layer[0, 0] > 0).sum()) for layer in out.attentions)
         assert cost(length) - cost.per_token * length == per_pair * seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_equal_what_the_real_model_hands_to_attention_and_keeps_as_state(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, seen = config_of(family), []
+
+    def recorded(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        seen.append((q.shape[1], k.shape[1], v.shape[1], q.shape[3], k.shape[3], v.shape[3]))
+        return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    name = type(model).__module__
+    monkeypatch.setattr(sys.modules[name], "eager_attention_forward", recorded)
+    with torch.no_grad():
+        cache = model(torch.arange(12).unsqueeze(0), use_cache=True).past_key_values
+    flops = model_flops(config)
+    assert len(flops.layers) == len(cache.layers) == config.num_hidden_layers
+    attention = [layer for layer in flops.layers if layer.kind != "linear_attention"]
+    assert seen == [(x.heads, x.kv_heads, x.kv_heads, x.key_dim, x.key_dim, x.value_dim) for x in attention]
+    for layer in attention:
+        assert layer.query_width == layer.heads * layer.key_dim
+        assert layer.kv_width == layer.kv_heads * (layer.key_dim + layer.value_dim)
+        assert layer.state_size == 0
+    for layer, kept in zip(flops.layers, cache.layers, strict=True):
+        if layer.kind == "linear_attention":
+            assert kept.recurrent_states[0].shape == (1, layer.heads, layer.key_dim, layer.value_dim)
+            assert layer.state_size == kept.recurrent_states[0].numel()
+            mixed = 2 * layer.kv_heads * layer.key_dim + layer.heads * layer.value_dim
+            assert kept.conv_states[0].shape[1] == mixed
+
+
+def test_the_layers_add_up_to_the_cost_of_a_sequence() -> None:
+    for family in FAMILIES:
+        flops, cost = model_flops(config_of(family)), SequenceCost.from_config(config_of(family))
+        whole = 10 * GDN_CHUNK  # whole chunks, so that a token's share of a chunk is a whole one
+        pairs = sum(flop * cost.pairs(whole, window) for window, flop in flops.pairs.items())
+        assert cost(whole) == pytest.approx((flops.linear + flops.recurrent) * whole + pairs)
+        assert sum(len(flops.of_kind(kind)) for kind in {layer.kind for layer in flops.layers}) == len(flops.layers)
 
 
 def test_a_short_sequence_is_linear_and_a_long_one_quadratic() -> None:
@@ -103,12 +164,26 @@ def test_head_and_text_part_of_a_multimodal_config() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (SimpleNamespace(model_type="gpt2"), "no cost model for model_type 'gpt2'"),
-        (SimpleNamespace(), "no cost model for model_type None"),
+        (SimpleNamespace(model_type="gpt2"), "no count of FLOPs for model_type 'gpt2'"),
+        (SimpleNamespace(), "no count of FLOPs for model_type None"),
         (SimpleNamespace(model_type="llama", layer_types=["mamba"]), r"no cost model for layer_types\[0\] = 'mamba'"),
         (
             SimpleNamespace(model_type="llama", layer_types=["sliding_attention"], sliding_window=None),
             r"layer_types\[0\] is 'sliding_attention', but sliding_window is not set",
+        ),
+        (
+            SimpleNamespace(model_type="llama", layer_types=["full_attention"], num_hidden_layers=2),
+            "layer_types names 1 layers, num_hidden_layers is 2",
+        ),
+        (
+            SimpleNamespace(**SIZES | {"num_hidden_layers": 1}, model_type="llama", layer_types=["linear_attention"]),
+            "llama has no linear attention",
+        ),
+        (
+            SimpleNamespace(
+                model_type="deepseek_v3", layer_types=["sliding_attention"], sliding_window=4, num_hidden_layers=1
+            ),
+            "deepseek_v3 has latent attention alone",
         ),
     ],
 )
