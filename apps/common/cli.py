@@ -22,17 +22,20 @@ def user_directory() -> None:
         os.chdir(directory)
 
 
-def parse(kind: type[C], recipes: Mapping[str, C], argv: Sequence[str], prog: str, runs: Path) -> C:
+def parse(
+    kind: type[C], recipes: Mapping[str, C], argv: Sequence[str], prog: str, runs: Path, usual: str = "quickstart"
+) -> C:
     """The configuration that `argv` asks for.
 
-    `--recipe NAME` picks the defaults; `--resume` takes them from the run in `--run-dir`, or from the newest one under
-    `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the program.
+    `--recipe NAME` picks the defaults (`usual` without it); `--resume` takes them from the run in `--run-dir`, or from
+    the newest one under `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the
+    program.
 
     Raises:
         SystemExit: with status 2 and a message that names the nearest valid spelling, for anything that can't be taken.
     """
     user_directory()
-    recipe = _peek(argv, "--recipe") or next(iter(recipes))
+    recipe = _peek(argv, "--recipe") or usual
     if recipe not in recipes:
         near = difflib.get_close_matches(recipe, recipes, n=1)
         _refuse(
@@ -57,8 +60,8 @@ def main(run: Callable[[], Any]) -> None:
         run()
     except ValueError as error:
         _refuse(str(error))
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; continue with --resume\n")
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"{stop or 'stopped'}\n")
         raise SystemExit(130) from None
 
 

@@ -28,7 +28,7 @@ RECIPES = {"small": Config(), "large": Config(recipe="large", steps=100)}
 
 
 def run(*argv, runs=Path("nowhere")):
-    return parse(Config, RECIPES, argv, "app", runs)
+    return parse(Config, RECIPES, argv, "app", runs, usual="small")
 
 
 def test_no_flags_give_the_first_recipe():

@@ -1,6 +1,7 @@
 """Configurations as files: nested frozen dataclasses to JSON and back, nothing lost and nothing unknown accepted."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ CONFIG_NAME = "config.json"
 def _converter() -> cattrs.Converter:
     converter = make_converter(forbid_extra_keys=True)
     converter.register_unstructure_hook(Path, str)
-    converter.register_structure_hook(Path, lambda value, _: Path(value))
+    converter.register_structure_hook(Path, lambda value, _: Path(str(value)))
     return converter
 
 
@@ -28,6 +29,14 @@ def dump_config(config: Any) -> str:
     return json.dumps(as_plain(config), indent=2, ensure_ascii=False) + "\n"
 
 
+def write_config(config: Any, run_dir: Path) -> None:
+    """Write CONFIG_NAME into the run folder: the old file or the new one is there at any time, whole."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / (CONFIG_NAME + ".writing")
+    temporary.write_text(dump_config(config), encoding="utf-8")
+    os.replace(temporary, run_dir / CONFIG_NAME)
+
+
 def load_config(kind: type[C], path: Path) -> C:
     """Read back what `dump_config` wrote.
 
@@ -36,6 +45,8 @@ def load_config(kind: type[C], path: Path) -> C:
     """
     try:
         return _converter().structure(json.loads(path.read_text(encoding="utf-8")), kind)
-    except (cattrs.BaseValidationError, json.JSONDecodeError) as error:
-        reasons = cattrs.transform_error(error) if isinstance(error, cattrs.BaseValidationError) else [str(error)]
-        raise ValueError(f"{path} doesn't describe a run of this version: {'; '.join(reasons)}") from error
+    except cattrs.BaseValidationError as error:
+        reasons = "; ".join(cattrs.transform_error(error))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        reasons = str(error)
+    raise ValueError(f"{path} doesn't describe a run of this version: {reasons}")

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,6 @@ def read_rows(path: Path) -> list[Row]:
     if not rows:
         raise ValueError(f"{path}: the file has no rows")
     return rows
-
-
-def split_by_length(prompts: Sequence[Prompt], tokens: Iterable[int], limit: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts of at most `limit` tokens, and the longer ones; `tokens` counts them in the same order."""
-    kept: list[Prompt] = []
-    skipped: list[Prompt] = []
-    for prompt, count in zip(prompts, tokens, strict=True):
-        (kept if count <= limit else skipped).append(prompt)
-    return kept, skipped
 
 
 def _read_jsonl(path: Path) -> list[Row]:

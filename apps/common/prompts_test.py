@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from apps.common.prompts import read_prompts, split_by_length
+from apps.common.prompts import read_prompts
 
 
 def write(path, rows):
@@ -58,9 +58,3 @@ def test_a_missing_file_names_its_neighbour(tmp_path):
     write(tmp_path / "train.jsonl", [{}])
     with pytest.raises(ValueError, match=r"no such data file.*did you mean train\.jsonl"):
         read_prompts(tmp_path / "trian.jsonl", "question", "answer")
-
-
-def test_long_prompts_are_told_apart(tmp_path):
-    prompts = read_prompts(write(tmp_path / "a.jsonl", [{"q": str(i), "a": i} for i in range(3)]), "q", "a")
-    kept, skipped = split_by_length(prompts, [5, 6, 7], 6)
-    assert ([p.row for p in kept], [p.row for p in skipped]) == ([1, 2], [3])

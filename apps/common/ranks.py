@@ -15,7 +15,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def gather_lists(mine: list[T]) -> list[T]:
-    """The lists of all ranks, joined in order of rank, on every rank."""
+    """Join the lists of all ranks in order of rank, on every rank."""
     rank, world = rank_and_world()
     if world == 1:
         return mine
@@ -25,8 +25,13 @@ def gather_lists(mine: list[T]) -> list[T]:
     return [item for part in lists for item in part]
 
 
-def settle(threads: int, seed: int) -> None:
-    """Threads and global seeds of this rank, before anything is built."""
+def from_rank_0(value: T) -> T:
+    """Rank 0's value on every rank: for what a rank reads from a disk that others may see later or not at all."""
+    return gather_lists([value])[0]
+
+
+def init_rank(threads: int, seed: int) -> None:
+    """Set this rank's threads and global seeds, before anything is built."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     random.seed(seed)

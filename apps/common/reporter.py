@@ -1,23 +1,29 @@
 """A run's log on rank 0 and silence on the others, so that the loops need not ask who they are."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from apps.common.ranks import rank_and_world
-from runlog import Progress, RunLog, write_report
+from apps.common.run_dir import how_to_go_on
+from runlog import Progress, RunLog, read_metrics, write_report
 
 
 class Reporter:
-    """Metrics, episodes and live progress of a loop of `total` steps; a context manager."""
+    """Metrics, episodes and live progress of a loop of `total` steps; a context manager.
+
+    `resume_step`: None for a new run; for a resumed one the steps that its checkpoint holds. Rows of later steps are
+    dropped, and with 0 every row is: that run begins anew.
+    """
 
     def __init__(
         self, run_dir: Path, config: Mapping[str, Any], total: int, label: str, resume_step: int | None = None
     ) -> None:
         self.run_dir = run_dir
-        self._log = RunLog(run_dir, config, resume_step) if rank_and_world()[0] == 0 else None
+        keep_until = -1 if resume_step == 0 else resume_step
+        self._log = RunLog(run_dir, config, keep_until) if rank_and_world()[0] == 0 else None
         self._total, self._label, self._start = total, label, resume_step or 0
         self._stack = ExitStack()
         self._progress: Progress | None = None
@@ -34,23 +40,45 @@ class Reporter:
         self._stack.__exit__(kind, error, trace)
 
     def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
-        """One row of metrics; `shown` is what the progress line says."""
+        """Log one row of metrics; `shown` is what the progress line says."""
         if self._log is not None and self._progress is not None:
             self._log.metrics(step, metrics)
             self._progress.update(step, shown)
 
     def episode(self, episode: Mapping[str, Any]) -> None:
-        """One sampled episode for the report's browser."""
+        """Log one sampled episode for the report's browser."""
         if self._log is not None:
             self._log.episode(episode)
 
     def note(self, text: str) -> None:
-        """A line above the progress."""
+        """Print a line above the progress."""
         if self._progress is not None:
             self._progress.note(text)
 
     def close(self, rows: Iterable[Sequence[Any]], title: str) -> None:
-        """After the loop: write the report and print the closing table with the paths."""
+        """Write the report and print the closing table with the paths, after the loop."""
         if self._log is not None:
             write_report(self.run_dir)
             self._log.summary_table(rows, title)
+
+
+@contextmanager
+def stoppable(run_dir: Path, *folders: Path) -> Iterator[None]:
+    """Around a run: whatever stops it, the rows so far become a report, and Ctrl-C says how to go on.
+
+    `folders`: where rows may be besides `run_dir`, such as those of a warm start.
+
+    Raises:
+        KeyboardInterrupt: with a text for the user.
+    """
+    finished = False
+    try:
+        yield
+        finished = True
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_go_on(run_dir)) from None
+    finally:
+        if not finished and rank_and_world()[0] == 0:
+            for folder in (run_dir, *folders):
+                if read_metrics(folder):
+                    write_report(folder)

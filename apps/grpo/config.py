@@ -13,7 +13,7 @@ from rollout import Sampling
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is asked: a made task, or a file of prompts with reference answers."""
+    """What is asked: a recipe's synthetic task, or a file of prompts with reference answers."""
 
     data: Path | None = None
     """Training prompts, .jsonl or .parquet; without it the recipe's own task is used."""
@@ -27,10 +27,8 @@ class DataConfig:
     """Share of --data that is held out where there is no --eval-data."""
     max_prompt_tokens: int = 1024
     """Longer prompts are skipped and counted."""
-    task: Literal["arithmetic", "calculator"] = "arithmetic"
-    """The made task: a sum in one turn, or a sum too long to guess with a calculator to call."""
     digits: int = 2
-    """Digits of a made task's numbers."""
+    """Digits of the numbers that a quickstart's synthetic task adds."""
     eval_prompts: int = 256
     """How many held-out prompts an evaluation asks."""
 
@@ -45,7 +43,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Supervised steps on demonstrations of the made task before GRPO, through the code of the sft app."""
+    """Supervised steps on a recipe's demonstrations before GRPO, through the code of the sft app."""
 
     steps: int = 0
     """At most so many; 0 starts from the model as it is."""
@@ -74,7 +72,7 @@ class GrpoConfig:
     """
 
     recipe: str = "quickstart"
-    """Named defaults that the other flags override: quickstart, quickstart-tool, math."""
+    """Named defaults that the other flags override, with their tasks: one file of apps/grpo/recipes each."""
     model: Path | None = None
     """A local Hugging Face model directory; without it the recipe's tiny Qwen3.5 is made."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
@@ -101,8 +99,6 @@ class GrpoConfig:
     """Optimizer steps an epoch."""
     advantage: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
     """Of an answer over its group: divided by the group's standard deviation, plain, or against its siblings' mean."""
-    drop_uniform_groups: bool = True
-    """Leave groups of equal rewards out of the batch: they have no gradient."""
     control: Literal["none", "shuffled-advantages"] = "none"
     """A control run: shuffled advantages must teach nothing."""
     max_turns: int = 4
@@ -113,6 +109,8 @@ class GrpoConfig:
     """GRPO steps between held-out evaluations (also before the first and after the last)."""
     save_every: int = 100
     """GRPO steps between checkpoints (also after the last)."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept before the last one; older ones are deleted."""
     keep_episodes: int = 4
     """Episodes a step that are kept for the report."""
 

@@ -6,10 +6,12 @@ import pytest
 from apps.common.config_file import dump_config, load_config
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.main import configure
-from apps.grpo.recipes import RECIPES
+from apps.grpo.registry import recipes
 from engines import EngineConfig
 from objectives import GRPO
 from rollout import Sampling
+
+RECIPES = {name: recipe.config for name, recipe in recipes().items()}
 
 
 @pytest.mark.parametrize("name", RECIPES)

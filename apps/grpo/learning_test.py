@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from apps.grpo.config import WarmStart
 from apps.grpo.main import run
-from apps.grpo.recipes import RECIPES
+from apps.grpo.registry import recipes
+
+QUICKSTART = recipes()["quickstart"].config
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("quickstart")
-    return run(replace(RECIPES["quickstart"], run_dir=run_dir)), run_dir
+    return run(replace(QUICKSTART, run_dir=run_dir)), run_dir
 
 
 def test_held_out_accuracy_rises_by_25_points(learned):
@@ -30,6 +33,12 @@ def test_shuffled_advantages_teach_nothing(learned, tmp_path):
     result, run_dir = learned
     warm = run_dir / "warm-start" / "export"
     control = replace(
-        RECIPES["quickstart"], model=warm, run_dir=tmp_path, steps=30, eval_every=30, control="shuffled-advantages"
+        QUICKSTART,
+        model=warm,
+        warm_start=WarmStart(),
+        run_dir=tmp_path,
+        steps=30,
+        eval_every=30,
+        control="shuffled-advantages",
     )
     assert run(control).accuracy_after < result.accuracy_before + 0.1

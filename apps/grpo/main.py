@@ -1,5 +1,6 @@
 """The grpo app: `bazel run //apps/grpo -- --help`."""
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -8,41 +9,57 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
 from apps.common import cli
-from apps.common.prompts import read_prompts
-from apps.common.run_dir import resolve_run_dir
+from apps.common.config_file import write_config
+from apps.common.ranks import from_rank_0, rank_and_world
+from apps.common.reporter import stoppable
+from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
-from apps.grpo.recipes import RECIPES
-from apps.grpo.tasks import make_tasks
+from apps.grpo.recipe import Recipe
+from apps.grpo.registry import recipes, runnable
 from apps.grpo.train import Result, train
-from apps.quickstart.model import ensure_tiny_model
-from engines.launch import launch
+from engines.launch import ensure_group, launch, under_torchrun
 
 RUNS = Path("runs/grpo")
 
 
 def configure(argv: Sequence[str]) -> GrpoConfig:
     """The configuration of a command line; a given model or file turns the default recipe to "math"."""
-    return cli.parse(GrpoConfig, RECIPES, cli.with_real_recipe(argv, "math"), "grpo", RUNS)
+    defaults = {name: recipe.config for name, recipe in recipes().items()}
+    return cli.parse(GrpoConfig, defaults, cli.with_real_recipe(argv, "math"), "grpo", RUNS)
 
 
 def run(config: GrpoConfig) -> Result:
     """Check all that can be checked, then train on as many ranks as asked for.
 
     Raises:
-        ValueError: model, data or settings can't be used; said before any training.
+        ValueError: model, data or settings can't be used; said before anything is sampled.
     """
     quiet_libraries()
+    recipe = runnable(config)
+    if under_torchrun():
+        ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
-    for path in (config.data.data, config.data.eval_data):
-        if path is not None:
-            read_prompts(path, config.data.prompt_column, config.data.answer_column)  # before anything is written
-    model = config.model or ensure_tiny_model(run_dir / "model", config.seed)
-    tasks = make_tasks(config.data, config.seed, load_tokenizer(model))
-    if tasks.skipped:
-        limit = f"{config.data.max_prompt_tokens} tokens (--max-prompt-tokens)"
-        sys.stdout.write(f"skipped {tasks.skipped} prompts of more than {limit}\n")
-    return launch(train, (config, model, run_dir), config.processes, config.engine.device, config.threads)
+    if config.resume:
+        steps_done(run_dir, config.steps)
+    model = _model(config, recipe, run_dir)
+    assert recipe.make_tasks is not None
+    tasks = recipe.make_tasks(config, load_tokenizer(model))
+    from_rank_0(None)  # every rank has passed its checks
+    if rank_and_world()[0] == 0:
+        write_config(config, run_dir)
+    job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
+    with stoppable(run_dir, run_dir / "warm-start"):
+        return launch(job, (config, tasks), config.processes, config.engine.device, config.threads)
+
+
+def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
+    if config.model is not None:
+        return config.model
+    assert recipe.make_model is not None
+    if rank_and_world()[0] == 0:
+        recipe.make_model(run_dir / "model", config.seed)
+    return from_rank_0(run_dir / "model")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.grpo.main import configure, run
-from apps.grpo.recipes import RECIPES
+from apps.grpo.registry import recipes
 from engines import EngineConfig
+
+RECIPES = {name: recipe.config for name, recipe in recipes().items()}
 
 
 def small(run_dir, **changes):
@@ -24,8 +26,6 @@ def small(run_dir, **changes):
         save_every=2,
         data=replace(base.data, eval_prompts=8),
         warm_start=replace(base.warm_start, steps=3, batch_size=8, eval_every=3),
-        # An untrained model never answers right; without mixed groups nothing would be trained.
-        drop_uniform_groups=False,
         **changes,
     )
 
@@ -128,7 +128,7 @@ def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
     argv = ["--model", str(run_dir / "export"), "--data", str(tmp_path / "own.jsonl"), "--prompt-column", "ask"]
     argv += ["--answer-column", "gold", "--run-dir", str(tmp_path / "run"), "--engine.device", "cpu", "--steps", "1"]
-    argv += ["--prompts", "2", "--group-size", "2", "--sampling.max-new-tokens", "4", "--no-drop-uniform-groups"]
+    argv += ["--prompts", "2", "--group-size", "2", "--sampling.max-new-tokens", "4"]
     run(configure(argv))
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
     assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
@@ -140,8 +140,8 @@ def test_a_finished_folder_is_not_written_over(finished):
         run(small(run_dir))
 
 
-def test_a_folder_without_checkpoint_is_not_resumed(tmp_path):
-    with pytest.raises(ValueError, match="no checkpoint"):
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    with pytest.raises(ValueError, match="nothing to resume"):
         run(small(tmp_path, resume=True))
 
 

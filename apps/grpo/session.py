@@ -1,15 +1,18 @@
 """What every rank of a GRPO run holds: the sampler, the chat format, the tasks; and how they are asked."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from apps.common.ranks import gather_lists, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
 from engines import TrainEngine, WeightPiece
-from rollout import Chat, NativeEngine, Sampling, Trajectory
+from rollout import Chat, RolloutEngine, Sampling, Trajectory
 from rollout.episode import derive_seed, run_episode, run_group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,11 @@ class Session:
     config: GrpoConfig
     tasks: Tasks
     chat: Chat
-    sampler: NativeEngine
+    sampler: RolloutEngine
     runner: asyncio.Runner
 
-    def sync(self, engine: TrainEngine, version: int) -> int:
-        """Give the sampler the engine's present weights under a new version number; the bytes handed over."""
+    def sync(self, engine: TrainEngine) -> int:
+        """Give the sampler the engine's present weights under the next version number; the bytes handed over."""
         size = 0
 
         def counted() -> Iterator[WeightPiece]:
@@ -32,7 +35,7 @@ class Session:
                 size += piece.flat.numel() * piece.flat.element_size()
                 yield piece
 
-        self.runner.run(self.sampler.update_weights(version, counted()))
+        self.runner.run(self.sampler.update_weights(self.sampler.version + 1, counted()))
         return size
 
     def sample(self, step: int) -> list[Trajectory]:
@@ -58,8 +61,12 @@ class Session:
 
     def accuracy(self, count: int | None = None) -> float:
         """Mean reward of greedy answers to the held-out prompts, or to the first `count` of them."""
-        config, tasks = self.config, self.tasks.held_out[:count]
-        greedy = Sampling(greedy=True, max_new_tokens=config.sampling.max_new_tokens)
+        config, tasks = self.config, self.tasks.held_out()[:count]
+        greedy = Sampling(
+            greedy=True,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop_token_ids=config.sampling.stop_token_ids,
+        )
         jobs = [
             run_episode(
                 tasks[i],
@@ -80,5 +87,5 @@ def _mine(count: int) -> range:
     return range(rank, count, world)
 
 
-async def _all(jobs: Sequence) -> list:
+async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return list(await asyncio.gather(*jobs))

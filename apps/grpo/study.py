@@ -15,7 +15,7 @@ from apps.common import cli
 from apps.common.run_dir import resolve_run_dir
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.recipes import RECIPES
+from apps.grpo.registry import recipes
 from engines import EngineConfig
 from runlog import summary_table
 
@@ -39,7 +39,7 @@ def study(config: Study) -> dict[str, dict[str, float]]:
     if config.recipe not in ("quickstart", "quickstart-tool"):
         raise ValueError(f"--recipe must be quickstart or quickstart-tool, got {config.recipe!r}")
     run_dir = resolve_run_dir(config.run_dir, Path("runs/study"), config.recipe, resume=False)
-    base = RECIPES[config.recipe]
+    base = recipes()[config.recipe].config
     found: dict[str, dict[str, float]] = {}
     for name, settings in _runs(base, config, run_dir).items():
         result = run(settings)
@@ -62,7 +62,8 @@ def _runs(base: GrpoConfig, config: Study, run_dir: Path) -> dict[str, GrpoConfi
     runs = {f"seed {seed}": replace(base, seed=seed, run_dir=run_dir / f"seed-{seed}") for seed in config.seeds}
     if config.controls:
         seed = config.seeds[0]
-        warm = replace(base, seed=seed, model=run_dir / f"seed-{seed}" / "warm-start" / "export")
+        model = run_dir / f"seed-{seed}" / "warm-start" / "export"
+        warm = replace(base, seed=seed, model=model, warm_start=replace(base.warm_start, steps=0))
         runs["shuffled advantages"] = replace(warm, control="shuffled-advantages", run_dir=run_dir / "shuffled")
         lr_0: EngineConfig = replace(base.engine, lr=0.0)
         runs["learning rate 0"] = replace(warm, engine=lr_0, run_dir=run_dir / "lr-0")

@@ -1,127 +1,130 @@
 """What is asked in a run: environments for training, by step, and the held-out ones, never mixed."""
 
-import itertools
+import functools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.answers import exact_reward
-from apps.common.prompts import Prompt, read_prompts, split_by_length
+from apps.common.prompts import Prompt, read_prompts
 from apps.common.split import held_out_keys
 from apps.grpo.config import DataConfig
-from apps.quickstart.arithmetic import Problem, distinct, problems
-from rollout import Reply, Task, calculator
+from rollout import Environment, Reply, Task
 from rollout.episode import derive_seed
 from rollout.tools import ToolResult
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """`train(step, count)` gives that step's tasks, the same at every call; `held_out` is fixed for the run."""
+class Conversation:
+    """A worked example: its messages, and the tools (their schemas) that the model is told of."""
 
-    train: Callable[[int, int], list[Task]]
-    held_out: tuple[Task, ...]
-    skipped: int = 0
-    """Prompts of the files that were longer than the limit."""
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
-def make_tasks(config: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase) -> Tasks:
-    """The tasks of a run.
+class Tasks(Protocol):
+    """The tasks of a run. They are handed to every rank: picklable where there is more than one."""
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """How many rows of the data were left out, by reason."""
+        ...
+
+    def train(self, step: int, count: int) -> Sequence[Environment]:
+        """That step's tasks, `count` of them, the same at every call."""
+        ...
+
+    def held_out(self) -> Sequence[Environment]:
+        """The tasks of evaluations, the same at every call; none of them is trained on."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptTasks:
+    """Prompts with reference answers, one turn each; `reward(reply, reference)` scores it."""
+
+    prompts: tuple[Prompt, ...]
+    held_out_prompts: tuple[Prompt, ...]
+    reward: Callable[[Reply, str], float]
+    seed: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def train(self, step: int, count: int) -> Sequence[Environment]:
+        """The next prompts of an endless pass over all, shuffled anew for every epoch."""
+        size = len(self.prompts)
+        places = (divmod(n, size) for n in range(step * count, (step + 1) * count))
+        return [self._task(self.prompts[_order(self.seed, epoch, size)[place]]) for epoch, place in places]
+
+    def held_out(self) -> Sequence[Environment]:
+        """One task a held-out prompt."""
+        return [self._task(prompt) for prompt in self.held_out_prompts]
+
+    def _task(self, prompt: Prompt) -> Task:
+        def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
+            del results
+            return self.reward(reply, prompt.reference)
+
+        return Task(messages=prompt.messages, reward=reward)
+
+
+def prompt_tasks(
+    config: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, reward: Callable[[Reply, str], float]
+) -> PromptTasks:
+    """Tasks from the files that the configuration names, each read once.
+
+    Prompts that are longer than `max_prompt_tokens`, and those that the held-out file asks too, are left out and
+    counted.
 
     Raises:
-        ValueError: the files can't be used, or too little is left of them; see `apps.common.prompts`.
+        ValueError: no file is named, one can't be used, or too little is left; see `apps.common.prompts`.
     """
-    return _from_files(config, seed, tokenizer) if config.data is not None else _made(config, seed)
-
-
-def made_problems(config: DataConfig, seed: int) -> Callable[[int, int], list[Problem]]:
-    """The made task's training problems of a step, a function of seed and step alone."""
-
-    def train(step: int, count: int) -> list[Problem]:
-        return list(
-            itertools.islice(problems(random.Random(derive_seed(seed, "problems", step)), config.digits), count)
-        )
-
-    return train
-
-
-def as_task(problem: Problem, task: str) -> Task:
-    """A problem as an environment; with the calculator, an answer counts only if the calculator was asked."""
-
-    def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
-        asked = task != "calculator" or any(result.ok for result in results)
-        return exact_reward(reply.content, problem.answer) if asked else 0.0
-
-    tools = (calculator(),) if task == "calculator" else ()
-    return Task(messages=({"role": "user", "content": problem.question},), reward=reward, tools=tools)
-
-
-def _made(config: DataConfig, seed: int) -> Tasks:
-    # The held-out set is the same for every seed, so that runs can be compared.
-    held_out = distinct(problems(random.Random(0), config.digits, held_out=True), config.eval_prompts)
-    train = made_problems(config, seed)
-    return Tasks(
-        train=lambda step, count: [as_task(problem, config.task) for problem in train(step, count)],
-        held_out=tuple(as_task(problem, config.task) for problem in held_out),
-    )
-
-
-def _from_files(config: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase) -> Tasks:
-    assert config.data is not None
-    train, skipped = _short(read_prompts(config.data, config.prompt_column, config.answer_column), config, tokenizer)
+    if config.data is None:
+        raise ValueError("this recipe asks the prompts of a file: add --data FILE")
+    if config.digits != DataConfig.digits:
+        raise ValueError("--digits is of the quickstarts' synthetic tasks; leave it out with --data")
+    prompts, long = _short(read_prompts(config.data, config.prompt_column, config.answer_column), config, tokenizer)
     if config.eval_data is not None:
-        held_out, more = _short(
-            read_prompts(config.eval_data, config.prompt_column, config.answer_column), config, tokenizer
-        )
+        found = read_prompts(config.eval_data, config.prompt_column, config.answer_column)
+        held_out, long_held_out = _short(found, config, tokenizer)
+        asked, long = {_key(prompt) for prompt in held_out}, long + long_held_out
     else:
-        chosen = held_out_keys(map(_key, train), config.eval_share)
-        held_out, more = [prompt for prompt in train if _key(prompt) in chosen], 0
-    asked = {_key(prompt) for prompt in held_out}
-    train = [prompt for prompt in train if _key(prompt) not in asked]
+        asked = held_out_keys(map(_key, prompts), config.eval_share)
+        held_out = [prompt for prompt in prompts if _key(prompt) in asked]
+    train = [prompt for prompt in prompts if _key(prompt) not in asked]
     if not train or not held_out:
         raise ValueError(
             f"{config.data}: {len(train)} prompts to train on and {len(held_out)} held out are too few "
-            f"({skipped + more} were longer than --max-prompt-tokens {config.max_prompt_tokens})"
+            f"({long} were longer than --max-prompt-tokens {config.max_prompt_tokens})"
         )
-    order = _shuffled_forever(train, seed)
-    return Tasks(
-        train=lambda step, count: [_prompt_task(order(step * count + i)) for i in range(count)],
-        held_out=tuple(_prompt_task(prompt) for prompt in held_out[: config.eval_prompts]),
-        skipped=skipped + more,
+    skipped = {
+        f"of more than {config.max_prompt_tokens} tokens (--max-prompt-tokens)": long,
+        "of --data that --eval-data holds too": len(prompts) - len(train) if config.eval_data is not None else 0,
+    }
+    return PromptTasks(
+        prompts=tuple(train),
+        held_out_prompts=tuple(held_out[: config.eval_prompts]),
+        reward=reward,
+        seed=seed,
+        skipped={reason: count for reason, count in skipped.items() if count},
     )
 
 
 def _short(prompts: list[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+    """The prompts of at most `max_prompt_tokens` tokens, and how many are longer."""
     texts = [
         tokenizer.apply_chat_template(list(p.messages), tokenize=False, add_generation_prompt=True) for p in prompts
     ]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    kept, skipped = split_by_length(prompts, lengths, config.max_prompt_tokens)
-    return kept, len(skipped)
+    kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
+    return kept, len(prompts) - len(kept)
 
 
 def _key(prompt: Prompt) -> str:
     return repr([(message["role"], message["content"]) for message in prompt.messages])
 
 
-def _shuffled_forever(prompts: list[Prompt], seed: int) -> Callable[[int], Prompt]:
-    """The n-th prompt of an endless pass over the file, shuffled anew for every epoch."""
-    orders: dict[int, list[int]] = {}
-
-    def nth(n: int) -> Prompt:
-        epoch, position = divmod(n, len(prompts))
-        if epoch not in orders:
-            orders.clear()
-            orders[epoch] = random.Random(derive_seed(seed, "epoch", epoch)).sample(range(len(prompts)), len(prompts))
-        return prompts[orders[epoch][position]]
-
-    return nth
-
-
-def _prompt_task(prompt: Prompt) -> Task:
-    return Task(
-        messages=prompt.messages,
-        reward=lambda reply, _: exact_reward(reply.content or reply.text, prompt.reference),
-    )
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, size: int) -> list[int]:
+    return random.Random(derive_seed(seed, "epoch", epoch)).sample(range(size), size)

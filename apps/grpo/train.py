@@ -1,33 +1,38 @@
 """A GRPO run from start to end: warm start, steps, evaluations, checkpoints, export, report."""
 
 import asyncio
-import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.checkpoints import checkpoint_path, last_checkpoint
+from apps.common.checkpoints import checkpoint_path, delete_old_checkpoints
 from apps.common.config_file import as_plain
 from apps.common.export import save_export
-from apps.common.ranks import rank_and_world, settle
+from apps.common.ranks import from_rank_0, init_rank, rank_and_world
 from apps.common.reporter import Reporter
+from apps.common.run_dir import steps_done
 from apps.common.tokens import end_of_turn, load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
+from apps.grpo.episodes import kept_episodes
 from apps.grpo.session import Session
-from apps.grpo.step import StepResult, grpo_step
-from apps.grpo.tasks import make_tasks
-from apps.grpo.warm_start import warm_start
+from apps.grpo.step import grpo_step
+from apps.grpo.tasks import Conversation, Tasks
+from apps.grpo.warm_start import warm_model, warm_start
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.loading import compute_dtype, load_model, resolve_device
-from rollout import Chat, NativeEngine
+from rollout import Chat, NativeEngine, RolloutEngine
+from runlog import read_metrics
+
+Demonstrations = Callable[[GrpoConfig, int], list[Conversation]]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """What a run came to; `accuracy_before` is that of the first start, however often the run was resumed."""
 
     accuracy_before: float
     accuracy_after: float
@@ -36,28 +41,48 @@ class Result:
     steps: int
 
 
-def train(config: GrpoConfig, model: Path, run_dir: Path) -> Result:
-    """One rank's whole run; every rank calls it. `model` is the Hugging Face directory to start from."""
+def train(
+    config: GrpoConfig,
+    tasks: Tasks,
+    rollout_engine: RolloutEngine | None = None,
+    *,
+    model: Path,
+    run_dir: Path,
+    demonstrations: Demonstrations | None = None,
+) -> Result:
+    """Run one rank's part from start to end; every rank calls it.
+
+    `tasks`: what is asked, by step and held out (`apps.grpo.tasks.Tasks`). `rollout_engine`: samples the answers; by
+    default the native one over the model's own module. `model`: the Hugging Face directory to start from.
+    `demonstrations`: of the warm start, where the configuration asks for one. With `config.resume` the run goes on from
+    its last checkpoint, else from its finished warm start, else from the start.
+
+    Raises:
+        ValueError: what was asked cannot be done; before anything is sampled.
+    """
     begun = time.perf_counter()
-    settle(config.threads, config.seed)
+    init_rank(config.threads, config.seed)
     quiet_libraries()
+    done, checkpoint = from_rank_0(steps_done(run_dir, config.steps) if config.resume else (0, None))
     tokenizer = load_tokenizer(model)
-    resumed = last_checkpoint(run_dir) if config.resume else None
     with asyncio.Runner() as runner:
-        if resumed is None and config.warm_start.steps and config.model is None:
-            session = _session(config, model, tokenizer, runner)
-            model = warm_start(config, model, tokenizer, run_dir / "warm-start", session).model
-        elif (run_dir / "warm-start" / "export").is_dir():
-            model = run_dir / "warm-start" / "export"
-        session = _session(config, model, tokenizer, runner)
+        session = _session(config, tasks, rollout_engine, model, tokenizer, runner)
+        if config.warm_start.steps:
+            warm = warm_model(run_dir / "warm-start")
+            if warm is None and not done:
+                if demonstrations is None:
+                    raise ValueError("a warm start needs demonstrations: hand them to train()")
+                warm = warm_start(config, demonstrations, model, tokenizer, run_dir / "warm-start", session)
+            model = warm or model
+            session = _session(config, tasks, rollout_engine, model, tokenizer, runner)
         engine = build_engine(_engine_config(config, model))
-        done = 0
-        if resumed is not None:
-            done, checkpoint = resumed
+        if checkpoint is not None:
             engine.load(str(checkpoint))
-            session.sync(engine, done)
-        log = Reporter(run_dir, as_plain(config), config.steps, "grpo", resume_step=done if config.resume else None)
-        before, after = _steps(config, session, engine, log, done, tokenizer)
+        if checkpoint is not None or rollout_engine is not None:
+            session.sync(engine)
+        resume_step = done if config.resume else None
+        with Reporter(run_dir, as_plain(config), config.steps, "grpo", resume_step) as log:
+            before, after = _steps(config, session, engine, log, done, tokenizer)
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
     log.close(_summary(result), f"GRPO, {config.recipe}")
@@ -72,32 +97,55 @@ def _steps(
     done: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[float, float]:
-    """Steps done..steps; held-out accuracy at the start of this process and at the end."""
-    with log:
+    """Do steps done..steps; held-out accuracy at the run's first start and at its end."""
+    for reason, count in session.tasks.skipped.items():
+        log.note(f"skipped {count} prompts {reason}")
+    before = _accuracy_before(log.run_dir) if done else None
+    after = None
+    if before is None:
         before = after = session.accuracy()
-        if done == 0:
-            log.step(0, {"eval/accuracy": before}, {"held-out": before})
-        for step in range(done, config.steps):
-            result = grpo_step(config, session, engine, step)
-            last = step + 1 == config.steps
-            row: dict[str, Any] = dict(result.metrics)
-            if last or (step + 1) % config.eval_every == 0:
-                after = row["eval/accuracy"] = session.accuracy()
-            log.step(step + 1, row, _shown(row))
-            for episode in _kept(config, result, step + 1, tokenizer):
+    if not done:
+        log.step(0, {"eval/accuracy": before}, {"held-out": before})
+    for step in range(done + 1, config.steps + 1):
+        result = grpo_step(config, session, engine, step - 1)
+        last = step == config.steps
+        row: dict[str, Any] = dict(result.metrics)
+        if last or step % config.eval_every == 0:
+            after = row["eval/accuracy"] = session.accuracy()
+        log.step(step, row, _shown(row))
+        if rank_and_world()[0] == 0:
+            for episode in kept_episodes(result, step, config.keep_episodes, tokenizer):
                 log.episode(episode)
-            if last or (step + 1) % config.save_every == 0:
-                engine.save(str(checkpoint_path(log.run_dir, step + 1)))
-    return before, after
+        if last or step % config.save_every == 0:
+            engine.save(str(checkpoint_path(log.run_dir, step)))
+            if rank_and_world()[0] == 0:
+                delete_old_checkpoints(log.run_dir, config.keep_checkpoints)
+    return before, after if after is not None else session.accuracy()
 
 
-def _session(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase, runner: asyncio.Runner) -> Session:
+def _accuracy_before(run_dir: Path) -> float | None:
+    """What the run's first evaluation found, from its metrics; None where they are lost."""
+    first = next(iter(read_metrics(run_dir)), {})
+    return from_rank_0(first.get("eval/accuracy") if first.get("step") == 0 else None)
+
+
+def _session(
+    config: GrpoConfig,
+    tasks: Tasks,
+    rollout_engine: RolloutEngine | None,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    runner: asyncio.Runner,
+) -> Session:
+    sampler = rollout_engine or _native_engine(config, model, tokenizer)
+    return Session(config, tasks, Chat(tokenizer, end_of_turn(tokenizer)), sampler, runner)
+
+
+def _native_engine(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
     engine_config = _engine_config(config, model)
     device = resolve_device(engine_config)
     module = load_model(engine_config).to(device=device, dtype=compute_dtype(engine_config, device))
-    sampler = NativeEngine(module, pad_token_id=tokenizer.pad_token_id or 0, seed=config.seed)
-    tasks = make_tasks(config.data, config.seed, tokenizer)
-    return Session(config, tasks, Chat(tokenizer, end_of_turn(tokenizer)), sampler, runner)
+    return NativeEngine(module, pad_token_id=tokenizer.pad_token_id or 0, seed=config.seed)
 
 
 def _engine_config(config: GrpoConfig, model: Path) -> EngineConfig:
@@ -107,31 +155,6 @@ def _engine_config(config: GrpoConfig, model: Path) -> EngineConfig:
 def _shown(row: dict[str, Any]) -> dict[str, float | int | str]:
     names = {"reward": "reward", "eval/accuracy": "held-out", "tokens_per_second": "tokens/s"}
     return {short: row[name] for name, short in names.items() if name in row}
-
-
-def _kept(
-    config: GrpoConfig, result: StepResult, step: int, tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """A few of the step's episodes for the report, from all over the batch, those with an advantage first."""
-    if rank_and_world()[0] != 0:
-        return []
-    spread = random.Random(step).sample(range(len(result.trajectories)), len(result.trajectories))
-    order = sorted(spread, key=lambda i: result.advantages[i] == 0)
-    return [
-        {
-            "step": step,
-            "tokens": [tokenizer.decode([token]) for token in result.trajectories[i].ids],
-            "mask": list(result.trajectories[i].loss_mask),
-            "advantage": result.advantages[i],
-            "log_probs": list(result.trajectories[i].log_probs),
-            "versions": list(result.trajectories[i].policy_versions),
-            "reward": result.trajectories[i].reward,
-            "group": result.trajectories[i].group,
-            "messages": [dict(message) for message in result.trajectories[i].messages],
-            "metadata": dict(result.trajectories[i].metadata),
-        }
-        for i in order[: config.keep_episodes]
-    ]
 
 
 def _summary(result: Result) -> list[tuple[str, Any]]:

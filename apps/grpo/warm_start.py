@@ -1,6 +1,9 @@
-"""Supervised steps before GRPO, on demonstrations of the made task, through the sft app's own loop."""
+"""Supervised steps before GRPO, on a recipe's demonstrations, through the sft app's own loop."""
 
-from dataclasses import dataclass, replace
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tensordict import TensorDict
@@ -8,53 +11,70 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.config_file import as_plain
 from apps.common.export import save_export
+from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import Reporter
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
-from apps.grpo.tasks import made_problems
-from apps.quickstart.demonstrations import demonstration
+from apps.grpo.tasks import Conversation
 from apps.sft.fit import fit
 from apps.sft.samples import batch_of, sample_of
 from engines import build_engine
 from objectives import SFT
-from rollout import calculator
+
+FINISHED = "finished.json"
 
 
 @dataclass(frozen=True)
 class WarmStarted:
-    """Where the warm model was saved, after how many steps, and how well it answers."""
+    """After how many steps a warm start ended, and how well its model answers."""
 
-    model: Path
     steps: int
     accuracy: float
 
 
+def warm_model(folder: Path) -> Path | None:
+    """The model of a finished warm start in `folder`; None where there is none, or a kill cut it short."""
+    finished = from_rank_0((folder / FINISHED).is_file())
+    return folder / "export" if finished else None
+
+
 def warm_start(
-    config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase, run_dir: Path, session: Session
-) -> WarmStarted:
-    """Imitate until the held-out accuracy asked for is reached, then save a Hugging Face directory in `run_dir`."""
+    config: GrpoConfig,
+    demonstrations: Callable[[GrpoConfig, int], list[Conversation]],
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    session: Session,
+) -> Path:
+    """Imitate until the held-out accuracy asked for is reached; a Hugging Face directory in `folder`.
+
+    It begins anew where an earlier one was cut short: FINISHED is written when all else is on disk.
+    """
     warm = config.warm_start
+    if rank_and_world()[0] == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     engine = build_engine(
         replace(config.engine, model=str(model), lr=warm.lr, lr_schedule="constant", warmup_steps=warm.warmup_steps)
     )
-    problems_at = made_problems(config.data, config.seed + 1)
-    tools = [calculator().schema] if config.data.task == "calculator" else None
 
     def batch_at(step: int) -> TensorDict:
-        conversations = [demonstration(problem, config.data.task) for problem in problems_at(step, warm.batch_size)]
-        return batch_of([sample_of(tokenizer, messages, tools) for messages in conversations])
+        conversations = demonstrations(config, step)
+        return batch_of([sample_of(tokenizer, c.messages, c.tools) for c in conversations])
 
     accuracy, done = 0.0, 0
-    log = Reporter(run_dir, as_plain(warm), warm.steps, "warm start")
+    log = Reporter(folder, as_plain(warm), warm.steps, "warm start")
     with log:
         for done, metrics in fit(engine, batch_at, SFT(), warm.steps):
             row = {f"train/{name}": value for name, value in metrics.items()}
             shown: dict[str, float | int | str] = {"loss": metrics["loss"]}
             if done % warm.eval_every == 0 or done == warm.steps:
-                session.sync(engine, done)
+                session.sync(engine)
                 accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy(warm.eval_prompts)
             log.step(done, row, shown)
             if accuracy >= warm.until_accuracy:
                 break
         log.note(f"warm start: {done} steps, {accuracy:.1%} of the held-out problems right")
-    return WarmStarted(save_export(engine, tokenizer, run_dir / "export"), done, accuracy)
+    export = save_export(engine, tokenizer, folder / "export")
+    if rank_and_world()[0] == 0:
+        (folder / FINISHED).write_text(json.dumps(asdict(WarmStarted(done, accuracy))) + "\n", encoding="utf-8")
+    return export

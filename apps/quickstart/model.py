@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -60,9 +61,13 @@ def set_time_steps(model: nn.Module) -> None:
 
 
 def ensure_tiny_model(directory: Path, seed: int) -> Path:
-    """`save_tiny_model`, unless the directory holds one already (a resumed run) or another rank makes it."""
-    if not (directory / "config.json").is_file() and int(os.environ.get("RANK", "0")) == 0:
-        save_tiny_model(directory, seed)
+    """`save_tiny_model`, unless the directory is there already (a resumed run) or another rank makes it; a kill leaves
+    all of it or nothing."""
+    if not directory.is_dir() and int(os.environ.get("RANK", "0")) == 0:
+        temporary = directory.with_name(directory.name + ".writing")
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_tiny_model(temporary, seed)
+        os.replace(temporary, directory)
     return directory
 
 

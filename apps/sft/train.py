@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from apps.common.checkpoints import checkpoint_path, last_checkpoint
 from apps.common.config_file import as_plain
 from apps.common.export import save_export
-from apps.common.ranks import settle
+from apps.common.ranks import init_rank
 from apps.common.reporter import Reporter
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.sft.config import SftConfig
@@ -37,7 +37,7 @@ class Result:
 def train(config: SftConfig, model: Path, data: Path, run_dir: Path) -> Result:
     """One rank's whole run; every rank calls it. `data` is a file of conversations."""
     begun = time.perf_counter()
-    settle(config.threads, config.seed)
+    init_rank(config.threads, config.seed)
     quiet_libraries()
     tokenizer = load_tokenizer(model)
     conversations = load_conversations(config.data, data, tokenizer)

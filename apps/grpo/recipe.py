@@ -1,0 +1,25 @@
+"""What a recipe is: settings, and the tasks that they are meant for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from apps.grpo.config import GrpoConfig
+from apps.grpo.tasks import Conversation, Tasks
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One file of `apps/grpo/recipes`: its constant RECIPE."""
+
+    config: GrpoConfig
+    """The defaults that flags override; its `recipe` is the file's name with dashes."""
+    make_tasks: Callable[[GrpoConfig, PreTrainedTokenizerBase], Tasks] | None = None
+    """Prompts, tools and rewards of a run. Raises ValueError for data or options that it cannot use. A recipe without
+    it can be planned (`--plan`) and is refused by name when run."""
+    make_model: Callable[[Path, int], Path] | None = None
+    """(directory, seed) -> the directory, with a model to start from where there is no --model."""
+    demonstrations: Callable[[GrpoConfig, int], list[Conversation]] | None = None
+    """(config, step) -> the conversations that step of a warm start imitates; without it there is no warm start."""

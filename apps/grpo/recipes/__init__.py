@@ -1,0 +1,1 @@
+"""One file a recipe: its tasks, its reward and its settings. See `apps.grpo.recipe.Recipe`."""

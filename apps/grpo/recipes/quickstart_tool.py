@@ -1,0 +1,43 @@
+"""Sums with a calculator: the model must learn to call it, and to copy its answer."""
+
+import functools
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from apps.grpo.config import GrpoConfig, WarmStart
+from apps.grpo.recipe import Recipe
+from apps.grpo.recipes import quickstart
+from apps.grpo.synthetic import SumTasks, demonstrations, sum_tasks
+from apps.quickstart.model import ensure_tiny_model
+from engines import EngineConfig
+from rollout import Sampling
+
+
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
+    """Two turns a sum, the call and the answer; a right answer earns nothing unless the calculator was asked."""
+    del tokenizer
+    return sum_tasks(config, "calculator")
+
+
+RECIPE = Recipe(
+    config=replace(
+        quickstart.RECIPE.config,
+        recipe="quickstart-tool",
+        steps=50,
+        prompts=48,
+        eval_every=10,
+        save_every=25,
+        max_turns=2,
+        max_episode_tokens=160,
+        warm_start=WarmStart(
+            steps=800, until_accuracy=0.25, eval_every=5, eval_prompts=64, batch_size=32, lr=6e-3, warmup_steps=30
+        ),
+        engine=EngineConfig(device="cpu", lr=8e-4, warmup_steps=5),
+        # Cooler than 1: one wrong digit of a copied number spoils an episode of 20 sampled tokens.
+        sampling=Sampling(max_new_tokens=24, temperature=0.6),
+    ),
+    make_tasks=make_tasks,
+    make_model=ensure_tiny_model,
+    demonstrations=functools.partial(demonstrations, kind="calculator"),
+)

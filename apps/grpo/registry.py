@@ -1,0 +1,29 @@
+"""The recipes by name: every file of `apps/grpo/recipes` is one."""
+
+from apps.common.recipes import load_recipes
+from apps.grpo.config import GrpoConfig
+from apps.grpo.recipe import Recipe
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name."""
+    return load_recipes("apps.grpo.recipes", Recipe)
+
+
+def runnable(config: GrpoConfig) -> Recipe:
+    """The recipe of a configuration.
+
+    Raises:
+        ValueError: there is none of that name, it can only be planned, or the configuration asks it for what it lacks.
+    """
+    known = recipes()
+    if config.recipe not in known:
+        raise ValueError(f"no recipe {config.recipe!r}; there are {', '.join(known)}")
+    recipe = known[config.recipe]
+    if recipe.make_tasks is None:
+        raise ValueError(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
+    if config.model is None and recipe.make_model is None:
+        raise ValueError(f"recipe {config.recipe!r} has no model of its own: add --model DIR")
+    if config.warm_start.steps and recipe.demonstrations is None:
+        raise ValueError(f"recipe {config.recipe!r} has no demonstrations to start from: leave --warm-start.steps at 0")
+    return recipe

@@ -1,0 +1,80 @@
+"""The quickstarts' synthetic tasks: sums, asked in one turn or with a calculator to call."""
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from apps.common.answers import exact_reward
+from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.tasks import Conversation
+from apps.quickstart.arithmetic import Problem, distinct, problems
+from apps.quickstart.demonstrations import demonstration
+from rollout import Environment, Reply, Task, calculator
+from rollout.episode import derive_seed
+from rollout.tools import ToolResult
+
+Kind = Literal["arithmetic", "calculator"]
+
+
+@dataclass(frozen=True)
+class SumTasks:
+    """Sums of two numbers of `digits` digits; the held-out ones are the same for every seed, so that runs compare."""
+
+    kind: Kind
+    digits: int
+    eval_prompts: int
+    seed: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def train(self, step: int, count: int) -> Sequence[Environment]:
+        """The step's sums, none of them held out."""
+        return [as_task(problem, self.kind) for problem in step_problems(self.digits, self.seed, step, count)]
+
+    def held_out(self) -> Sequence[Environment]:
+        """Different sums that are never trained on."""
+        stream = problems(random.Random(0), self.digits, held_out=True)
+        return [as_task(problem, self.kind) for problem in distinct(stream, self.eval_prompts)]
+
+
+def sum_tasks(config: GrpoConfig, kind: Kind) -> SumTasks:
+    """The tasks of a quickstart.
+
+    Raises:
+        ValueError: the configuration sets an option of prompt files, or asks for more sums than there are.
+    """
+    own = ("digits", "eval_prompts")
+    for option in fields(DataConfig):
+        if option.name not in own and getattr(config.data, option.name) != option.default:
+            raise ValueError(
+                f"recipe {config.recipe!r} makes its own tasks: --{option.name.replace('_', '-')} goes with "
+                "--recipe math --model DIR --data FILE"
+            )
+    tasks = SumTasks(kind, config.data.digits, config.data.eval_prompts, config.seed)
+    tasks.held_out()  # raises where --digits has fewer held-out sums than --eval-prompts
+    return tasks
+
+
+def step_problems(digits: int, seed: int, step: int, count: int) -> list[Problem]:
+    """The training problems of a step, a function of seed and step alone."""
+    stream = problems(random.Random(derive_seed(seed, "problems", step)), digits)
+    return list(itertools.islice(stream, count))
+
+
+def demonstrations(config: GrpoConfig, step: int, kind: Kind) -> list[Conversation]:
+    """What step `step` of a warm start imitates: other sums than those that GRPO asks at its steps."""
+    chosen = step_problems(config.data.digits, config.seed + 1, step, config.warm_start.batch_size)
+    tools = (calculator().schema,) if kind == "calculator" else ()
+    return [Conversation(demonstration(problem, kind), tools) for problem in chosen]
+
+
+def as_task(problem: Problem, kind: Kind) -> Task:
+    """A problem as an environment; with the calculator, an answer counts only if the calculator was asked."""
+
+    def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
+        asked = kind != "calculator" or any(result.ok for result in results)
+        return exact_reward(reply.content, problem.answer) if asked else 0.0
+
+    tools = (calculator(),) if kind == "calculator" else ()
+    return Task(messages=({"role": "user", "content": problem.question},), reward=reward, tools=tools)

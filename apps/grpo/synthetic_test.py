@@ -1,0 +1,63 @@
+"""Synthetic tasks: a function of seed and step, never what is held out, and a calculator that must be asked."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.synthetic import as_task, sum_tasks
+from apps.quickstart.arithmetic import addition
+from rollout.environment import Reply, ToolCall
+
+
+def question(task):
+    return task.messages[0]["content"]
+
+
+def tasks(seed=0, **data):
+    return sum_tasks(GrpoConfig(seed=seed, data=DataConfig(**data)), "arithmetic")
+
+
+def test_tasks_follow_from_seed_and_step_alone():
+    first, again, other = (tasks(seed, eval_prompts=32) for seed in (0, 0, 1))
+    asked = [question(task) for task in first.train(3, 8)]
+    assert asked == [question(task) for task in again.train(3, 8)]
+    assert asked != [question(task) for task in first.train(4, 8)]
+    assert asked != [question(task) for task in other.train(3, 8)]
+    assert [question(t) for t in first.held_out()] == [question(t) for t in other.held_out()]
+
+
+def test_what_is_held_out_is_never_trained_on():
+    found = tasks(eval_prompts=256)
+    held_out = {question(task) for task in found.held_out()}
+    trained = {question(task) for step in range(100) for task in found.train(step, 64)}
+    assert len(held_out) == 256
+    assert not held_out & trained
+
+
+@pytest.mark.parametrize("change", [{"data": Path("x")}, {"prompt_column": "p"}, {"eval_share": 0.2}])
+def test_options_of_prompt_files_are_refused(change):
+    with pytest.raises(ValueError, match=f"--{next(iter(change)).replace('_', '-')} goes with --recipe math"):
+        tasks(**change)
+
+
+def test_too_few_digits_for_the_held_out_set_are_refused():
+    with pytest.raises(ValueError, match="raise digits"):
+        tasks(digits=1)
+
+
+def test_the_calculator_must_be_asked():
+    task = as_task(addition(123, 456), "calculator")
+    answer = Reply(text="", content="\\boxed{579}")
+
+    async def play(*replies):
+        session = task.start()
+        return [await session.step(reply) for reply in replies]
+
+    call = Reply(text="", content="", tool_calls=(ToolCall("calculator", '{"expression": "123+456"}'),))
+    (guessed,) = asyncio.run(play(answer))
+    result, told = asyncio.run(play(call, answer))
+    assert guessed.reward == 0.0
+    assert result.messages[0]["content"] == "579"
+    assert told.reward == 1.0
