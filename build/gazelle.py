@@ -1,7 +1,8 @@
 """Writes the BUILD files from the imports of the Python files: `./bazelw run //build:gazelle` (or `-- --check`).
 
 Each file of a library or an app is one target; what it imports is its `deps`. Run it after adding, moving or removing a
-file, or after changing an import. Kept as they stand: attributes other than `deps` (size, tags, data, env, hub, ...),
+file, or after changing an import. A package that reads its own `__path__` (a registry of its files) needs all of them;
+a lazy facade needs what `_EXPORTS` names. Kept as they stand: attributes but `deps` (size, tags, data, env, ...),
 a dependency marked `# keep` (what an import does not show, such as a package that is loaded by name), rules that are
 not modules or tests, and comments above those.
 """
@@ -80,7 +81,7 @@ def imports(tree: ast.AST) -> set[tuple[str, str]]:
 
 @cache
 def exports(path: Path) -> dict[str, str]:
-    """name -> module of a lazy `__init__.py`: its `_EXPORTS`, or what it imports by name from its own package."""
+    """name -> module of a lazy `__init__.py`, its `_EXPORTS`."""
     tree = ast.parse(path.read_text())
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -88,6 +89,13 @@ def exports(path: Path) -> dict[str, str]:
             if isinstance(target, ast.Name) and target.id == "_EXPORTS":
                 return ast.literal_eval(node.value)
     return {}
+
+
+def registered(path: Path) -> list[Path]:
+    """The files beside an `__init__.py` that finds them by its `__path__`."""
+    if path.name != "__init__.py" or "__path__" not in path.read_text():
+        return []
+    return [other for other in sorted(path.parent.glob("*.py")) if other != path and not other.stem.endswith("_test")]
 
 
 class Tree:
@@ -137,7 +145,7 @@ def target_of(path: Path, root: Path) -> str:
 
 def is_bare(path: Path) -> bool:
     """Whether a file imports and exports nothing."""
-    return not exports(path) and not imports(ast.parse(path.read_text()))
+    return not exports(path) and not registered(path) and not imports(ast.parse(path.read_text()))
 
 
 def wanted_by(path: Path, readme: Path | None) -> set[tuple[str, str]]:
@@ -153,7 +161,8 @@ def wanted_by(path: Path, readme: Path | None) -> set[tuple[str, str]]:
 def dependencies(tree: Tree, package: str, path: Path, hub: str, readme: Path | None = None) -> list[str]:
     """Labels and requirement() calls for one file."""
     found: set[str] = set()
-    for module, name in wanted_by(path, readme):
+    names = {file: dotted for dotted, file in tree.sources.items()}
+    for module, name in wanted_by(path, readme) | {(names[file], "") for file in registered(path)}:
         dotted = tree.resolve(module, name)
         if dotted is not None:
             owner, target = tree.labels[dotted]
