@@ -78,18 +78,24 @@ def picture(boxes: list[Box], arrows: list[Arrow], width: int, height: int) -> s
 def house() -> str:
     """The libraries, the apps, and which may import which."""
     boxes = [
-        Box("apps/grpo", 60, 20, 300, ("sample, compare, train, hand over", "recipes: one file each"), "app"),
-        Box("apps/sft", 420, 20, 220, ("supervised fine-tuning",), "app"),
-        Box("runlog", 700, 20, 200, ("progress, metrics, report",)),
-        Box("rollout", 20, 170, 240, ("generation, episodes, tools", "weight transfer: receiving")),
-        Box("objectives", 300, 170, 200, ("advantages, losses,", "KL, off-policy weights")),
-        Box("engines", 540, 170, 300, ("families, weights", "one step over executors: FSDP2, ...")),
-        Box("dyncp", 600, 310, 240, ("plan, split, attend, merge", "over groups of ranks")),
-        Box("chat_tools", 20, 430, 240, ("messages to tokens and masks", "text to tool calls")),
+        Box(
+            "apps: grpo, sft",
+            20,
+            20,
+            820,
+            ("thin: they compose the libraries below, and may import all of them",),
+            "app",
+        ),
+        Box("runlog", 640, 120, 200, ("progress, metrics, report",)),
+        Box("rollout", 20, 190, 240, ("generation, episodes, tools", "weight transfer: receiving")),
+        Box("objectives", 300, 190, 200, ("advantages, losses,", "KL, off-policy weights")),
+        Box("engines", 540, 210, 300, ("families, weights", "one step over executors: FSDP2, ...")),
+        Box("dyncp", 600, 330, 240, ("plan, split, attend, merge", "over groups of ranks")),
+        Box("chat_tools", 20, 445, 240, ("messages to tokens and masks", "text to tool calls")),
         Box(
             "seqpack",
             360,
-            430,
+            445,
             400,
             (
                 "plans, packed batches, costs; the batch and its totals",
@@ -98,29 +104,23 @@ def house() -> str:
         ),
     ]
     arrows = [
-        Arrow(((150, 88), (150, 170))),
-        Arrow(((330, 88), (390, 170))),
-        Arrow(((360, 60), (600, 170))),
-        Arrow(((520, 71), (460, 170))),
-        Arrow(((600, 71), (680, 170))),
-        Arrow(((640, 40), (700, 40))),
-        Arrow(((140, 238), (140, 430))),
-        Arrow(((220, 238), (380, 430))),
-        Arrow(((400, 238), (480, 430))),
-        Arrow(((720, 238), (720, 310))),
-        Arrow(((560, 238), (540, 430))),
-        Arrow(((700, 378), (660, 430))),
+        Arrow(((140, 258), (140, 445))),
+        Arrow(((220, 258), (380, 445))),
+        Arrow(((400, 258), (480, 445))),
+        Arrow(((720, 278), (720, 330))),
+        Arrow(((560, 278), (540, 445))),
+        Arrow(((700, 398), (660, 445))),
     ]
-    return picture(boxes, arrows, 920, 520)
+    return picture(boxes, arrows, 860, 530)
 
 
 def step() -> str:
     """What flows through one GRPO step, and who makes it."""
     boxes = [
         Box("tasks", 20, 40, 150, ("prompt, reference", "stable ids"), "app"),
-        Box("rollout.run_group", 250, 40, 190, ("group_size episodes:", "ids, mask, log-probs,", "versions, reward")),
+        Box("rollout.run_group", 230, 40, 210, ("group_size episodes:", "ids, mask, log-probs,", "versions, reward")),
         Box("rollout.to_batch", 520, 40, 170, ("jagged TensorDict,", "aligned to input_ids")),
-        Box("objectives.advantages", 770, 40, 200, ("one number an episode,", "by its group")),
+        Box("objectives.advantages", 770, 40, 215, ("one number an episode,", "by its group")),
         Box(
             "engine.train_batch",
             520,
@@ -133,19 +133,19 @@ def step() -> str:
                 "4  clip, optimizer_step; metrics all-reduced",
             ),
         ),
-        Box("engine.export_weights", 250, 232, 190, ("WeightPiece: name, shape,", "offset, flat")),
+        Box("engine.export_weights", 230, 232, 210, ("WeightPiece: name, shape,", "offset, flat")),
         Box("rollout engine", 20, 232, 150, ("version + 1",)),
     ]
     arrows = [
-        Arrow(((170, 75), (250, 75)), "task"),
+        Arrow(((170, 75), (230, 75)), "task"),
         Arrow(((440, 75), (520, 75)), "episodes"),
         Arrow(((690, 75), (770, 75)), "batch"),
-        Arrow(((870, 108), (870, 200)), "batch + advantages"),
+        Arrow(((830, 108), (830, 200)), "batch + advantages"),
         Arrow(((520, 262), (440, 262)), "tensors"),
-        Arrow(((250, 262), (170, 262)), "pieces"),
+        Arrow(((230, 262), (170, 262)), "pieces"),
         Arrow(((95, 232), (95, 150), (300, 150), (300, 125)), ""),
     ]
-    return picture(boxes, arrows, 990, 320)
+    return picture(boxes, arrows, 1000, 320)
 
 
 def main() -> None:
