@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from objectives import losses as losses
     from objectives import off_policy as off_policy
     from objectives.grpo import GRPO as GRPO
-    from objectives.objective import Objective as Objective
-    from objectives.objective import Totals as Totals
     from objectives.sft import SFT as SFT
+    from seqpack.batches.objective import Objective as Objective
+    from seqpack.batches.view import Totals as Totals
 
 _MODULES = ("advantages", "kl", "losses", "off_policy")
 _EXPORTS = {
     "GRPO": "objectives.grpo",
     "SFT": "objectives.sft",
-    "Objective": "objectives.objective",
-    "Totals": "objectives.objective",
+    "Objective": "seqpack.batches.objective",
+    "Totals": "seqpack.batches.view",
 }
 __all__ = ["GRPO", "SFT", "Objective", "Totals", "advantages", "kl", "losses", "off_policy"]
 

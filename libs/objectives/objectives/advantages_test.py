@@ -1,4 +1,4 @@
-"""Advantages against the papers' formulas in float64, and their properties."""
+"""Advantages against the papers' formulas in float64 and their properties; estimators; one from outside."""
 
 import math
 
@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectives import advantages
+from objectives.advantages import ESTIMATORS, estimate, register_estimator
+from seqpack import make_batch
+from seqpack.batches.batch import jagged
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.25, 3.0, 3.0, -2.0])
 GROUPS = torch.tensor([7, 7, 2, 7, 2, 9, 2])
@@ -74,19 +77,180 @@ def test_equal_rewards_give_exact_zeros(reward, n):
         assert how(rewards, groups).eq(0).all()
 
 
-def test_per_token_spreads_over_the_mask():
-    from seqpack.batches.batch import jagged
+def test_a_group_of_one_says_nothing():
+    for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
+        assert how(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 1]))[0] == 0
 
-    mask = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
-    got = advantages.per_token(torch.tensor([2.0, -1.0]), mask).unbind()
-    assert got[0].tolist() == [0.0, 2.0, 2.0]
-    assert got[1].tolist() == [0.0, -1.0]
+
+def test_rounding_of_the_mean_is_not_blown_up():
+    """Three rewards of 0.1 have a mean that is not 0.1; 1 / eps would make a full advantage of the difference."""
+    for reward in (0.1, 1 / 3, 1e8 + 0.1, 1e-12):
+        rewards = torch.full((3,), reward, dtype=torch.float64)
+        assert advantages.grpo(rewards, torch.zeros(3, dtype=torch.int64), eps=0.0).eq(0).all()
+
+
+def test_reinforce_plus_plus_compares_with_the_batch():
+    """arXiv 2501.03262: normalised by the mean and standard deviation of the whole batch."""
+    rewards = [1.0, 0.0, 0.5, 3.0, -2.0]
+    mean = sum(rewards) / 5
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
+    want = [(r - mean) / (std + 1e-6) for r in rewards]
+    assert advantages.reinforce_plus_plus(torch.tensor(rewards)).tolist() == pytest.approx(want, rel=1e-6)
+    assert advantages.reinforce_plus_plus(torch.ones(4)).tolist() == [0.0] * 4
+    got = advantages.reinforce_plus_plus(torch.tensor(rewards), eps=1.0).tolist()
+    assert got == pytest.approx([(r - mean) / (std + 1) for r in rewards], rel=1e-6)
+
+
+MASK = [[False, True, True], [False, True], [False]]
+
+
+def test_per_token_spreads_over_the_mask_and_per_sequence_takes_it_back():
+    mask = jagged([torch.tensor(row) for row in MASK])
+    got = advantages.per_token(torch.tensor([2.0, -1.0, 7.0], dtype=torch.float64), mask)
+    assert [row.tolist() for row in got.unbind()] == [[0.0, 2.0, 2.0], [0.0, -1.0], [0.0]]
+    assert got.dtype == torch.float32
+    back = advantages.per_sequence(got, mask)
+    assert back.dtype == torch.float32
+    assert back.tolist() == [2.0, -1.0, 0.0]
+    nan = advantages.per_token(torch.tensor([1.0, math.nan, math.nan]), mask)
+    assert [len([x for x in row.tolist() if x != 0]) for row in nan.unbind()] == [2, 1, 0]
+    uneven = jagged([torch.tensor([9.0, 1.0, 2.0]), torch.tensor([9.0, 4.0]), torch.tensor([9.0])])
+    assert advantages.per_sequence(uneven, mask).tolist() == [1.5, 4.0, 0.0]
 
 
 def test_refusals_name_the_fault():
     with pytest.raises(ValueError, match="row 1 is nan"):
         advantages.grpo(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]))
-    with pytest.raises(ValueError, match="of one length"):
-        advantages.grpo(torch.tensor([0.0, 1.0]), torch.tensor([0]))
-    with pytest.raises(ValueError, match="correction"):
-        advantages.grpo(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), correction=2)
+    with pytest.raises(ValueError, match="row 0 is -inf"):
+        advantages.leave_one_out(torch.tensor([-math.inf, math.nan]), torch.tensor([0, 0]))
+    for rewards, groups in [(torch.ones(2), torch.zeros(1)), (torch.ones(2, 2), torch.zeros(2, 2))]:
+        with pytest.raises(ValueError, match="of one length"):
+            advantages.grpo(rewards, groups)
+    for options in ({"correction": 2}, {"correction": -1}, {"eps": -1e-9}, {"eps": math.nan}):
+        with pytest.raises(ValueError, match="eps must be >= 0 and correction 0 or 1"):
+            advantages.grpo(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), **options)
+    mask = jagged([torch.tensor([False, True])] * 2)
+    for wrong in (torch.ones(1), torch.ones(3), torch.ones(2, 1)):
+        with pytest.raises(ValueError, match="one number for each of the 2 rows"):
+            advantages.per_token(wrong, mask)
+
+
+# ------------------------------------------------------------------ estimators
+
+
+def batch(rewards=(1.0, 0.0, 3.0), groups=(5, 5, 2)):
+    rows = zip(MASK, rewards, groups, strict=True)
+    return make_batch(
+        [{"input_ids": [1] * len(mask), "loss_mask": mask, "reward": r, "group": g} for mask, r, g in rows]
+    )
+
+
+def rows_of(tokens):
+    return [row.tolist() for row in tokens.unbind()]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_is_its_function_spread_over_tokens(name):
+    data = batch()
+    keys = [data["reward"]] if name == "reinforce_plus_plus" else [data["reward"], data["group"]]
+    want = getattr(advantages, name)(*keys)
+    got = estimate(data, name)
+    assert got.dtype == torch.float32
+    assert rows_of(got) == rows_of(advantages.per_token(want, data["loss_mask"]))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_smallest_group_size_is_the_smallest_that_says_anything(name):
+    """A4: with `--group-size 1 --advantage dr_grpo` every advantage is 0, so that nothing is ever learnt."""
+    estimator = ESTIMATORS[name]
+    for size in range(1, 5):
+        rewards, groups = torch.arange(12.0) ** 2, torch.arange(12) // size
+        rows = [
+            {"input_ids": [1, 2], "loss_mask": [False, True], "reward": r, "group": g}
+            for r, g in zip(rewards.tolist(), groups.tolist(), strict=True)
+        ]
+        speaks = any(any(row) for row in rows_of(estimator(make_batch(rows))))
+        assert speaks == (size >= estimator.min_group_size)
+        if speaks:
+            estimator.check_group_size(size)
+        else:
+            with pytest.raises(ValueError, match=f"'{name}' compares siblings, in groups of {size} .* at least 2, or"):
+                estimator.check_group_size(size)
+
+
+def test_the_names_are_the_choices():
+    assert tuple(ESTIMATORS) == ("grpo", "dr_grpo", "leave_one_out", "reinforce_plus_plus")
+    assert [ESTIMATORS[name].min_group_size for name in ESTIMATORS] == [2, 2, 2, 1]
+    assert all(name == estimator.name for name, estimator in ESTIMATORS.items())
+    with pytest.raises(ValueError, match="unknown advantage 'gae': use one of grpo, dr_grpo"):
+        estimate(batch(), "gae")
+    with pytest.raises(ValueError, match=r"or the advantage reinforce_plus_plus$"):
+        ESTIMATORS["dr_grpo"].check_group_size(1)
+
+
+def test_keys_that_are_missing_are_named():
+    with pytest.raises(ValueError, match=r"'grpo' reads keys that the batch does not have: \['group', 'reward'\]"):
+        estimate(batch().exclude("reward", "group"), "grpo")
+    estimate(batch().exclude("group"), "reinforce_plus_plus")
+    with pytest.raises(ValueError, match=r"'reinforce_plus_plus' reads .*: \['loss_mask'\]"):
+        estimate(batch().exclude("loss_mask"), "reinforce_plus_plus")
+
+
+@pytest.fixture
+def register():
+    """Registers for the length of a test, as the file of a recipe would for good."""
+    before = dict(ESTIMATORS)
+    yield register_estimator
+    ESTIMATORS._entries.clear()
+    ESTIMATORS._entries.update(before)
+
+
+def test_an_estimator_from_outside_needs_no_other_edit(register):
+    @register("test-short", min_group_size=3, keys=("reward", "group", "bonus"))
+    def short(data):
+        return data["reward"] - data["bonus"]
+
+    data = batch()
+    data["bonus"] = torch.tensor([0.5, 0.25, 0.0])
+    assert "test-short" in tuple(ESTIMATORS)
+    assert rows_of(estimate(data, "test-short")) == [[0.0, 0.5, 0.5], [0.0, -0.25], [0.0]]
+    with pytest.raises(ValueError, match=r"'test-short' reads .* \['bonus'\]"):
+        estimate(batch(), "test-short")
+    with pytest.raises(ValueError, match="groups of 2 it is always 0: use a group size of at least 3"):
+        ESTIMATORS.named("test-short").check_group_size(2)
+    with pytest.raises(ValueError, match="registered already"):
+        register("test-short")(short)
+    assert short(data).tolist() == [0.5, -0.25, 3.0]
+
+
+def test_an_estimator_may_give_a_number_a_token(register):
+    """It reads the whole batch, and what it gives to untrained tokens does not count."""
+
+    @register("test-tokens", keys=())
+    def by_position(data):
+        return jagged(
+            [torch.where(row, torch.arange(len(row)).double(), math.inf) for row in data["loss_mask"].unbind()]
+        )
+
+    got = estimate(batch().exclude("reward", "group"), "test-tokens")
+    assert got.dtype == torch.float32
+    assert rows_of(got) == [[0.0, 1.0, 2.0], [0.0, 1.0], [0.0]]
+    assert ESTIMATORS["test-tokens"].min_group_size == 2
+
+
+def test_what_an_estimator_returns_is_checked(register):
+    results = {
+        "not finite": lambda data: torch.tensor([0.0, math.nan, 0.0]),
+        "one number for each": lambda data: torch.zeros(2),
+        r"rows of \[2, 3, 1\] tokens for rows of \[3, 2, 1\]": lambda data: jagged(
+            [torch.zeros(2), torch.zeros(3), torch.zeros(1)]
+        ),
+    }
+    for number, (text, function) in enumerate(results.items()):
+        register(f"test-{number}")(function)
+        with pytest.raises(ValueError, match=text):
+            estimate(batch(), f"test-{number}")
+    with pytest.raises(ValueError, match="'test-0' of row 1 is not finite"):
+        estimate(batch(), "test-0")
+    with pytest.raises(ValueError, match="min_group_size must be at least 1, got 0"):
+        register("test-none", min_group_size=0)

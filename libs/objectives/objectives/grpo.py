@@ -1,20 +1,28 @@
-"""GRPO and its relatives: one clipped policy loss with the knobs that set the papers apart."""
+"""GRPO and its relatives: one clipped policy loss with the options that set the papers apart."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from objectives.checks import check_choice, check_number, check_weight, check_without_effect
+from objectives.kl import ESTIMATORS as KL_ESTIMATORS
 from objectives.kl import Estimator, estimate
-from objectives.losses import Aggregation, Clipped, aggregate, cispo, ppo_clip
-from objectives.objective import Counts, pair, silent, trained_mask
+from objectives.losses import (
+    AGGREGATIONS,
+    OPTIONS,
+    POLICY_LOSSES,
+    Aggregation,
+    PolicyTokens,
+    aggregate,
+    check_clips,
+    check_max_tokens,
+)
+from objectives.objective import pair, rows_without_gradient, trained_mask
 from objectives.off_policy import CORRECTIONS, Correction, mismatch, weights
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from seqpack.batches.packed import PackedBatch
+from seqpack.batches.packed import PackedBatch
+from seqpack.batches.view import BatchView, Totals
 
 
 @dataclass(frozen=True)
@@ -25,120 +33,136 @@ class GRPO:
     old policy is the current one, the ratio is 1 and its gradient is the policy gradient. `GRPO()` is token-mean GRPO
     without a KL term; the papers:
 
-    - DeepSeekMath: `GRPO(aggregation="sequence", kl_coef=0.04)` with `advantages.grpo`
-    - Dr. GRPO: `GRPO(aggregation="constant", max_tokens=N)` with `advantages.dr_grpo`
-    - DAPO: `GRPO(clip_high=0.28)` with `advantages.grpo`
+    - DeepSeekMath: `GRPO(aggregation="sequence", kl_coef=0.04)` with the advantage "grpo"
+    - Dr. GRPO: `GRPO(aggregation="constant", max_tokens=N)` with "dr_grpo"
+    - DAPO: `GRPO(clip_high=0.28)` with "grpo"
+    - MiniMax-M1: `GRPO(policy_loss="cispo")` with "grpo"
+
+    Raises ValueError for an unknown choice, a number out of range, and an option that has no effect beside the others.
     """
 
-    policy_loss: Literal["ppo", "cispo"] = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    policy_loss: str = "ppo"
+    """The loss of a token, by its name in `objectives.losses.POLICY_LOSSES`: ppo, cispo, or one you registered."""
+    clip_low: float | None = None
+    """The ratio to the old policy is bounded by 1 - clip_low from below; None: the loss's own (ppo 0.2, cispo 1)."""
+    clip_high: float | None = None
+    """The ratio is bounded by 1 + clip_high from above; None: the loss's own (ppo 0.2, cispo 0.28)."""
     dual_clip: float | None = None
+    """Bounds the loss of a negative advantage A by -dual_clip A, for ppo; None: it is not bounded."""
     aggregation: Aggregation = "token"
+    """How tokens add up: every token weighs the same, every sequence does, or the sum over a constant length."""
     max_tokens: int | None = None
     """For aggregation "constant": the fixed length to divide by."""
     kl_coef: float = 0.0
     """Weight of the KL penalty against `ref_log_probs`; 0 reads no reference."""
-    kl_estimator: Estimator = "k3"
+    kl_estimator: Estimator | None = None
+    """The estimator of that penalty, k2 or k3; None: k3."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 computes no entropy."""
     off_policy: Correction = "none"
     """Weights between the policy the update starts from and the sampler (`rollout_log_probs`)."""
-    off_policy_cap: float = 2.0
+    off_policy_cap: float | None = None
+    """The largest of those weights; None: 2."""
 
     def __post_init__(self) -> None:
-        if self.aggregation == "constant" and (self.max_tokens is None or self.max_tokens < 1):
-            raise ValueError("aggregation 'constant' needs max_tokens >= 1: the longest answer the sampler may give")
-        if self.aggregation != "constant" and self.max_tokens is not None:
-            raise ValueError(f"max_tokens has no effect with aggregation {self.aggregation!r}: use 'constant'")
-        if self.kl_coef and self.kl_estimator == "k1":
+        loss = POLICY_LOSSES.named(self.policy_loss)
+        for name in OPTIONS:
+            if name not in loss.defaults:
+                takes = ", ".join(loss.defaults) or "none of these options"
+                check_without_effect(name, getattr(self, name), f"policy_loss {self.policy_loss!r} takes {takes}")
+        check_clips(self.clip_low, self.clip_high, self.dual_clip)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        if self.aggregation == "constant":
+            check_max_tokens(self.max_tokens)
+        else:
+            check_without_effect("max_tokens", self.max_tokens, "it goes with aggregation 'constant'")
+        check_weight("kl_coef", self.kl_coef)
+        if not self.kl_coef:
+            check_without_effect("kl_estimator", self.kl_estimator, "it goes with a kl_coef above 0")
+        if self.kl_estimator is not None:
+            check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        if self.kl_estimator == "k1":
             raise ValueError("kl_estimator 'k1' has a zero expected gradient in a loss: use 'k2' or 'k3'")
-        if self.policy_loss == "cispo" and self.dual_clip is not None:
-            raise ValueError("dual_clip has no effect on policy_loss 'cispo': leave it out")
-        if self.off_policy not in CORRECTIONS:
-            raise ValueError(f"unknown off_policy {self.off_policy!r}: use one of {', '.join(CORRECTIONS)}")
+        check_weight("entropy_coef", self.entropy_coef)
+        check_choice("off_policy", self.off_policy, CORRECTIONS)
+        if self.off_policy == "none":
+            other = f"it goes with an off_policy of {', '.join(CORRECTIONS[1:])}"
+            check_without_effect("off_policy_cap", self.off_policy_cap, other)
+        if self.off_policy_cap is not None:
+            check_number("off_policy_cap", self.off_policy_cap, 1)
 
     @property
     def required_keys(self) -> tuple[str, ...]:
         """`advantages`, and what the switched-on terms read."""
-        keys = ["advantages"]
+        keys = ["advantages", *POLICY_LOSSES.named(self.policy_loss).keys]
         if self.kl_coef:
             keys.append("ref_log_probs")
         if self.off_policy != "none":
             keys.append("rollout_log_probs")
-        return tuple(keys)
+        return tuple(dict.fromkeys(keys))
 
     @property
     def needs_entropy(self) -> bool:
         """Only for the bonus."""
         return self.entropy_coef != 0.0
 
-    def zero_gradient_rows(self, batch: "TensorDict") -> Tensor:
-        """bool[B]: rows that add exactly nothing to loss and gradient, whatever the policy is: the engine may skip
-        them.
+    def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
+        """bool[B]: rows that add exactly nothing to loss and gradient, whatever the policy is.
 
         Those without a trained token, and those whose advantages are all zero while neither KL nor entropy has a term.
         """
-        trained = batch["loss_mask"]
-        if self.kl_coef or self.entropy_coef:
-            return silent(trained)
-        return silent(trained, batch["advantages"])
+        scales = POLICY_LOSSES.named(self.policy_loss).scales_with_advantage
+        return rows_without_gradient(batch, advantages=scales and not (self.kl_coef or self.entropy_coef))
 
     def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None, batch: "PackedBatch", totals: Counts
+        self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `objectives.objective.Objective`. Metrics: policy_loss, ratio, clip/*, mismatch/*, kl, entropy."""
+        """See `seqpack.Objective`. Metrics: policy_loss, the loss's own, approx_kl, mismatch/*, kl, entropy."""
         mask = trained_mask(batch)
         values = batch.values
         # A token that does not train must stay out of every exp: its log-probs are placeholders, and 0 * inf is not 0.
         current = torch.where(mask, log_probs, 0.0)
-        start = _masked(values.get("old_log_probs"), mask, default=current.detach())
-        clipped = self._policy(current, start, torch.where(mask, values["advantages"], 0.0))
-        per_token, metrics = clipped.loss, _clip_metrics(clipped, current, start, mask)
-        if self.dual_clip is not None:
-            metrics["clip/dual"] = pair(clipped.clipped_dual.to(current.dtype), mask)
+        old = values.get("old_log_probs")
+        start = current.detach() if old is None else torch.where(mask, old, 0.0)
+        per_token, metrics = self._policy(current, start, mask, batch)
         rollout = values.get("rollout_log_probs")
         if rollout is not None:
             sampled = torch.where(mask, rollout, 0.0)
             metrics |= mismatch(start, sampled, mask)
             if self.off_policy != "none":
-                cu_seqlens, cap = batch.cu_seqlens, self.off_policy_cap
-                weight = weights(self.off_policy, start, sampled, mask, cu_seqlens, cap)
+                cap = 2.0 if self.off_policy_cap is None else self.off_policy_cap
+                weight = weights(self.off_policy, start, sampled, mask, batch.cu_seqlens, cap)
                 per_token = per_token * weight
                 metrics["off_policy/weight"] = pair(weight, mask)
         metrics["policy_loss"] = self._aggregate(per_token.detach(), mask, batch.cu_seqlens, totals)
         if self.kl_coef:
-            penalty = estimate(current, torch.where(mask, values["ref_log_probs"], 0.0), self.kl_estimator)
+            penalty = estimate(current, torch.where(mask, values["ref_log_probs"], 0.0), self.kl_estimator or "k3")
             per_token = per_token + self.kl_coef * penalty
-            metrics["kl"] = pair(penalty.detach(), mask)
+            metrics["kl"] = pair(penalty, mask)
         if entropy is not None:
-            metrics["entropy"] = pair(entropy.detach(), mask)
+            metrics["entropy"] = pair(entropy, mask)
             if self.entropy_coef:
                 per_token = per_token - self.entropy_coef * torch.where(mask, entropy, 0.0)
         elif self.entropy_coef:
             raise ValueError("entropy_coef is set but no entropy was given: the engine must honour needs_entropy")
         return self._aggregate(per_token, mask, batch.cu_seqlens, totals), metrics
 
-    def _policy(self, log_probs: Tensor, old: Tensor, advantages: Tensor) -> Clipped:
-        if self.policy_loss == "cispo":
-            return cispo(log_probs, old, advantages, self.clip_low, self.clip_high)
-        return ppo_clip(log_probs, old, advantages, self.clip_low, self.clip_high, self.dual_clip)
+    def _policy(
+        self, current: Tensor, start: Tensor, mask: Tensor, batch: PackedBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy loss a token, and its metrics."""
+        loss = POLICY_LOSSES.named(self.policy_loss)
+        given = {name: getattr(self, name) for name in loss.defaults}
+        options = {name: default if given[name] is None else given[name] for name, default in loss.defaults.items()}
+        advantages = torch.where(mask, batch.values["advantages"], 0.0)
+        result = loss.function(PolicyTokens(current, start, advantages, mask, batch), **options)
+        gap = (current - start).detach()
+        metrics = {"approx_kl": pair(torch.expm1(gap) - gap, mask)}
+        for name, value in result.metrics.items():
+            metrics[name] = pair(value.to(gap.dtype), mask)
+        return result.loss, metrics
 
-    def _aggregate(self, per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, totals: Counts) -> Tensor:
+    def _aggregate(self, per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, totals: Totals) -> Tensor:
         return aggregate(
             per_token, mask, cu_seqlens, self.aggregation, totals.tokens, totals.sequences, self.max_tokens
         )
-
-
-def _masked(values: Tensor | None, mask: Tensor, default: Tensor) -> Tensor:
-    return default if values is None else torch.where(mask, values, 0.0)
-
-
-def _clip_metrics(clipped: Clipped, current: Tensor, start: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    gap = (current - start).detach()
-    return {
-        "ratio": pair(clipped.ratio, mask),
-        "clip/low": pair(clipped.clipped_low.to(gap.dtype), mask),
-        "clip/high": pair(clipped.clipped_high.to(gap.dtype), mask),
-        "approx_kl": pair(torch.expm1(gap) - gap, mask),
-    }

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from objectives.checks import check_choice
+
 Estimator = Literal["k1", "k2", "k3"]
 
 
@@ -34,11 +36,10 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.expm1(log_r) - log_r
 
 
-_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: Estimator = "k3") -> Tensor:
-    """The estimator by its name."""
-    if estimator not in _ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(_ESTIMATORS)}")
-    return _ESTIMATORS[estimator](log_probs, ref_log_probs)
+    """The estimator by its name: f32[T], f32[T] -> f32[T]. Raises ValueError for an unknown one."""
+    check_choice("KL estimator", estimator, ESTIMATORS)
+    return ESTIMATORS[estimator](log_probs, ref_log_probs)

@@ -1,25 +1,111 @@
-"""Per-token policy losses, and the ways of adding them up to one number.
+"""Per-token policy losses, the registry of those an objective chooses by name, and their sums to one number.
 
 All are functions of packed f32[T] tensors; a loss is minimised. The old policy's log-probs and the advantages are
 constants: no gradient flows to them.
+
+A *policy loss* is what `GRPO(policy_loss=NAME)` computes: a function of `PolicyTokens` and of the options it declares,
+which returns a `TokenLoss`. Add one in a file of your own, which your recipe imports; nothing else is edited:
+
+    @register_policy_loss("reinforce", scales_with_advantage=True)
+    def reinforce(tokens):
+        return TokenLoss(policy_gradient(tokens.log_probs, tokens.advantages), {})
+
+- `POLICY_LOSSES`: the registry, name -> `PolicyLoss`; its names are the choices of a flag.
+- The options are fields of `GRPO`: clip_low, clip_high, dual_clip. Those that a loss declares, with the defaults it
+  declares, are passed by keyword; setting another one is an error.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from objectives.checks import check_choice, check_number
+from objectives.registry import Registry
+from seqpack.batches.packed import PackedBatch
+
 Aggregation = Literal["token", "sequence", "constant"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+OPTIONS = ("clip_low", "clip_high", "dual_clip")
 
 
-class Clipped(NamedTuple):
-    """What a clipped loss gives: per-token losses, and where a clip decided them (bool[T] each), for metrics."""
+class TokenLoss(NamedTuple):
+    """A policy loss: `loss` f[T], and what to report, name -> bool or f[T], each averaged over the trained tokens."""
 
     loss: Tensor
-    ratio: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
+    metrics: dict[str, Tensor]
+
+
+class PolicyTokens(NamedTuple):
+    """What a policy loss reads, by packed token. All but `log_probs` are constants, and 0 where nothing is trained.
+
+    `log_probs` f[T] of the policy that trains; `old_log_probs` f[T] of the policy the update started from;
+    `advantages` f[T]; `mask` bool[T], the trained tokens; `batch` with its `cu_seqlens` and further `values`.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    batch: PackedBatch
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A named policy loss; see `register_policy_loss`."""
+
+    name: str
+    function: Callable[..., TokenLoss]
+    defaults: Mapping[str, float | None]
+    keys: tuple[str, ...]
+    scales_with_advantage: bool
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy_loss")
+
+
+def register_policy_loss(
+    name: str, *, keys: tuple[str, ...] = (), scales_with_advantage: bool = False, **defaults: float | None
+) -> Callable[[Callable[..., TokenLoss]], Callable[..., TokenLoss]]:
+    """Register the decorated function `(tokens: PolicyTokens, **options) -> TokenLoss`.
+
+    `defaults`: the options it takes (of `OPTIONS`) with their default values. `keys`: what it reads of the batch
+    besides the advantages. `scales_with_advantage`: whether a token of advantage 0 adds exactly nothing to loss and
+    gradient, so that an engine may skip rows of such tokens. Raises ValueError for a name that is taken and for
+    options that `GRPO` does not have.
+    """
+    unknown = sorted(set(defaults) - set(OPTIONS))
+    if unknown:
+        raise ValueError(f"policy loss {name!r} declares unknown options {unknown}: GRPO has {', '.join(OPTIONS)}")
+
+    def register(function: Callable[..., TokenLoss]) -> Callable[..., TokenLoss]:
+        entry = PolicyLoss(name, function, MappingProxyType(defaults), tuple(keys), scales_with_advantage)
+        POLICY_LOSSES.add(name, entry)
+        return function
+
+    return register
+
+
+def check_clips(clip_low: float | None = None, clip_high: float | None = None, dual_clip: float | None = None) -> None:
+    """Raise ValueError for clip_low outside [0, 1], clip_high below 0 or dual_clip not above 1; None may stand."""
+    if clip_low is not None:
+        check_number("clip_low", clip_low, 0, 1)
+    if clip_high is not None:
+        check_number("clip_high", clip_high, 0)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, 1, above=True)
+
+
+def check_max_tokens(max_tokens: int | None) -> int:
+    """Return the fixed length that aggregation "constant" divides by. Raise ValueError unless it is at least 1."""
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise ValueError(
+            f"aggregation 'constant' needs max_tokens >= 1, the longest answer the sampler may give: got {max_tokens!r}"
+        )
+    return max_tokens
 
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor) -> Tensor:
@@ -34,46 +120,56 @@ def ppo_clip(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-) -> Clipped:
+) -> TokenLoss:
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = pi / pi_old, a token.
 
     PPO (arXiv 1707.06347, equation 7); two bounds are "clip-higher" of DAPO (arXiv 2503.14476, section 3.1: 0.2 and
     0.28). `dual_clip` c > 1 bounds the loss of a token with a negative advantage by -c A (arXiv 1912.09729, equation
-    5): without it a large ratio makes it unbounded.
+    5): without it a large ratio makes it unbounded. Metrics: ratio; clip/low, clip/high and (where it is set)
+    clip/dual, the tokens whose gradient that bound cut.
     """
-    if not 0 <= clip_low <= 1 or clip_high < 0:
-        raise ValueError(f"clip_low must be in [0, 1] and clip_high >= 0, got {clip_low} and {clip_high}")
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip must be above 1 (or None), got {dual_clip}")
+    check_clips(clip_low, clip_high, dual_clip)
     advantage = advantages.detach()
     ratio = torch.exp(log_probs - old_log_probs.detach())
     plain = -ratio * advantage
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     loss = torch.maximum(plain, bounded)
     negative = advantage < 0
-    clipped_low = (ratio < 1 - clip_low) & negative
-    clipped_high = (ratio > 1 + clip_high) & (advantage > 0)
-    clipped_dual = torch.zeros_like(negative)
+    metrics = {
+        "ratio": ratio.detach(),
+        "clip/low": (ratio < 1 - clip_low) & negative,
+        "clip/high": (ratio > 1 + clip_high) & (advantage > 0),
+    }
     if dual_clip is not None:
         ceiling = -dual_clip * advantage
-        clipped_dual = negative & (loss > ceiling)
-        loss = torch.where(clipped_dual, ceiling, loss)
-    return Clipped(loss, ratio.detach(), clipped_low, clipped_high, clipped_dual)
+        cut = negative & (loss > ceiling)
+        loss = torch.where(cut, ceiling, loss)
+        metrics["clip/dual"] = cut
+    return TokenLoss(loss, metrics)
 
 
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 0.28
-) -> Clipped:
+) -> TokenLoss:
     """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: CISPO of MiniMax-M1 (arXiv 2506.13585, equation 4).
 
-    The clip bounds the weight of a token and never takes its gradient away.
+    The clip bounds the weight of a token and never takes its gradient away. Metrics: ratio, clip/low, clip/high.
     """
-    if not 0 <= clip_low <= 1 or clip_high < 0:
-        raise ValueError(f"clip_low must be in [0, 1] and clip_high >= 0, got {clip_low} and {clip_high}")
+    check_clips(clip_low, clip_high)
     ratio = torch.exp(log_probs.detach() - old_log_probs.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -weight * advantages.detach() * log_probs
-    return Clipped(loss, ratio, ratio < 1 - clip_low, ratio > 1 + clip_high, torch.zeros_like(ratio, dtype=torch.bool))
+    metrics = {"ratio": ratio, "clip/low": ratio < 1 - clip_low, "clip/high": ratio > 1 + clip_high}
+    return TokenLoss(-weight * advantages.detach() * log_probs, metrics)
+
+
+@register_policy_loss("ppo", scales_with_advantage=True, clip_low=0.2, clip_high=0.2, dual_clip=None)
+def _ppo(tokens: PolicyTokens, clip_low: float, clip_high: float, dual_clip: float | None) -> TokenLoss:
+    return ppo_clip(tokens.log_probs, tokens.old_log_probs, tokens.advantages, clip_low, clip_high, dual_clip)
+
+
+@register_policy_loss("cispo", scales_with_advantage=True, clip_low=1.0, clip_high=0.28)
+def _cispo(tokens: PolicyTokens, clip_low: float, clip_high: float) -> TokenLoss:
+    return cispo(tokens.log_probs, tokens.old_log_probs, tokens.advantages, clip_low, clip_high)
 
 
 def aggregate(
@@ -98,11 +194,8 @@ def aggregate(
     if how == "token":
         return masked.sum() / max(tokens, 1)
     if how == "constant":
-        if max_tokens is None or max_tokens < 1:
-            raise ValueError("aggregation 'constant' needs max_tokens >= 1: the longest answer the sampler may give")
-        return masked.sum() / (max(sequences, 1) * max_tokens)
-    if how != "sequence":
-        raise ValueError(f"unknown aggregation {how!r}: use 'token', 'sequence' or 'constant'")
+        return masked.sum() / (max(sequences, 1) * check_max_tokens(max_tokens))
+    check_choice("aggregation", how, AGGREGATIONS)
     trained = sequence_sums(loss_mask.to(masked.dtype), cu_seqlens)
     return (sequence_sums(masked, cu_seqlens) / trained.clamp(min=1)).sum() / max(sequences, 1)
 
@@ -110,5 +203,6 @@ def aggregate(
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum of each packed sequence: f[T], i32[n+1] -> f[n]; differentiable."""
     lengths = cu_seqlens.diff().to(torch.int64)
-    owner = torch.repeat_interleave(torch.arange(lengths.numel(), device=values.device), lengths)
+    sequences = torch.arange(lengths.numel(), device=values.device)
+    owner = torch.repeat_interleave(sequences, lengths, output_size=values.numel())  # no wait for the device
     return values.new_zeros(lengths.numel()).index_add(0, owner, values)

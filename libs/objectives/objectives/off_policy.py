@@ -5,15 +5,16 @@ The sampler (a rollout engine: other kernels, other precision, perhaps older wei
 probability ratio, truncated: biased a little, of bounded variance. Everything here is constant to autograd.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from objectives.checks import check_choice, check_number
 from objectives.losses import sequence_sums
 
 Correction = Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"]
-CORRECTIONS = ("none", "truncate", "mask", "sequence_truncate", "sequence_mask")
+CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 
 
 def truncated_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
@@ -46,7 +47,7 @@ def sequence_weights(
     log_ratio = sequence_sums(gap, cu_seqlens).clamp(max=60.0)  # exp(60) is finite in float32 and beyond any cap
     ratio = torch.exp(log_ratio)
     weight = torch.where(ratio <= cap, ratio, 0.0) if mask else ratio.clamp(max=cap)
-    return torch.repeat_interleave(weight, cu_seqlens.diff().to(torch.int64))
+    return torch.repeat_interleave(weight, cu_seqlens.diff().to(torch.int64), output_size=gap.numel())
 
 
 def weights(
@@ -57,17 +58,16 @@ def weights(
     cu_seqlens: Tensor,
     cap: float = 2.0,
 ) -> Tensor:
-    """The weights by the name of their correction, f32[T]."""
+    """The weights by the name of their correction, f32[T]. Raises ValueError for an unknown one and a cap below 1."""
+    check_choice("off-policy correction", correction, CORRECTIONS)
     if correction == "none":
         return torch.ones_like(rollout_log_probs)
     if correction == "truncate":
         return truncated_weights(trainer_log_probs, rollout_log_probs, cap)
     if correction == "mask":
         return masked_weights(trainer_log_probs, rollout_log_probs, cap)
-    if correction in ("sequence_truncate", "sequence_mask"):
-        whole = correction == "sequence_mask"
-        return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=whole)
-    raise ValueError(f"unknown off-policy correction {correction!r}: use one of {', '.join(CORRECTIONS)}")
+    drop = correction == "sequence_mask"
+    return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=drop)
 
 
 def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -88,5 +88,4 @@ def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Te
 
 
 def _check_cap(cap: float) -> None:
-    if cap < 1:
-        raise ValueError(f"the cap of importance weights must be at least 1, got {cap}")
+    check_number("the cap of importance weights", cap, 1)

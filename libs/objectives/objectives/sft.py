@@ -1,17 +1,15 @@
 """Supervised fine-tuning: cross-entropy on the trained tokens."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from tensordict import TensorDict
 from torch import Tensor
 
+from objectives.checks import check_choice
 from objectives.losses import Aggregation, aggregate
-from objectives.objective import Counts, pair, silent, trained_mask
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from seqpack.batches.packed import PackedBatch
+from objectives.objective import pair, rows_without_gradient, trained_mask
+from seqpack.batches.packed import PackedBatch
+from seqpack.batches.view import BatchView, Totals
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,7 @@ class SFT:
     aggregation: Aggregation = "token"
 
     def __post_init__(self) -> None:
-        if self.aggregation not in ("token", "sequence"):
-            raise ValueError(f"SFT's aggregation is 'token' or 'sequence', got {self.aggregation!r}")
+        check_choice("aggregation of SFT", self.aggregation, ("token", "sequence"))
 
     @property
     def required_keys(self) -> tuple[str, ...]:
@@ -34,15 +31,15 @@ class SFT:
         """It does not."""
         return False
 
-    def zero_gradient_rows(self, batch: "TensorDict") -> Tensor:
+    def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
         """bool[B]: rows without a trained token."""
-        return silent(batch["loss_mask"])
+        return rows_without_gradient(batch, advantages=False)
 
     def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None, batch: "PackedBatch", totals: Counts
+        self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `objectives.objective.Objective`; the metric is `nll`, the mean over tokens."""
+        """See `seqpack.Objective`; the metric is `nll`, the mean over tokens."""
         del entropy
         mask = trained_mask(batch)
         loss = aggregate(-log_probs, mask, batch.cu_seqlens, self.aggregation, totals.tokens, totals.sequences)
-        return loss, {"nll": pair(-log_probs.detach(), mask)}
+        return loss, {"nll": pair(-log_probs, mask)}

@@ -1,0 +1,29 @@
+import pytest
+
+from objectives.registry import Registry
+
+
+def test_a_registry_keeps_order_and_names():
+    registry = Registry("shape")
+    registry.add("round", 1)
+    registry.add("flat", 2)
+    assert list(registry) == ["round", "flat"]
+    assert len(registry) == 2
+    assert dict(registry) == {"round": 1, "flat": 2}
+    assert registry.named("flat") == 2
+    with pytest.raises(KeyError):
+        registry["long"]
+
+
+def test_refusals():
+    registry = Registry("shape")
+    registry.add("round", 1)
+    registry.add("flat", 2)
+    with pytest.raises(ValueError, match=r"^unknown shape 'long': use one of round, flat, or import the module"):
+        registry.named("long")
+    with pytest.raises(ValueError, match=r"^the shape 'round' is registered already"):
+        registry.add("round", 3)
+    for name in ("", " x", "x "):
+        with pytest.raises(ValueError, match=r"^a shape needs a name"):
+            registry.add(name, 3)
+    assert dict(registry) == {"round": 1, "flat": 2}

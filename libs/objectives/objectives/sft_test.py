@@ -1,0 +1,56 @@
+"""SFT is cross-entropy on the trained tokens."""
+
+import pytest
+import torch
+
+from objectives import SFT, Totals
+from seqpack import make_batch, pack_sequences
+
+LENGTHS = [5, 3, 1, 8, 4]
+
+
+def batch_and_scores():
+    rng = torch.Generator().manual_seed(0)
+    rows = [
+        {"input_ids": torch.arange(n), "loss_mask": (torch.arange(n) > 0) & (torch.rand(n, generator=rng) < 0.7)}
+        for n in LENGTHS
+    ]
+    return make_batch(rows), [-torch.rand(n, generator=rng, dtype=torch.float64) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3, 4]], [[4, 0], [2], [1, 3]]])
+def test_loss_gradient_and_metric(aggregation, parts):
+    batch, scores = batch_and_scores()
+    leaves = [row.clone().requires_grad_() for row in scores]
+    loss, nll = torch.zeros((), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for part in parts:
+        packed = pack_sequences(batch, part)
+        share, metrics = SFT(aggregation)(torch.cat([leaves[i] for i in part]), None, packed, Totals.of(batch))
+        loss, nll = loss + share, nll + metrics["nll"]
+        assert not metrics["nll"].requires_grad
+    grads = torch.autograd.grad(loss, leaves)
+    masks = [mask.tolist() for mask in batch["loss_mask"].unbind()]
+    used = [mask for mask in masks if any(mask)]
+    tokens = sum(map(sum, masks))
+    share = {"token": lambda _: 1 / tokens, "sequence": lambda mask: 1 / (sum(mask) * len(used))}[aggregation]
+    want = 0.0
+    for mask, row, grad in zip(masks, scores, grads, strict=True):
+        want -= sum(share(mask) * float(x) for x, trained in zip(row, mask, strict=True) if trained)
+        assert grad.tolist() == pytest.approx([-share(mask) if trained else 0.0 for trained in mask])
+    assert float(loss.detach()) == pytest.approx(want, rel=1e-12)
+    trained = torch.cat(scores)[torch.cat(list(batch["loss_mask"].unbind()))]
+    assert nll.tolist() == pytest.approx([-float(trained.sum()), tokens])
+
+
+def test_it_needs_nothing_more():
+    assert SFT().required_keys == ()
+    assert SFT().needs_entropy is False
+    batch, _ = batch_and_scores()
+    assert SFT().zero_gradient_rows(batch).tolist() == [not bool(mask.any()) for mask in batch["loss_mask"].unbind()]
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "mean", "", None])
+def test_other_aggregations_are_refused(aggregation):
+    with pytest.raises(ValueError, match="use one of token, sequence"):
+        SFT(aggregation=aggregation)
