@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engines.config import EngineConfig
+from engines.families.registry import family_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,16 +54,24 @@ def load_model(config: EngineConfig, model: Any = None) -> Any:
         )
     if not hasattr(loaded, "get_output_embeddings") or not hasattr(loaded, "base_model"):
         raise ValueError(f"{type(loaded).__name__} is not a transformers causal LM (such as Qwen3_5ForCausalLM)")
-    return loaded.to(_DTYPES[config.master_dtype])
+    family_of(loaded.config).check_module(loaded)
+    return cast_parameters(loaded, _DTYPES[config.master_dtype])
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
+    """Cast the parameters of a model in place, and leave its buffers: rotary frequencies must stay float32."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _from_config(config: EngineConfig, model_config: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM, PretrainedConfig
-
     if not isinstance(model_config, PretrainedConfig):
         raise ValueError(f"model must be a module or a transformers config, got {type(model_config).__name__}")
     if config.model is not None:
         raise ValueError("give a config to build_engine or a directory in EngineConfig.model, not both")
+    family_of(model_config)
     return AutoModelForCausalLM.from_config(model_config)
 
 
@@ -74,6 +84,5 @@ def _from_directory(directory: Path, config: EngineConfig) -> nn.Module:
         raise ValueError(
             f"{directory} has no config.json: it is not a Hugging Face model directory (save_pretrained makes one)"
         )
-    from transformers import AutoModelForCausalLM
-
+    family_of(AutoConfig.from_pretrained(directory, local_files_only=True))
     return AutoModelForCausalLM.from_pretrained(directory, dtype=_DTYPES[config.master_dtype], local_files_only=True)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engines.families.registry import family_of
 from engines.log_probs import token_log_probs
 from engines.packing.model import packed_hidden
 from engines.strategy import ModelInputs
@@ -17,11 +18,8 @@ class TokenScorer(nn.Module):
 
     def __init__(self, model: Any, logit_chunk: int) -> None:
         super().__init__()
-        head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ValueError(f"the model's output layer must be a Linear without bias, got {head}")
-        if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-            raise ValueError("models with final_logit_softcapping are not supported")
+        self.family = family_of(model.config)
+        self.family.check_module(model)
         self.model = model
         self.logit_chunk = logit_chunk
 
@@ -35,7 +33,7 @@ class TokenScorer(nn.Module):
         else:
             hidden = _padded_hidden(self.model, inputs).flatten(0, 1)
         chosen = hidden.index_select(0, inputs.rows)
-        weight = self.model.get_output_embeddings().weight
+        weight = self.family.head(self.model).weight
         log_probs, entropies = token_log_probs(chosen, weight, inputs.targets, temperature, self.logit_chunk, entropy)
         return log_probs, entropies
 

@@ -1,10 +1,10 @@
-"""The packed forward pass of gated delta net layers, by class: token-major, one row of many sequences."""
+"""The packed forward pass of gated delta net layers: token-major, one row of many sequences."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from engines.packing.context import PackedContext
@@ -12,22 +12,14 @@ from engines.packing.context import PackedContext
 PackedForward = Callable[[Any, Tensor, PackedContext], Tensor]
 
 
-def packed_forward_of(module: nn.Module) -> PackedForward | None:
-    """The packed forward of this layer, or None where the class is not one of those known."""
-    for cls in type(module).__mro__:
-        if cls.__name__ in _FORWARDS:
-            return _FORWARDS[cls.__name__]
-    return None
-
-
 def split_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
-    """Qwen3.5, dense and MoE: q, k, v in one projection, the gate and the two head scalars in their own. x [T, H]."""
+    """Run Qwen3.5's layer: q, k, v in one projection, the gate and the two head scalars in their own. x [T, H]."""
     mixed = layer.in_proj_qkv(x)
     return _mix(layer, mixed, layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x), context)
 
 
 def joint_projections(layer: Any, x: Tensor, context: PackedContext) -> Tensor:
-    """Qwen3-Next: two projections whose outputs are interleaved by key head. x [T, H]."""
+    """Run Qwen3-Next's layer: two projections whose outputs are interleaved by key head. x [T, H]."""
     tokens = x.shape[0]
     joint, scalars = layer.in_proj_qkvz(x).unsqueeze(0), layer.in_proj_ba(x).unsqueeze(0)
     q, k, v, z, b, a = layer.fix_query_key_value_ordering(joint, scalars)
@@ -47,10 +39,3 @@ def _mix(layer: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, context: Pa
     out = context.ops.gated_delta_rule(q, k, v, decay, b.sigmoid(), context)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
     return layer.out_proj(out.reshape(tokens, -1))
-
-
-_FORWARDS: dict[str, PackedForward] = {
-    "Qwen3_5GatedDeltaNet": split_projections,
-    "Qwen3_5MoeGatedDeltaNet": split_projections,
-    "Qwen3NextGatedDeltaNet": joint_projections,
-}

@@ -1,0 +1,149 @@
+"""What an engine must know of a model family, and the checks that hold a model to it.
+
+The engine bypasses two parts of a stock model: attention and gated delta nets run on packed sequences through
+`seqpack.ops`, and the head is computed in chunks. Everything else is the stock code. A family therefore names every
+field of its config: a field that is not named, or has a value that no row of `python -m engines families` has run, is
+refused, since the stock model may honour it where this engine would not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from engines.families.router import RouterLoss
+from engines.packing.delta_net import PackedForward
+
+ANY = None
+"""In `Family.fields`: every value is the stock model's business."""
+
+_METADATA = frozenset(
+    [
+        *("_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "torch_dtype", "id2label", "label2id"),
+        *("is_encoder_decoder", "model_type", "output_attentions", "output_hidden_states", "problem_type"),
+        *("return_dict", "transformers_version"),
+    ]
+)
+_ROPE_KEYS = frozenset(
+    [
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+        *("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale"),
+        *("mscale_all_dim", "truncate", "mrope_section", "mrope_interleaved"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family; see `engines.families.registry` for those there are."""
+
+    name: str
+    """The name of its file."""
+    model_types: tuple[str, ...]
+    """`model_type` of its configs."""
+    architecture: str
+    """The transformers class that is trained."""
+    attention: str
+    """Class of its attention layers; arguments that they hand to an attention function are checked in each call."""
+    fields: Mapping[str, tuple[Any, ...] | None]
+    """Config fields that are handled: the values allowed, or ANY."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Token mixers that a layer may have."""
+    rope_types: tuple[str, ...] = ("default",)
+    """Those whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call,
+    so that a packed row would change its neighbours."""
+    delta_nets: Mapping[str, PackedForward] = field(default_factory=dict)
+    """Packed forward passes of its gated delta net layers, by class."""
+    wrappers: tuple[str, ...] = ()
+    """`model_type` of vision-language configs whose text part is this family."""
+    routed: bool = False
+    """Whether it has experts: the router's auxiliary loss, and one tensor an expert on disk."""
+    float32: tuple[str, ...] = ()
+    """Patterns (`fnmatch`, live names) of parameters that stay float32 in an export that asks for a smaller dtype."""
+    buffers: tuple[str, ...] = ()
+    """Patterns of persistent buffers: part of every export."""
+    carried: tuple[str, ...] = ()
+    """Patterns (names on disk) of tensors that are not trained and go into every export as they are."""
+    carried_fields: tuple[str, ...] = ()
+    """Config fields that describe carried tensors: left out of an export that has none."""
+
+    def check_config(self, config: Any) -> None:
+        """Refuse (ValueError) a config with a field or value that no test of this family has run."""
+        for name, value in config.get_text_config().to_dict().items():
+            if name in _METADATA or name in ("layer_types", "rope_parameters") or value is None:
+                continue
+            if name not in self.fields:
+                raise ValueError(self._refusal(f"config field {name} = {value!r} is not known to this family"))
+            allowed = self.fields[name]
+            if allowed is not None and value not in allowed:
+                wanted = " or ".join(map(repr, allowed)) or "None"
+                raise ValueError(self._refusal(f"config field {name} = {value!r} is not handled, only {wanted}"))
+        self._check_layers(config.get_text_config())
+        self._check_rope(config.get_text_config())
+
+    def check_module(self, model: Any) -> None:
+        """Refuse (ValueError) a module that is not this family's: its class, its head, its buffers, its layers."""
+        if type(model).__name__ != self.architecture:
+            raise ValueError(self._refusal(f"the model is a {type(model).__name__}, not a {self.architecture}"))
+        head = self.head(model)
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ValueError(self._refusal(f"the output layer must be a Linear without bias, got {head}"))
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in model.state_dict():
+            if name not in parameters and not any(fnmatchcase(name, pattern) for pattern in self.buffers):
+                raise ValueError(self._refusal(f"buffer {name} is not known to this family"))
+        for layer in self.layers(model):
+            if len(list(self.mixers(layer))) != 1:
+                raise ValueError(self._refusal(f"a {type(layer).__name__} must mix tokens in exactly one known module"))
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        """The decoder layers in order: the units of sharding and recomputation."""
+        layers = getattr(model.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ValueError(self._refusal(f"{type(model).__name__} has no base_model.layers"))
+        return list(layers)
+
+    def head(self, model: Any) -> Any:
+        """The output layer: logits = hidden @ weight.T, with neither scale nor soft cap in any family so far."""
+        return model.get_output_embeddings()
+
+    def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
+        """The modules of a layer that mix tokens, each with its packed form (None: attention)."""
+        for module in layer.modules():
+            kind = type(module).__name__
+            if kind == self.attention:
+                yield module, None
+            elif kind in self.delta_nets:
+                yield module, self.delta_nets[kind]
+
+    def auxiliary_loss(self, config: Any) -> RouterLoss | None:
+        """The router's loss where the config asks for it (`output_router_logits`, as in transformers), else None."""
+        text = config.get_text_config()
+        if not self.routed or not text.output_router_logits or not text.router_aux_loss_coef:
+            return None
+        return RouterLoss(float(text.router_aux_loss_coef), int(text.num_experts), int(text.num_experts_per_tok))
+
+    def _check_layers(self, text: Any) -> None:
+        for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()):
+            if kind not in self.layer_types:
+                raise ValueError(
+                    self._refusal(f"layer type {kind!r} is not handled, only {', '.join(self.layer_types)}")
+                )
+
+    def _check_rope(self, text: Any) -> None:
+        given = text.rope_parameters or {}
+        for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
+            kind = rope.get("rope_type", "default")
+            if kind not in self.rope_types:
+                raise ValueError(self._refusal(f"rope type {kind!r} is not handled, only {', '.join(self.rope_types)}"))
+            unknown = [key for key, value in rope.items() if key not in _ROPE_KEYS and not isinstance(value, dict)]
+            if unknown:
+                raise ValueError(self._refusal(f"rope parameter {unknown[0]} is not known"))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"{self.name}: {what}. What no test has run is refused: make it right in "
+            f"engines/families/{self.name}.py and add a row that has it to engines/families/cases.py"
+        )

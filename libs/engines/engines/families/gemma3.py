@@ -1,0 +1,26 @@
+"""Gemma 3, text: windows in five layers of six, a rotary base for each kind, scaled embeddings, a tied head."""
+
+from engines.families.family import ANY, Family
+from engines.families.fields import ATTENTION
+
+GEMMA3 = Family(
+    name="gemma3",
+    model_types=("gemma3_text",),
+    architecture="Gemma3ForCausalLM",
+    attention="Gemma3Attention",
+    layer_types=("full_attention", "sliding_attention"),
+    rope_types=("default", "linear"),
+    fields={
+        **ATTENTION,
+        "hidden_activation": ANY,
+        "query_pre_attn_scalar": ANY,
+        "sliding_window": ANY,
+        "sliding_window_pattern": ANY,
+        "_sliding_window_pattern": ANY,
+        "rope_local_base_freq": ANY,
+        "attention_bias": (False, True),
+        "use_bidirectional_attention": (False,),
+        "final_logit_softcapping": (),
+        "attn_logit_softcapping": (),
+    },
+)

@@ -1,0 +1,13 @@
+"""Mistral 7B and what shares its architecture: a window in every layer, or in none."""
+
+from engines.families.family import ANY, Family
+from engines.families.fields import ATTENTION
+
+MISTRAL = Family(
+    name="mistral",
+    model_types=("mistral",),
+    architecture="MistralForCausalLM",
+    attention="MistralAttention",
+    rope_types=("default", "yarn"),
+    fields={**ATTENTION, "sliding_window": ANY},
+)

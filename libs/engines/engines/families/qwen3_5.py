@@ -1,0 +1,29 @@
+"""Qwen3.5, dense: gated delta nets and gated attention in turn; alone, or the text part of a vision-language model."""
+
+from engines.families.family import Family
+from engines.families.fields import ATTENTION, DELTA_NET, MULTI_TOKEN_PREDICTION
+from engines.packing.delta_net import split_projections
+
+MTP_TENSORS = ("mtp.*",)
+VISION_TENSORS = ("model.visual.*",)
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    model_types=("qwen3_5_text",),
+    wrappers=("qwen3_5",),
+    architecture="Qwen3_5ForCausalLM",
+    attention="Qwen3_5Attention",
+    delta_nets={"Qwen3_5GatedDeltaNet": split_projections},
+    layer_types=("full_attention", "linear_attention"),
+    rope_types=("default", "yarn"),
+    fields={
+        **ATTENTION,
+        **DELTA_NET,
+        **MULTI_TOKEN_PREDICTION,
+        "attention_bias": (False, True),
+        "mlp_only_layers": ([],),
+    },
+    float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
+    carried=(*MTP_TENSORS, *VISION_TENSORS),
+    carried_fields=tuple(MULTI_TOKEN_PREDICTION),
+)

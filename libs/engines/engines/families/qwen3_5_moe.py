@@ -1,0 +1,31 @@
+"""Qwen3.5 with experts (and a shared one); alone, or the text part of a vision-language model."""
+
+from engines.families.family import Family
+from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MULTI_TOKEN_PREDICTION
+from engines.families.qwen3_5 import MTP_TENSORS, VISION_TENSORS
+from engines.packing.delta_net import split_projections
+
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe",
+    model_types=("qwen3_5_moe_text",),
+    wrappers=("qwen3_5_moe",),
+    architecture="Qwen3_5MoeForCausalLM",
+    attention="Qwen3_5MoeAttention",
+    delta_nets={"Qwen3_5MoeGatedDeltaNet": split_projections},
+    layer_types=("full_attention", "linear_attention"),
+    rope_types=("default", "yarn"),
+    fields={
+        **ATTENTION,
+        **DELTA_NET,
+        **EXPERTS,
+        **MULTI_TOKEN_PREDICTION,
+        "attention_bias": (False, True),
+        "mlp_only_layers": ([],),
+        "decoder_sparse_step": (1,),
+        "norm_topk_prob": (True,),
+    },
+    routed=True,
+    float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
+    carried=(*MTP_TENSORS, *VISION_TENSORS),
+    carried_fields=tuple(MULTI_TOKEN_PREDICTION),
+)

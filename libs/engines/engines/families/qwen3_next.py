@@ -1,0 +1,21 @@
+"""Qwen3-Next: gated delta nets with joint projections, gated attention, experts and a shared one."""
+
+from engines.families.family import Family
+from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MULTI_TOKEN_PREDICTION
+from engines.families.qwen3_5 import MTP_TENSORS
+from engines.packing.delta_net import joint_projections
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    model_types=("qwen3_next",),
+    architecture="Qwen3NextForCausalLM",
+    attention="Qwen3NextAttention",
+    delta_nets={"Qwen3NextGatedDeltaNet": joint_projections},
+    layer_types=("full_attention", "linear_attention"),
+    rope_types=("default", "yarn"),
+    fields={**ATTENTION, **DELTA_NET, **EXPERTS, **MULTI_TOKEN_PREDICTION, "attention_bias": (False, True)},
+    routed=True,
+    float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
+    carried=MTP_TENSORS,
+    carried_fields=tuple(MULTI_TOKEN_PREDICTION),
+)

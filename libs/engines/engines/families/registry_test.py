@@ -1,0 +1,130 @@
+"""What is not registered, and fields and values that no test has run, are refused before weights are loaded."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from engines import EngineConfig
+from engines.families.registry import FAMILIES, family_of
+from engines.loading import load_model
+from engines.packing.model import adapt_for_packing
+from engines.tiny import tiny_config, tiny_model
+
+TYPES = [kind for family in FAMILIES for kind in family.model_types]
+REFUSED = {
+    "gpt_oss": "s_aux",
+    "granite": "logits_scaling",
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "glm4_moe": "score-correction",
+    "deepseek_v3": "score-correction",
+    "mixtral": "registry.py",
+    "phi": "registry.py",
+    "phi3": "registry.py",
+    "gemma2": "soft caps",
+    "gemma3": "gemma3_text",
+    "mamba": "registry.py",
+    "olmo2": "registry.py",
+    "qwen2_moe": "registry.py",
+    "qwen3_vl": "registry.py",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_families_are_refused_before_weights_are_loaded(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)  # a config.json alone: no weight could be loaded
+    with pytest.raises(ValueError, match=rf"'{kind}' is not supported.*{REFUSED[kind]}"):
+        load_model(EngineConfig(model=str(tmp_path)))
+
+
+def test_the_refusal_says_what_to_write():
+    with pytest.raises(
+        ValueError, match=r"engines/families/phi\.py.*registry\.py.*cases\.py.*python -m engines families"
+    ):
+        family_of(AutoConfig.for_model("phi"))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_field_of_the_stock_config_has_a_rule(kind):
+    """A transformers release that adds a field fails here first."""
+    family_of(AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
+        ("logit_scale", 0.06),
+        ("logits_scaling", 8.0),
+        ("residual_multiplier", 0.2),
+        ("embedding_multiplier", 12.0),
+        ("attention_multiplier", 0.1),
+        ("num_sinks", 1),
+        ("use_qk_norm", True),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Other"}),
+        ("a_field_of_tomorrow", 1),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "a_new_key": 1}),
+    ],
+)
+def test_fields_that_change_the_result_are_refused_by_name(kind, field, value):
+    config = AutoConfig.for_model(kind)
+    setattr(config, field, value)
+    with pytest.raises(
+        ValueError, match=field if field != "rope_parameters" else "rope (type 'dynamic'|parameter a_new_key)"
+    ):
+        family_of(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("qwen2", {"use_mrope": True}, "use_mrope"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("llama", {"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias"),
+        ("qwen3_5_text", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_values_that_no_case_has_run_are_refused(kind, changes, words):
+    config = AutoConfig.for_model(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=words):
+        family_of(config)
+
+
+def test_a_field_that_is_unset_is_no_reason():
+    config = tiny_config("attention")
+    config.final_logit_softcapping = None
+    assert family_of(config).name == "qwen3"
+
+
+def test_vision_language_configs_are_their_text_part():
+    assert family_of(AutoConfig.for_model("qwen3_5")).name == "qwen3_5"
+    assert family_of(AutoConfig.for_model("qwen3_5_moe")).name == "qwen3_5_moe"
+
+
+def test_modules_that_are_not_what_their_config_says():
+    config = tiny_config("attention")
+    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification"):
+        adapt_for_packing(transformers.Qwen3ForSequenceClassification(config))
+    model = tiny_model("attention")
+    model.lm_head = torch.nn.Linear(32, 48, bias=True)
+    with pytest.raises(ValueError, match="without bias"):
+        adapt_for_packing(model)
+    model = tiny_model("attention")
+    model.model.layers[1].register_buffer("e_score_correction_bias", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"buffer model\.layers\.1\.e_score_correction_bias"):
+        adapt_for_packing(model)
+    model = tiny_model("attention")
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(ValueError, match="exactly one known module"):
+        adapt_for_packing(model)

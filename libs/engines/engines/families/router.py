@@ -1,0 +1,54 @@
+"""The load-balancing loss of a router with experts, exact over any micro-batches and ranks.
+
+Switch Transformer (Fedus et al. 2021, equations 4 to 6) as transformers computes it on one batch, pooled over layers:
+
+    loss = coefficient * E * sum_e (C_e / R) * (P_e / R)
+
+over E experts, with R = layers x tokens of the whole global batch (padding excluded, prompts included), C_e the number
+of those rows that chose expert e (no gradient), P_e the sum of their probabilities of e. C, P and R are sums over
+tokens, but the loss is a product of two sums. It is split over micro-batches by first counting C and R over all of them
+(a pass without gradients), after which micro-batch m adds coefficient * E * sum_e (C_e / R) * (P_e^m / R).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Sums over the tokens and routed layers of some micro-batches; they add up over micro-batches and ranks."""
+
+    probability: Tensor
+    """f32[E], differentiable."""
+    chosen: Tensor
+    """f32[E]: how often each expert was among the top k."""
+    rows: Tensor
+    """f32[]: tokens x layers."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """See the module's text. `coefficient` is the config's `router_aux_loss_coef`."""
+
+    coefficient: float
+    experts: int
+    top_k: int
+
+    def routing(self, router_logits: Sequence[Tensor], counted: Tensor) -> Routing:
+        """Sums of one micro-batch: router_logits [T, E] a routed layer; `counted` bool[T] leaves padding out."""
+        weight = counted.reshape(-1).to(torch.float32)
+        probability = weight.new_zeros(self.experts)
+        chosen = weight.new_zeros(self.experts)
+        for logits in router_logits:
+            layer = torch.softmax(logits.float(), dim=-1)
+            probability = probability + (layer * weight.unsqueeze(-1)).sum(0)
+            top = layer.detach().topk(self.top_k, dim=-1).indices
+            chosen = chosen.index_add(0, top.reshape(-1), weight.repeat_interleave(self.top_k))
+        return Routing(probability, chosen, len(router_logits) * weight.sum())
+
+    def loss(self, routing: Routing, chosen: Tensor, rows: Tensor) -> Tensor:
+        """This micro-batch's share, given `chosen` and `rows` summed over the whole global batch."""
+        return self.coefficient * self.experts * (chosen / rows * routing.probability / rows).sum()
