@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 from tensordict import TensorDict
 
-from engines.protocol import Objective, TrainEngine
+from engines import TrainEngine
+from seqpack import Objective
 
 
 def fit(

@@ -37,7 +37,7 @@ def main(profile: bool):
             began = time.perf_counter()
             engine.train_batch(batch, GRPO())
             times.append(time.perf_counter() - began)
-        count = sum(p.numel() for p in engine.scorer.parameters())
+        count = sum(p.numel() for p in engine.executor.model.parameters())
         facts = f"{count / 1e6:.2f} M parameters, {sum(lengths)} tokens in {len(lengths)} sequences"
         print(f"{batching}: {min(times):.3f} s best, {sorted(times)[4]:.3f} s median of 8 ({facts})")
         if profile and batching == "packed":

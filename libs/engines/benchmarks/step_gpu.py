@@ -128,7 +128,7 @@ def steps(name: str, tokens: int, cap: int, objective, count: int = 6, **options
         scoring_ms=round(scoring * 1e3, 1),
         peak_gib=round(peak, 2),
         losses=[round(losses[0], 4), round(losses[-1], 4)],
-        parameters=sum(p.numel() for p in engine.scorer.parameters()),
+        parameters=sum(p.numel() for p in engine.executor.model.parameters()),
     )
 
 

@@ -8,16 +8,28 @@ if TYPE_CHECKING:
     from engines.capability import No as No
     from engines.capability import Yes as Yes
     from engines.config import EngineConfig as EngineConfig
+    from engines.execution.executor import Executor as Executor
+    from engines.execution.local_batch import LocalBatch as LocalBatch
+    from engines.execution.nonfinite import NonFiniteError as NonFiniteError
     from engines.packing.context import PackedContext as PackedContext
     from engines.packing.model import Adaptation as Adaptation
     from engines.packing.model import adapt_for_packing as adapt_for_packing
+    from engines.parallel.layout import ParallelLayout as ParallelLayout
+    from engines.parallel.planning import StepPlan as StepPlan
     from engines.protocol import TrainEngine as TrainEngine
+    from engines.step import Engine as Engine
     from engines.weights.pieces import WeightPiece as WeightPiece
 
 _EXPORTS = {
     "Adaptation": "engines.packing.model",
     "EngineConfig": "engines.config",
     "No": "engines.capability",
+    "Engine": "engines.step",
+    "Executor": "engines.execution.executor",
+    "LocalBatch": "engines.execution.local_batch",
+    "NonFiniteError": "engines.execution.nonfinite",
+    "ParallelLayout": "engines.parallel.layout",
+    "StepPlan": "engines.parallel.planning",
     "PackedContext": "engines.packing.context",
     "TrainEngine": "engines.protocol",
     "WeightPiece": "engines.weights.pieces",
@@ -27,9 +39,15 @@ _EXPORTS = {
 }
 __all__ = [
     "Adaptation",
+    "Engine",
     "EngineConfig",
+    "Executor",
+    "LocalBatch",
     "No",
+    "NonFiniteError",
     "PackedContext",
+    "ParallelLayout",
+    "StepPlan",
     "TrainEngine",
     "WeightPiece",
     "Yes",

@@ -26,21 +26,21 @@ class No:
 
 
 FSDP2: dict[str, Yes | No] = {
-    "packed": Yes("fsdp2_test: packed equals padded, loss and gradients"),
-    "padded": Yes("fsdp2_test: packed equals padded, loss and gradients"),
-    "cpu": Yes("fsdp2_test"),
+    "packed": Yes("step_test: packed equals padded, loss and gradients"),
+    "padded": Yes("step_test: packed equals padded, loss and gradients"),
+    "cpu": Yes("step_test"),
     "cuda": Yes("cuda_test on an H200, cuda_four_test on four"),
     "npu": No("no Ascend device was at hand: nothing ran on one yet"),
-    "data_parallel": Yes("fsdp2_two_test: two processes equal one"),
+    "data_parallel": Yes("step_two_test: two processes equal one"),
     "context_parallel": Yes("context_parallel_test: static and dynamic equal one process, on 2 and 4 ranks"),
     "tensor_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "moe": Yes("packing/model_test: Qwen3.5 MoE is isolated when packed"),
     "expert_parallel": No("experts are sharded like other weights, not placed"),
-    "bfloat16": Yes("fsdp2_test: a bfloat16 step"),
-    "gradient_checkpointing": Yes("fsdp2_test: same gradients"),
+    "bfloat16": Yes("step_test: a bfloat16 step"),
+    "gradient_checkpointing": Yes("step_test: same gradients"),
     "tied_weights": Yes("checkpoint_test: save, load and save_hf with tied weights"),
-    "offload": Yes("fsdp2_test: offload and onload"),
+    "offload": Yes("step_test: offload and onload"),
     "lora": No("adapters are not implemented yet"),
     "async_save": No("save() waits for the disk"),
     "vision": No("text models only: batches with images are refused"),
@@ -53,7 +53,7 @@ def supports(config: EngineConfig, feature: str) -> Yes | No:
     if feature == "megatron":
         return No("the megatron backend is not implemented yet; use backend='fsdp2'")
     if feature == "fsdp2":
-        return Yes("fsdp2_test")
+        return Yes("step_test")
     if feature not in FSDP2:
         raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted([*FSDP2, 'fsdp2', 'megatron']))}")
     if config.backend == "megatron":

@@ -1,7 +1,9 @@
 """What an engine is built from: one frozen dataclass, checked when it is made."""
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class EngineConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-    """Where "linear" and "cosine" end."""
+    """Where "linear" and "cosine" end; None for "constant"."""
     min_lr_ratio: float = 0.0
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
@@ -47,29 +49,38 @@ class EngineConfig:
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None clips nothing."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is NaN or infinite does, always without an update: "stop" ends the run with
+    `engines.NonFiniteError`, "skip" goes on with the next batch, and ends it at the tenth such step in a row."""
+
     def __post_init__(self) -> None:
-        _choice("backend", self.backend, ("fsdp2", "megatron"))
-        _choice("device", self.device, ("auto", "cpu", "cuda", "npu"))
-        _choice("batching", self.batching, ("packed", "padded"))
-        _choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        _choice("master_dtype", self.master_dtype, ("float32", "bfloat16"))
-        _choice("lr_schedule", self.lr_schedule, ("constant", "linear", "cosine"))
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), field.type)
         parse_context_parallel(self.context_parallel)
         for name in ("max_tokens_per_rank", "logit_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "warmup_steps", "eps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature} (for greedy answers use 1.0 here)")
-        if self.lr < 0 or self.warmup_steps < 0 or not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError("lr and warmup_steps must be at least 0, and min_lr_ratio between 0 and 1")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip must be above 0, or None to clip nothing, got {self.grad_clip}")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
+        if self.total_steps is not None and self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}")
         if self.lr_schedule == "constant":
             if self.min_lr_ratio:
                 raise ValueError("min_lr_ratio has no effect with lr_schedule 'constant': use 'linear' or 'cosine'")
+            if self.total_steps is not None:
+                raise ValueError("total_steps has no effect with lr_schedule 'constant': use 'linear' or 'cosine'")
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             raise ValueError(f"lr_schedule {self.lr_schedule!r} needs total_steps above warmup_steps")
 
@@ -86,6 +97,21 @@ def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
     raise ValueError(f"context_parallel must be 'off', 'static:N' or 'dynamic', got {value!r}")
 
 
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def _check_type(name: str, value: Any, wanted: Any) -> None:
+    """ValueError unless the value is of the field's type: one of its choices, a finite number, ..."""
+    if get_origin(wanted) is Literal:
+        if value not in get_args(wanted):
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}")
+    elif get_origin(wanted) is UnionType:
+        if value is not None:
+            _check_type(name, value, get_args(wanted)[0])
+    elif get_origin(wanted) is tuple:
+        if not isinstance(value, tuple) or len(value) != len(get_args(wanted)):
+            raise ValueError(f"{name} must be a tuple of {len(get_args(wanted))} numbers, got {value!r}")
+        for entry, kind in zip(value, get_args(wanted), strict=True):
+            _check_type(name, entry, kind)
+    elif wanted is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+    elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ValueError(f"{name} must be {wanted.__name__}, got {value!r}")

@@ -150,7 +150,7 @@ def test_offload_frees_the_device():
     built = engine()
     built.train_batch(batch(), SFT())
     held = torch.cuda.memory_allocated()
-    size = sum(p.numel() for p in built.scorer.parameters()) * 12
+    size = sum(p.numel() for p in built.executor.model.parameters()) * 12
     built.offload()
     assert held - torch.cuda.memory_allocated() > 0.9 * size
     built.onload()

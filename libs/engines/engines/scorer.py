@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engines.execution.inputs import ModelInputs
 from engines.families.registry import family_of
 from engines.log_probs import token_log_probs
 from engines.packing.model import packed_hidden
-from engines.strategy import ModelInputs
 
 
 class TokenScorer(nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engines.capability import FSDP2, No, Yes, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
-from engines.schedule import learning_rate
+from engines.execution.schedule import learning_rate
 from engines.weights.pieces import assemble, pieces
 
 

@@ -1,21 +1,20 @@
 """Context parallelism under FSDP2: sequences longer than one rank's tokens are computed by groups of ranks.
 
-A strategy for the engine (see `engines.strategy`): dyncp plans the groups of every step, static or dynamic; each rank
-runs the model on its shard of the group's packed stream, and convolution, recurrence and attention go through dyncp.
-Only those exchange anything inside a group: weights and gradients are FSDP's, the same number of collectives on every
-rank, because every rank has as many micro-batches as there are steps.
+dyncp plans the groups of every step, static or dynamic; each rank runs the model on its shard of the group's packed
+stream, and convolution, recurrence and attention go through dyncp. Only those exchange anything inside a group: weights
+and gradients are FSDP's, the same number of collectives on every rank, because every rank has as many micro-batches as
+there are steps.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.comm.plan_hash import check_same_plan
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.ops.attention import attention
 from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
@@ -25,11 +24,10 @@ from dyncp.planning.planner import plan, static_plan
 from dyncp.planning.sizes import Layout, sequence_align
 from dyncp.sharding.layout import Sharding
 from engines.config import EngineConfig, parse_context_parallel
+from engines.execution.inputs import ModelInputs, PackedInputs
+from engines.execution.micro_batches import MicroBatch
 from engines.packing.context import PackedContext, positions_of
-from engines.strategy import ModelInputs, PackedRows, StepPlan
-
-if TYPE_CHECKING:
-    from seqpack.batches.packed import PackedBatch
+from engines.parallel.planning import PlannedRows, StepPlan
 
 
 class ShardedOps:
@@ -65,61 +63,91 @@ class ShardedOps:
         return attention(q, k, v, self.sharding, self.group, self.method, layout, scale)
 
 
-class ContextParallelRows:
-    """Groups of ranks share long sequences; short ones stay whole on one rank, as in `PackedRows`."""
+@dataclass(frozen=True)
+class ContextParallel:
+    """How groups of ranks share sequences: what planner and inputs must agree on."""
 
-    def __init__(self, config: EngineConfig, model_config: Any, rank: int, world_size: int) -> None:
-        """ValueError where the model has a layer that context parallelism cannot take, or a static size does not divide
-        the ranks.
-        """
+    size: int | Literal["dynamic"]
+    max_tokens: int
+    plan_size: int
+    cost: CostModel
+    layout: Layout
+    method: Method
+
+    @staticmethod
+    def of(config: EngineConfig, model_config: Any, plan_size: int) -> "ContextParallel":
+        """Choose layout and method for the model. ValueError where it has a layer that cannot be shared."""
         text = model_config.get_text_config()
-        self.kind = parse_context_parallel(config.context_parallel)
-        if self.kind != "dynamic" and world_size % self.kind:
-            raise ValueError(
-                f"context_parallel='static:{self.kind}' needs a multiple of {self.kind} ranks, this run has "
-                f"{world_size}: start another number of processes, or use 'dynamic'"
-            )
-        self.cap = config.max_tokens_per_rank
-        self.rank, self.world_size = rank, world_size
-        self.cost = CostModel.from_config(text)
-        self.topology = Topology()
-        self.layout: Layout = "contiguous" if self.cost.delta_layers else "zigzag"
-        deals = self.cost.query_heads % world_size == 0
-        self.method: Method = "ulysses" if deals else "ring"
-        self.groups = ProcessGroups()
-        self.whole = PackedRows(config.max_tokens_per_rank, rank, world_size)
-        self._ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
         _refuse_sliding_windows(text)
+        cost = CostModel.from_config(text)
+        return ContextParallel(
+            parse_context_parallel(config.context_parallel),
+            config.max_tokens_per_rank,
+            plan_size,
+            cost,
+            "contiguous" if cost.delta_layers else "zigzag",
+            "ulysses" if cost.query_heads % plan_size == 0 else "ring",
+        )
+
+
+class ContextParallelPlanner:
+    """Groups of ranks share long sequences; short ones stay whole on one rank: `engines.parallel.planning.Planner`."""
+
+    def __init__(self, settings: ContextParallel) -> None:
+        self.settings = settings
+        self.topology = Topology()
+        self.groups = ProcessGroups()
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
-        """Steps of groups; this rank's micro-batches are its groups' samples. Collective: it makes process groups."""
-        shared: dict[str, Any] = {"method": self.method, "layout": self.layout}
-        if self.kind == "dynamic":
-            made = plan(lengths, self.world_size, self.cap, self.cost, self.topology, **shared)
+        """Plan steps of groups; a rank's micro-batches are its groups' samples."""
+        chosen = self.settings
+        shared: dict[str, Any] = {"method": chosen.method, "layout": chosen.layout}
+        common = (chosen.cost, self.topology)
+        if chosen.size == "dynamic":
+            made = plan(lengths, chosen.plan_size, chosen.max_tokens, *common, **shared)
         else:
-            made = static_plan(lengths, self.world_size, self.cap, self.kind, self.cost, self.topology, **shared)
-        check_same_plan(made)
-        self.groups.prepare(made)
-        mine = [step.group_of(self.rank) for step in made.steps]
-        self._ranks = {group.sample_ids: group.ranks for group in mine if group.sample_ids}
-        return StepPlan(tuple(group.sample_ids for group in mine), int(made.hash[:13], 16), made.fill)
+            made = static_plan(lengths, chosen.plan_size, chosen.max_tokens, chosen.size, *common, **shared)
+        ranks = tuple(
+            tuple(
+                PlannedRows(group.sample_ids, group.ranks if group.sample_ids else (index,))
+                for group in (step.group_of(index) for step in made.steps)
+            )
+            for index in range(chosen.plan_size)
+        )
+        return StepPlan(ranks, tuple(lengths), int(made.hash[:13], 16), made.fill, made)
 
-    def inputs(self, packed: "PackedBatch", wanted: Tensor) -> ModelInputs:
-        """This rank's shard of the packed micro-batch; hidden state t - 1 scores token t, on whichever rank it is."""
-        if "stand_in" in packed.extras:
-            return _one_token(self.whole.inputs(packed, wanted))
-        ranks = self._ranks[packed.indices]
-        group = self.groups.get(ranks)
+    def prepare(self, plan: StepPlan) -> None:
+        """Make the plan's process groups."""
+        assert plan.groups is not None
+        self.groups.prepare(plan.groups)
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """See `Planner`; kept by dyncp from one plan to the next."""
+        return self.groups.get(ranks)
+
+
+@dataclass(frozen=True)
+class ShardedInputs(PackedInputs):
+    """A rank's shard of a shared micro-batch; whole sequences where it is alone."""
+
+    plan_index: int = 0
+    layout: Layout = "contiguous"
+    method: Method = "ring"
+
+    def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
+        """Hidden state t - 1 scores token t, on whichever rank it is."""
+        packed, ranks, group, wanted = micro_batch.packed, micro_batch.ranks, micro_batch.group, micro_batch.wanted
         if group is None:
-            return self.whole.inputs(packed, wanted)
-        sharding, source = shard_stream(packed.lengths, ranks.index(self.rank), len(ranks), self.layout)
+            return super().inputs(micro_batch)
+        place = ranks.index(self.plan_index)
+        sharding, source = shard_stream(packed.lengths, place, len(ranks), self.layout)
         device = packed.cu_seqlens.device
         real = torch.as_tensor(source >= 0, device=device)
         index = torch.as_tensor(np.maximum(source, 0), device=device)
         following = (index + 1).clamp(max=packed.num_tokens - 1)
         rows = (real & (index + 1 < packed.num_tokens) & wanted[following]).nonzero().squeeze(1)
         ids = packed.values["input_ids"]
-        local = sharding.local_cu_seqlens(ranks.index(self.rank), device)
+        local = sharding.local_cu_seqlens(place, device)
         context = PackedContext(
             local,
             int(local.diff().max()),
@@ -134,14 +162,9 @@ class ContextParallelRows:
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """Scores at their slots, those of the group's other ranks added: the whole f32[T] on each of them."""
-        flat = scores.new_zeros(inputs.tokens).index_put((inputs.slots,), scores)
-        group = _group_of(inputs)
+        flat = super().collect(scores, inputs)
+        group = None if inputs.context is None else inputs.context.cp_group
         return flat if group is None else _SumOverGroup.apply(flat, group)
-
-    def share(self, inputs: ModelInputs) -> float:
-        """One over the size of the group: all its ranks compute the same loss and metrics."""
-        group = _group_of(inputs)
-        return 1.0 if group is None else 1.0 / dist.get_world_size(group)
 
 
 def shard_stream(lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Layout) -> tuple[Sharding, np.ndarray]:
@@ -173,21 +196,6 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return grads[0], None
-
-
-def _group_of(inputs: ModelInputs) -> dist.ProcessGroup | None:
-    return None if inputs.context is None else inputs.context.cp_group
-
-
-def _one_token(inputs: ModelInputs) -> ModelInputs:
-    """A stand-in cut to one token: it computes nothing that counts, and must not exceed the cap."""
-    cu = torch.tensor([0, 1], dtype=torch.int32, device=inputs.input_ids.device)
-    return replace(
-        inputs,
-        input_ids=inputs.input_ids[:1],
-        position_ids=inputs.position_ids[..., :1],
-        context=PackedContext(cu, 1),
-    )
 
 
 def _refuse_sliding_windows(text: Any) -> None:

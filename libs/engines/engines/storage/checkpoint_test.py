@@ -83,7 +83,7 @@ def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("engines.checkpoint.dcp.save", full_disk)
+    monkeypatch.setattr("engines.storage.checkpoint.dcp.save", full_disk)
     with pytest.raises(OSError, match="No space"):
         built.save(tmp_path / "last")
     resumed = engine()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engines.execution.metrics import MetricSum, check_agreement
 from engines.launch import ensure_group
-from engines.metrics import MetricSum, check_agreement
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,7 @@
 """Add metrics up over micro-batches and ranks. What a key means follows from its shape and name alone, see protocol."""
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -65,3 +67,8 @@ def check_agreement(number: int, what: str, device: torch.device, group: dist.Pr
         raise RuntimeError(
             f"ranks disagree on {what}: every rank must be given the same global batch in the same order"
         )
+
+
+def agreed_number(facts: object) -> int:
+    """Return 52 bits that stand for plain facts (numbers, text, tuples, frozen dataclasses of them)."""
+    return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:13], 16)

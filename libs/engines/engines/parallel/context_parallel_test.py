@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from dyncp.planning.planner import plan
 from engines import EngineConfig, build_engine
-from engines.context_parallel import shard_stream
 from engines.launch import ensure_group, launch
+from engines.parallel.context_parallel import ContextParallel, shard_stream
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
 
@@ -147,8 +147,6 @@ def test_what_cannot_be_sharded_is_refused():
         build_engine(EngineConfig(device="cpu", context_parallel="dynamic", batching="padded"), tiny_model())
     with pytest.raises(ValueError, match="needs a multiple of 3 ranks, this run has 1: start another number"):
         build_engine(EngineConfig(device="cpu", context_parallel="static:3"), tiny_model())
-    from engines.context_parallel import ContextParallelRows
-
     config = tiny_config("attention", layer_types=["sliding_attention"] * 4, sliding_window=4)
     with pytest.raises(ValueError, match="sliding-window"):
-        ContextParallelRows(EngineConfig(device="cpu", context_parallel="dynamic"), config, 0, 2)
+        ContextParallel.of(EngineConfig(device="cpu", context_parallel="dynamic"), config, 2)

@@ -1,0 +1,97 @@
+"""The protocol of an executor: what runs micro-batches and owns weights, gradients and optimizer, on one backend."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What the scores of a micro-batch are: those of softmax(logits / temperature), with entropies where asked for."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the T tokens of a micro-batch, whole on every rank that shares it.
+
+    `log_probs`, `entropy` f32[T]: right where `MicroBatch.wanted`, 0 elsewhere. `auxiliary`: a scalar that the model
+    adds to the loss by itself (a router's balancing loss), this micro-batch's share of the step.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    auxiliary: Tensor | None = None
+
+
+LossFunction = Callable[[MicroBatch, Scores], Tensor]
+"""This micro-batch's share of the loss, a scalar: summed over micro-batches and ranks it is the loss of the step. It is
+divided by global counts already, so executors add gradients up and never average them."""
+TakeScores = Callable[[MicroBatch, Scores], None]
+
+
+class Executor(Protocol):
+    """Runs all micro-batches of a step under a schedule of its own, and makes the optimizer step.
+
+    All methods are collective over `groups.world`. The executor decides when forward and backward of which micro-batch
+    run: one after another in a loop (FSDP2), or interleaved in a pipeline. `loss` and `take` are called once a
+    micro-batch, in any order, on the ranks of the last stage; all ranks that share a micro-batch call them with equal
+    scores, and ranks of one tensor-parallel group do so too. Dummies are run and given to `loss` like the others.
+
+    Megatron implements it over `forward_backward_func(forward_step_func, data_iterator=iter(micro_batches) (a list of
+    them for virtual stages), num_microbatches=len(micro_batches), seq_length=1, micro_batch_size=1)`. `forward_step`
+    takes the next micro-batch, calls the model with its packed parameters and returns the output with a function that
+    makes the scores and returns `(loss(micro_batch, scores), count, report)`; with `calculate_per_token_loss=True` and
+    `finalize_model_grads_func` bound to `num_tokens=None` nothing divides the gradients again. `score` is the same
+    call with `forward_only=True`. `optimizer_step` sets the rate of its parameter groups and returns the norm of
+    `optimizer.step()`, whose found-inf answer becomes a norm that is not finite; `tensors` gathers shards and maps
+    names; `state` is `sharded_state_dict` of model and optimizer.
+    """
+
+    groups: ParallelGroups
+    device: torch.device
+    model: nn.Module
+    """The transformers module of the run, for its configuration and the names of its tensors."""
+    trainable: bool
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """Compute the gradient of the step, summed over micro-batches and ranks; an earlier one is forgotten first."""
+        ...
+
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
+        """Score every micro-batch without gradients."""
+        ...
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clip the gradient, update at this rate, and return the norm before clipping.
+
+        A norm that is not finite is returned with weights and optimizer as they were.
+        """
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor of the model, whole, under its live name, one at a time; tied ones once."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return live (sharded) tensors of model and optimizer, nested as torch's distributed checkpoint takes them.
+
+        The key "model" holds tensors by name.
+        """
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a `state()` that was read in place."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Move weights and optimizer states."""
+        ...

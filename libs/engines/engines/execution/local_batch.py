@@ -1,0 +1,123 @@
+"""The rows of a global batch that one rank holds, and what ranks tell one another about the rows that they hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.parallel.groups import ParallelGroups
+from seqpack.batches.batch import view_batch
+from seqpack.batches.schema import MEDIA_KEYS
+from seqpack.batches.view import BatchView, Totals
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+_ABSENT = -(2**62)
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """Some rows of a global batch, for `train_batch` and `forward`: every rank gives those that it holds.
+
+    Row i of `batch` is row rows[i] of the global batch, whose lengths are `lengths`, the same on every rank. A rank
+    must hold at least `engine.plan(lengths).rows_of(rank)` (rank: `ParallelGroups.plan_index`, the rank's number where
+    there is data parallelism alone); more is allowed. ValueError for rows that are not there, come twice, or have
+    another length than `lengths` says.
+    """
+
+    batch: "TensorDict | BatchView"
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        view = self.view
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        if len(self.rows) != len(view):
+            raise ValueError(f"rows names {len(self.rows)} rows of the global batch, this rank's batch has {len(view)}")
+        if len(set(self.rows)) != len(self.rows):
+            raise ValueError("rows names a row of the global batch twice")
+        for row, length in zip(self.rows, view.lengths, strict=True):
+            if not 0 <= row < len(self.lengths):
+                raise ValueError(f"row {row} is not in the global batch of {len(self.lengths)} rows")
+            if length != self.lengths[row]:
+                raise ValueError(f"row {row} has {length} tokens here, lengths says {self.lengths[row]}")
+
+    @cached_property
+    def view(self) -> BatchView:
+        """The rows that are held, checked once."""
+        return view_batch(self.batch)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {row: place for place, row in enumerate(self.rows)}
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Return where these rows of the global batch lie in the view; KeyError for one that is not held."""
+        return [self._places[row] for row in rows]
+
+    def require(self, keys: Sequence[str]) -> None:
+        """Raise ValueError naming the keys that are missing, or images, which no model here reads."""
+        held = self.view.keys()
+        missing = [key for key in keys if key not in held]
+        if missing:
+            raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(held))}")
+        media = sorted(MEDIA_KEYS.intersection(held))
+        if media:
+            raise ValueError(f"the engine trains text alone, the batch has {', '.join(media)}: leave them out")
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What a step must know of all rows: the counts, and which rows have no gradient."""
+
+    totals: Totals
+    zero_gradient: frozenset[int]
+
+
+def facts_of(view: BatchView, zero: Tensor | None) -> RowFacts:
+    """Read the facts off a batch that is whole; `zero` bool[B], or None where such rows are not looked for."""
+    rows = [] if zero is None else zero.nonzero().flatten().tolist()
+    return RowFacts(view.totals, frozenset(rows))
+
+
+def gather_facts(
+    batch: LocalBatch, zero: Tensor | None, needed: Sequence[int], groups: ParallelGroups, device: torch.device
+) -> RowFacts:
+    """Gather the facts of all rows from the ranks that hold them. Collective over the plan's ranks.
+
+    ValueError on every one of them where a rank lacks a row that it is to compute (`needed`), or two ranks hold rows
+    of one number that differ in trained tokens, group or gradient.
+    """
+    # Columns by row: trained tokens, group, zero gradient. Maxima of (x, -x) are the largest and smallest that is
+    # held; a row held nowhere keeps _ABSENT. The last entry is 1 + the plan index of a rank that lacks a row.
+    held = torch.full((3, len(batch.lengths)), _ABSENT, dtype=torch.int64)
+    view, rows = batch.view, torch.tensor(batch.rows)
+    held[0, rows] = view.row_sums(view.trained).cpu()
+    held[1, rows] = view.columns["group"].cpu() if "group" in view else 0
+    held[2, rows] = 0 if zero is None else zero.to("cpu", torch.int64)
+    lacks = 0 if set(needed) <= set(batch.rows) else groups.plan_index + 1
+    low = torch.where(held == _ABSENT, held, -held)
+    flat = torch.cat([held.flatten(), low.flatten(), torch.tensor([lacks])]).to(device)
+    if groups.layout.plan_size > 1:
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=groups.plan)
+    flat = flat.cpu()
+    if flat[-1]:
+        raise ValueError(
+            f"rank {int(flat[-1]) - 1} of the plan lacks a row that it is to compute: give each rank at least "
+            "engine.plan(lengths).rows_of(rank)"
+        )
+    high, low = flat[:-1].view(2, 3, -1)
+    odd = ((high != -low) & (high != _ABSENT)).any(0).nonzero().flatten().tolist()
+    if odd:
+        raise ValueError(f"ranks hold different rows under the number {odd[0]}: number the rows alike on every rank")
+    trained, group, zeros = high
+    used = trained > 0
+    count = len(set(group[used].tolist())) if "group" in view else 0
+    totals = Totals(int(trained.clamp(min=0).sum()), int(used.sum()), count)
+    return RowFacts(totals, frozenset((zeros == 1).nonzero().flatten().tolist()))

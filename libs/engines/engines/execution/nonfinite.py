@@ -1,0 +1,56 @@
+"""What happens when numbers are no longer finite: a run ends with an error that says where."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from engines.config import EngineConfig
+
+SKIPPED_IN_A_ROW = 10
+"""So many steps in a row without an update end a run, whatever the configuration says."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, gradient or weight is NaN or infinite: the run has diverged, and nothing of it should be exported."""
+
+
+class FiniteGuard:
+    """Counts the steps that made no update, and ends a run that `EngineConfig.on_nonfinite` does not let go on."""
+
+    def __init__(self, config: EngineConfig, skipped: int = 0) -> None:
+        self.config = config
+        self.skipped = skipped
+        self.in_a_row = 0
+
+    def check(self, step: int, loss: float, norm: float) -> None:
+        """Raise `NonFiniteError` where step number `step` (from 1) must be the last; the same on every rank."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return
+        self.skipped += 1
+        self.in_a_row += 1
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm} (loss {loss:.6g})"
+        fix = "lower lr, set grad_clip, or look at the batch of this step"
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: {what}; no update was made. {fix}; on_nonfinite='skip' goes on without the step"
+            )
+        if self.in_a_row >= SKIPPED_IN_A_ROW:
+            raise NonFiniteError(f"step {step}: {what}, and {self.in_a_row} steps in a row made no update: {fix}")
+
+    def check_export(self) -> None:
+        """Raise `NonFiniteError` where the last step made no update: the weights before it may be those that failed."""
+        if self.in_a_row:
+            raise NonFiniteError(
+                f"the last {self.in_a_row} steps made no update, their loss or gradient was not finite: nothing is "
+                "exported; train on, or load an earlier checkpoint"
+            )
+
+
+def finite_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Hand tensors on; `NonFiniteError` naming the first that is not finite."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise NonFiniteError(f"{name} has values that are not finite: training diverged, nothing was exported")
+        yield name, tensor

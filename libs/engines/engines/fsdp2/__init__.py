@@ -1,0 +1,1 @@
+"""The FSDP2 executor: weights, gradients and optimizer states sharded over all ranks."""

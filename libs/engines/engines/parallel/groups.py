@@ -1,0 +1,70 @@
+"""The process groups of a layout."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.parallel.layout import ParallelLayout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """A layout with its process groups, as one rank sees them.
+
+    `plan`: the ranks that split a batch; sums of metrics and scores run over it. `pipeline`: the stages of this
+    rank's pipeline. `world`: all ranks, which agree on plans, share gradient norms and write checkpoints together.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    plan: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    world: dist.ProcessGroup
+
+    @staticmethod
+    def make(layout: ParallelLayout) -> "ParallelGroups":
+        """Make the groups. Collective: every rank calls it with the same layout. ValueError for another world size."""
+        layout.check_world(dist.get_world_size())
+        rank, ranks = dist.get_rank(), range(layout.world_size)
+        plan = _group_of(rank, sorted({layout.plan_ranks(r) for r in ranks}))
+        pipeline = _group_of(rank, sorted({layout.pipeline_ranks(r) for r in ranks}))
+        return ParallelGroups(layout, rank, plan, pipeline, _world())
+
+    @property
+    def plan_index(self) -> int:
+        """Which part of a plan this rank computes."""
+        return self.layout.plan_index(self.rank)
+
+    def sum(self, values: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce what the last stages hold over the plan's ranks, in place, and hand it to all stages."""
+        if self.layout.plan_size > 1:
+            dist.all_reduce(values, op=op, group=self.plan)
+        if self.layout.pp > 1:
+            dist.broadcast(values, src=self.layout.pipeline_ranks(self.rank)[-1], group=self.pipeline)
+        return values
+
+    def from_last_stage(self, value: T) -> T:
+        """Return the last stage's value (plain data) on every stage."""
+        if self.layout.pp == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.layout.pipeline_ranks(self.rank)[-1], group=self.pipeline)
+        return box[0]
+
+
+def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
+    """Make all groups, in one order on every rank; return the one that `rank` is in."""
+    if len(every) == 1:
+        return _world()
+    found = [dist.new_group(list(ranks)) for ranks in every]
+    return next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default process group is there by now"
+    return world

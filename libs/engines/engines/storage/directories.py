@@ -1,0 +1,84 @@
+"""Put one directory in the place of another: a reader finds the old or the new one, whole, whenever the writer dies."""
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
+
+
+def temporary_of(target: Path) -> Path:
+    """Return the neighbour in which to write what `replace_directory` then puts at `target`."""
+    return target.with_name(target.name + ".writing")
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Put `source` where `target` is, or is to be. What was there is gone afterwards.
+
+    1. Everything under source reaches the disk (fsync).
+    2. Where target exists the two change places in one system call (Linux, most local file systems). Elsewhere target
+       is first renamed to NAME.old: between the two renames only that is there, and `existing` finds it.
+    3. The parent reaches the disk, and what was replaced is deleted.
+    """
+    _sync(source)
+    old = _old_of(target)
+    if not target.exists():
+        os.rename(source, target)
+    elif _exchange(source, target):
+        old = source
+    else:
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+        os.rename(source, target)
+    _sync_one(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def existing(target: Path) -> Path:
+    """Return where the last whole directory is: `target`, or what a killed writer had put aside."""
+    old = _old_of(target)
+    return old if old.exists() and not target.exists() else target
+
+
+def recover(target: Path) -> None:
+    """Put back what a killed writer had put aside; a writer calls this before it begins."""
+    if existing(target) != target:
+        os.rename(_old_of(target), target)
+
+
+def _old_of(target: Path) -> Path:
+    return target.with_name(target.name + ".old")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two directories change places atomically; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (os.fsencode(one), os.fsencode(other))
+    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_THERE:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def _sync(folder: Path) -> None:
+    """Write all files and directories under `folder` to the disk."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            _sync_one(Path(root) / name)
+        _sync_one(Path(root))
+
+
+def _sync_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

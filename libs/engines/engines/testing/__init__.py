@@ -1,0 +1,1 @@
+"""What tests and benchmarks of engines need: executors of another kind."""

@@ -1,0 +1,109 @@
+"""An executor without FSDP, packing or shared code: each row alone through the stock model, torch's AdamW, all-reduce.
+
+The oracle of the others: `build_plain_engine` puts it under the same `Engine`.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from engines.config import EngineConfig
+from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.launch import ensure_group
+from engines.parallel.groups import ParallelGroups
+from engines.parallel.layout import ParallelLayout
+from engines.parallel.planning import DataParallelPlanner
+from engines.step import Engine
+
+
+def build_plain_engine(config: EngineConfig, model: Any, trainable: bool = True) -> Engine:
+    """Build an engine over all ranks, which hold a whole copy of `model` each."""
+    ensure_group(config.device)
+    groups = ParallelGroups.make(ParallelLayout(dp=dist.get_world_size()))
+    planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
+    return Engine(config, PlainExecutor(config, groups, model, trainable), planner)
+
+
+class PlainExecutor:
+    """See `engines.execution.executor.Executor`."""
+
+    def __init__(self, config: EngineConfig, groups: ParallelGroups, model: Any, trainable: bool = True) -> None:
+        self.config = config
+        self.groups = groups
+        self.trainable = trainable
+        self.model = model.eval().requires_grad_(trainable)
+        self.device = next(model.parameters()).device
+        self.root = nn.ModuleDict({"model": model})  # so that checkpoints have the names of the other executors
+        self.parameters = list(model.parameters())
+        decayed = [p for p in self.parameters if p.ndim >= 2]
+        rest = [p for p in self.parameters if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+            betas=config.betas,
+            eps=config.eps,
+        )
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """Row by row, and the sum of all ranks' gradients."""
+        self.optimizer.zero_grad()
+        for micro_batch in micro_batches:
+            loss(micro_batch, self._scores(micro_batch, scoring)).backward()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.groups.plan)
+
+    @torch.no_grad()
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
+        """Row by row."""
+        for micro_batch in micro_batches:
+            take(micro_batch, self._scores(micro_batch, scoring))
+
+    def _scores(self, micro_batch: MicroBatch, scoring: Scoring) -> Scores:
+        log_probs, entropies = [], []
+        packed = micro_batch.packed
+        for start, end in pairwise(packed.cu_seqlens.tolist()):
+            ids = packed.values["input_ids"][start:end]
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float() / scoring.temperature
+            table = torch.log_softmax(logits, dim=-1)
+            first = 0 * logits[:1, 0]
+            log_probs += [first, table[:-1].gather(1, ids[1:, None]).squeeze(1)]
+            entropies += [first, -(table.exp() * table).sum(-1)[:-1]]
+        found = [torch.where(micro_batch.wanted, torch.cat(rows), 0.0) for rows in (log_probs, entropies)]
+        return Scores(found[0], found[1] if scoring.entropy else None)
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clip and update with torch's own functions."""
+        limit = float("inf") if self.config.grad_clip is None else self.config.grad_clip
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        if norm < float("inf"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        return norm
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters as they are."""
+        yield from self.model.named_parameters()
+
+    def state(self) -> dict[str, Any]:
+        """Return parameters and optimizer."""
+        state: dict[str, Any] = {"model": {name: p.detach() for name, p in self.root.named_parameters()}}
+        if self.trainable:
+            state["optimizer"] = get_optimizer_state_dict(self.root, self.optimizer)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Hand the optimizer its states."""
+        if self.trainable:
+            set_optimizer_state_dict(self.root, self.optimizer, state["optimizer"])
+
+    def move(self, device: torch.device) -> None:
+        """Move the parameters; moments stay."""
+        self.model.to(device)
