@@ -121,7 +121,7 @@ class Engine:
         view = view_batch(batch)
         local = _whole(view)
         local.require(("loss_mask", *objective.required_keys))
-        facts = facts_of(view, self._zero_gradient_rows(batch, objective))
+        facts = facts_of(view, self._zero_gradient_rows(view, objective))
         kept = tuple(row for row in range(len(view)) if row not in facts.zero_gradient) or (0,)
         plan = self.planner.plan([view.lengths[row] for row in kept])
         self._check_agreement("whole", plan.hash, facts.totals)
@@ -133,15 +133,15 @@ class Engine:
         batch.require(("loss_mask", *objective.required_keys))
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
-        zero = self._zero_gradient_rows(batch.batch, objective)
+        zero = self._zero_gradient_rows(batch.view, objective)
         needed = {row for part in plan.ranks[self.groups.plan_index] for row in part.rows}
         facts = gather_facts(batch, zero, sorted(needed), self.groups, self.device)
         self.planner.prepare(plan)
         kept = tuple(row for row in range(len(batch.lengths)) if row not in facts.zero_gradient)
         return _Work(batch, plan.without(facts.zero_gradient), facts, kept)
 
-    def _zero_gradient_rows(self, batch: TensorDict | BatchView, objective: Objective) -> Tensor | None:
-        return objective.zero_gradient_rows(batch) if self.config.skip_zero_gradient_rows else None
+    def _zero_gradient_rows(self, view: BatchView, objective: Objective) -> Tensor | None:
+        return objective.zero_gradient_rows(view) if self.config.skip_zero_gradient_rows else None
 
     def _check_agreement(self, *facts: object) -> None:
         check_agreement(agreed_number(facts), "the plan of this step", self.device, self.groups.world)

@@ -11,7 +11,7 @@ from engines.launch import ensure_group
 from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
-from seqpack import Totals, index_select
+from seqpack import Totals, index_select, view_batch
 from seqpack.batches.batch import jagged
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
@@ -340,6 +340,11 @@ def test_parts_of_a_batch_in_one_process(executor):
         expected = parts.forward(batch, entropy=True)[key]
         for place, row in enumerate(rows):
             torch.testing.assert_close(scores[key][place], expected[row], atol=1e-5, rtol=1e-5)
+
+
+def test_a_view_trains_like_its_batch():
+    batch = tiny_batch(LENGTHS)
+    assert engine().train_batch(view_batch(batch), SFT()) == engine().train_batch(batch, SFT())
 
 
 def test_parts_that_do_not_fit_are_refused():
