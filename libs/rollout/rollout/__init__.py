@@ -1,10 +1,9 @@
-"""Generation for post-training: engines, environments with tools, trajectories, weights on the move."""
+"""Generation for post-training: engines, environments with tools, trajectories, weight transfer."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.agreement import log_prob_difference as log_prob_difference
     from rollout.arithmetic import calculator as calculator
     from rollout.arithmetic import evaluate as evaluate
     from rollout.chat import Chat as Chat
@@ -12,17 +11,14 @@ if TYPE_CHECKING:
     from rollout.engine import RolloutEngine as RolloutEngine
     from rollout.engine import Sampling as Sampling
     from rollout.environment import Environment as Environment
+    from rollout.environment import EpisodeSession as EpisodeSession
     from rollout.environment import Outcome as Outcome
     from rollout.environment import Reply as Reply
-    from rollout.environment import Session as Session
     from rollout.environment import Task as Task
     from rollout.episode import run_episode as run_episode
     from rollout.episode import run_group as run_group
     from rollout.native import NativeEngine as NativeEngine
     from rollout.sync import Piece as Piece
-    from rollout.sync import buckets as buckets
-    from rollout.sync import checksum as checksum
-    from rollout.sync import pieces_of as pieces_of
     from rollout.tools import Tool as Tool
     from rollout.trajectory import Trajectory as Trajectory
     from rollout.trajectory import to_batch as to_batch
@@ -31,22 +27,18 @@ _EXPORTS = {
     "Chat": "rollout.chat",
     "Completion": "rollout.engine",
     "Environment": "rollout.environment",
+    "EpisodeSession": "rollout.environment",
     "NativeEngine": "rollout.native",
     "Outcome": "rollout.environment",
     "Piece": "rollout.sync",
     "Reply": "rollout.environment",
     "RolloutEngine": "rollout.engine",
     "Sampling": "rollout.engine",
-    "Session": "rollout.environment",
     "Task": "rollout.environment",
     "Tool": "rollout.tools",
     "Trajectory": "rollout.trajectory",
-    "buckets": "rollout.sync",
     "calculator": "rollout.arithmetic",
-    "checksum": "rollout.sync",
     "evaluate": "rollout.arithmetic",
-    "log_prob_difference": "rollout.agreement",
-    "pieces_of": "rollout.sync",
     "run_episode": "rollout.episode",
     "run_group": "rollout.episode",
     "to_batch": "rollout.trajectory",

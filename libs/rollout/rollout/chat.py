@@ -1,9 +1,10 @@
 """Between messages and tokens, for episodes: token in, token out. What the model sampled is never tokenised again."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from chat_tools.parsing.parser import parse
 from rollout.environment import Message, Reply, ToolCall
 from rollout.tools import Tool
 
@@ -24,7 +25,25 @@ class Tokenizer(Protocol):
         ...
 
 
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 MAX_OPENINGS = 4096  # renderings of conversations' beginnings that a Chat keeps
+
+
+def check_text_only(messages: Sequence[Message]) -> None:
+    """Raise ValueError, naming the message, for media: no engine takes them yet, and a template may drop them unseen.
+
+    Media are parts of a content that are not of type "text" and the keys in `MEDIA_KEYS` of a message or part.
+    """
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else ()
+        kinds = [part.get("type", "text") for part in parts if isinstance(part, Mapping)]
+        keys = [key for part in (message, *parts) if isinstance(part, Mapping) for key in MEDIA_KEYS if key in part]
+        for kind in [*(kind for kind in kinds if kind != "text"), *keys]:
+            raise ValueError(
+                f"message {index} ({message.get('role')}) holds media ({kind!r}), which no rollout engine takes yet: "
+                "leave such rows out, or write what the media show as text"
+            )
 
 
 class Chat:
@@ -52,10 +71,14 @@ class Chat:
         self._turns: dict[int, str] = {}
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of a conversation up to where the assistant begins. The episodes of a group render it once."""
+        """Return the token ids of a conversation up to where the assistant begins, rendered once for a group.
+
+        Raises ValueError for media in a message (`check_text_only`).
+        """
+        check_text_only(messages)
         try:
             key = json.dumps([[dict(m) for m in messages], [t.schema for t in tools]])
-        except TypeError:  # images and the like
+        except TypeError:  # a value that JSON lacks
             return self._encode(self._text(messages, tools, add_generation_prompt=True))
         if key not in self._openings:
             if len(self._openings) >= MAX_OPENINGS:
@@ -64,19 +87,20 @@ class Chat:
         return list(self._openings[key])
 
     def after_turn(self, new_messages: Sequence[Message]) -> list[int]:
-        """Token ids that follow an assistant turn's end-of-turn token: the new messages and the next turn's opening.
+        """Return the token ids that follow a turn's end-of-turn token: the new messages and the next turn's opening.
 
-        They are the difference of two renderings of a stand-in conversation, so the real turn is not touched; this is
-        `chat_tools.extend` in a tenth of its time, and the tests hold it to that. ValueError: the template writes
-        earlier turns differently once messages follow.
+        They are the difference of two renderings of a placeholder conversation, so the real turn is not touched; this
+        is `chat_tools.extend` in a tenth of its time, and the tests hold it to that. Raises ValueError for media in a
+        message and for a template that writes earlier turns differently once messages follow.
         """
+        check_text_only(new_messages)
         calls = sum(m.get("role") == "tool" for m in new_messages)
-        stand_in = _stand_in(calls)
+        placeholder = _placeholder(calls)
         if calls not in self._turns:
-            before = self._text(stand_in, (), add_generation_prompt=False)
+            before = self._text(placeholder, (), add_generation_prompt=False)
             self._turns[calls] = before[: before.rfind(self.end_of_turn) + len(self.end_of_turn)]
         turn = self._turns[calls]
-        after = self._text([*stand_in, *new_messages], (), add_generation_prompt=True)
+        after = self._text([*placeholder, *new_messages], (), add_generation_prompt=True)
         if not turn.endswith(self.end_of_turn) or not after.startswith(turn):
             raise ValueError(
                 "the chat template rewrites earlier turns; episodes of several turns need one that keeps them"
@@ -85,8 +109,6 @@ class Chat:
 
     def read(self, ids: Sequence[int], finished: bool, tools: Sequence[Tool] = ()) -> Reply:
         """One sampled turn as content, reasoning and tool calls; a `finished` turn's last token is its stop token."""
-        from chat_tools.parsing.parser import parse
-
         sampled = list(ids[:-1] if finished else ids)
         text = self.tokenizer.decode(sampled, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         parsed = parse(text, self.tool_format, tools=[t.schema for t in tools], prefill=self._prefill)
@@ -121,7 +143,7 @@ class Chat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _stand_in(calls: int) -> list[Message]:
+def _placeholder(calls: int) -> list[Message]:
     """A question and an answer that makes so many tool calls."""
     answer: dict[str, Any] = {"role": "assistant", "content": "y"}
     if calls:

@@ -5,8 +5,8 @@ import pytest
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.render import extend, render
 from rollout.arithmetic import calculator
-from rollout.chat import Chat
-from rollout.testing_chat import tiny_tokenizer
+from rollout.chat import Chat, check_text_only
+from rollout.testing.chat import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 CALL = "<tool_call>\n<function=calculator>\n<parameter=expression>\n37+58\n</parameter>\n</function>\n</tool_call>"
@@ -52,8 +52,36 @@ def test_memory_is_bounded_and_not_handed_out(monkeypatch):
     for i in range(10):
         chat.open([{"role": "user", "content": str(i)}])
         assert len(chat._openings) <= 3
-    unknown = [{"role": "user", "content": "hi", "image": object()}]
+    unknown = [{"role": "user", "content": "hi", "id": object()}]
     assert chat.open(unknown) == chat.open([{"role": "user", "content": "hi"}])
+
+
+IMAGE = {"type": "image"}
+TEXT = {"type": "text", "text": "1+1="}
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ({"role": "user", "content": [IMAGE, TEXT]}, "image"),
+        ({"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
+        ({"role": "user", "content": [{"type": "video", "video": "x"}]}, "video"),
+        ({"role": "tool", "content": ({"type": "audio"},)}, "audio"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, "image"),
+        ({"role": "user", "content": "<image>1+1=", "images": ["x"]}, "images"),
+    ],
+)
+def test_media_are_refused_instead_of_vanishing(message, kind):
+    """R1: the template renders the text alone, and the model is asked about a picture it never sees."""
+    chat = Chat(TOKENIZER)
+    with pytest.raises(ValueError, match=rf"message 1 \({message['role']}\) holds media \('{kind}'\)"):
+        chat.open([{"role": "system", "content": "be brief"}, message])
+    with pytest.raises(ValueError, match=f"message 0 .*{kind}"):
+        chat.after_turn([message])
+
+
+def test_parts_of_text_are_no_media():
+    check_text_only([{"role": "user", "content": [TEXT, {"text": "x"}, "y"]}, {"role": "assistant", "content": None}])
 
 
 def test_reading_keeps_every_character():

@@ -1,4 +1,4 @@
-"""What an agent acts in: a task that starts sessions, and a session that answers the model turn by turn."""
+"""What an agent acts in: a task that starts sessions, and an episode's session that answers the model turn by turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Outcome:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Session(Protocol):
+class EpisodeSession(Protocol):
     """One episode's own state."""
 
     @property
@@ -64,7 +64,7 @@ class Session(Protocol):
 class Environment(Protocol):
     """A task. It holds no episode state, so that a group of episodes can run at once."""
 
-    def start(self) -> Session:
+    def start(self) -> EpisodeSession:
         """A fresh episode."""
         ...
 

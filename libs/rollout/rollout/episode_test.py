@@ -13,9 +13,9 @@ from rollout.episode import derive_seed, run_episode, run_group
 from rollout.native import NativeEngine
 from rollout.queue import BatchingQueue
 from rollout.rewards import exact_answer
-from rollout.testing import ScriptedEngine
-from rollout.testing_chat import TEMPLATE, tiny_tokenizer
-from rollout.testing_model import tiny_model
+from rollout.testing.chat import TEMPLATE, tiny_tokenizer
+from rollout.testing.model import tiny_model
+from rollout.testing.scripted import ScriptedEngine
 from rollout.trajectory import NOT_SAMPLED
 
 TOKENIZER = tiny_tokenizer()

@@ -8,8 +8,8 @@ import torch
 
 from rollout.engine import Sampling
 from rollout.native import NativeEngine
-from rollout.sync import pieces_of
-from rollout.testing_model import tiny_model
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 pytestmark = [
     pytest.mark.gpu,

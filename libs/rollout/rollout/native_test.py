@@ -10,8 +10,9 @@ import torch
 
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.native import NativeEngine
-from rollout.sync import PlainPiece, pieces_of
-from rollout.testing_model import tiny_model
+from rollout.sync import BucketPiece
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
 
 VOCAB = 48
 
@@ -197,7 +198,7 @@ def test_tied_weights_need_one_name_and_must_not_contradict(model):
             1, [p for p in pieces if p is not head] + [head._replace(name="lm_head.weight")]
         )
     )
-    contrary = PlainPiece("lm_head.weight", head.shape, head.dtype, 0, head.flat + 1)
+    contrary = BucketPiece("lm_head.weight", head.shape, head.dtype, 0, head.flat + 1)
     with pytest.raises(ValueError, match="tied"):
         asyncio.run(NativeEngine(mine).update_weights(1, [*pieces, contrary]))
 

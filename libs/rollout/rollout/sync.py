@@ -1,7 +1,8 @@
-"""Weights on the move: the piece, buckets of pieces, checksums.
+"""Weight transfer, the receiving side: pieces assembled into whole tensors, buckets of pieces, checksums.
 
-Nothing here knows an engine. A sender flattens each tensor and cuts it into pieces; a receiver lays the pieces at their
-offsets. `buckets` joins many small pieces into few contiguous buffers for a transport that likes them large.
+A training engine flattens each tensor and cuts it into pieces (`engines.WeightPiece`, or anything of the shape of
+`Piece`); a receiver lays the pieces at their offsets. `buckets` joins many small pieces into few contiguous buffers,
+for transports that are fast on large ones.
 """
 
 import hashlib
@@ -43,25 +44,14 @@ class Piece(Protocol):
         ...
 
 
-class PlainPiece(NamedTuple):
-    """The simplest thing of a piece's shape."""
+class BucketPiece(NamedTuple):
+    """A piece that was cut out of a bucket's buffer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     flat: Tensor
-
-
-def pieces_of(tensors: Iterable[tuple[str, Tensor]], max_elements: int | None = None) -> Iterator[PlainPiece]:
-    """Cut named tensors into pieces of at most `max_elements` elements (None: one piece a tensor)."""
-    if max_elements is not None and max_elements < 1:
-        raise ValueError(f"max_elements must be at least 1, got {max_elements}")
-    for name, tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        size = max_elements or max(flat.numel(), 1)
-        for offset in range(0, max(flat.numel(), 1), size):
-            yield PlainPiece(name, tuple(tensor.shape), tensor.dtype, offset, flat[offset : offset + size])
 
 
 @dataclass(frozen=True)
@@ -83,11 +73,11 @@ class Bucket:
     headers: tuple[Header, ...]
     buffer: Tensor
 
-    def pieces(self) -> Iterator[PlainPiece]:
+    def pieces(self) -> Iterator[BucketPiece]:
         """The pieces again, as views of the buffer."""
         for h in self.headers:
             end = h.start + h.numel * h.dtype.itemsize
-            yield PlainPiece(h.name, h.shape, h.dtype, h.offset, self.buffer[h.start : end].view(h.dtype))
+            yield BucketPiece(h.name, h.shape, h.dtype, h.offset, self.buffer[h.start : end].view(h.dtype))
 
 
 def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:

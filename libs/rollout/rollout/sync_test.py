@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.sync import PlainPiece, WeightAssembler, assemble, buckets, checksum, pieces_of
+from rollout.sync import BucketPiece, WeightAssembler, assemble, buckets, checksum
+from rollout.testing.pieces import pieces_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
@@ -83,7 +84,7 @@ def test_pieces_arrive_in_any_order_and_are_cast_to_the_models_type():
 def test_a_piece_must_be_what_it_says():
     assembler = WeightAssembler({"w": torch.zeros(2)})
     with pytest.raises(ValueError, match="said to be"):
-        assembler.add(PlainPiece("w", (2,), torch.float32, 0, torch.zeros(2, dtype=torch.float64)))
+        assembler.add(BucketPiece("w", (2,), torch.float32, 0, torch.zeros(2, dtype=torch.float64)))
 
 
 def test_optional_names_may_be_missing():

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from rollout.environment import Message
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
+from seqpack.batches.batch import make_batch
 
 NOT_SAMPLED = -1  # policy version of a token that no policy made
 
@@ -39,12 +38,10 @@ class Trajectory:
             raise ValueError("a trajectory starts with at least one token that was not sampled")
 
 
-def to_batch(trajectories: Sequence[Trajectory]) -> "TensorDict":
+def to_batch(trajectories: Sequence[Trajectory]) -> TensorDict:
     """The training batch of B trajectories: jagged `input_ids`, `position_ids`, `loss_mask`, `rollout_log_probs`,
     `policy_version`, all (B, j) and aligned; `reward` (B,) float32 and `group` (B,) int64. ValueError when empty.
     """
-    from seqpack.batches.batch import make_batch
-
     if not trajectories:
         raise ValueError("no trajectories: a batch needs at least one")
     samples = [

@@ -1,9 +1,8 @@
-"""Trajectories as a batch: aligned, masked, and the log-prob difference on it."""
+"""Trajectories as a batch: aligned and masked."""
 
 import pytest
 import torch
 
-from rollout.agreement import log_prob_difference
 from rollout.trajectory import Trajectory, to_batch
 
 ONE = Trajectory((5, 6, 7, 8), (False, True, False, True), (0.0, -0.5, 0.0, -2.0), (-1, 3, -1, 4), 1.0, 2)
@@ -26,24 +25,6 @@ def test_a_batch_is_aligned_to_the_tokens():
         k: batch[k].dtype for k in ("input_ids", "loss_mask", "rollout_log_probs", "policy_version", "reward", "group")
     }
     assert list(dtypes.values()) == [torch.int64, torch.bool, torch.float32, torch.int32, torch.float32, torch.int64]
-
-
-def test_the_difference_looks_at_trained_tokens_alone():
-    batch = to_batch([ONE, TWO])
-    batch["old_log_probs"] = torch.nested.nested_tensor_from_jagged(
-        torch.tensor([9.0, -0.25, 9.0, -3.0, 9.0, -1.0]), batch["input_ids"].offsets(), min_seqlen=2, max_seqlen=4
-    )
-    difference = log_prob_difference(batch)
-    assert difference.mean == pytest.approx((0.25 + 1.0 + 0.0) / 3)
-    assert difference.max == pytest.approx(1.0)
-    assert difference.kl == pytest.approx((-0.25 + 1.0 + 0.0) / 3)
-
-
-def test_a_difference_of_nothing_is_zero_and_a_missing_key_is_named():
-    plain = {"loss_mask": torch.zeros(2, dtype=torch.bool), "rollout_log_probs": torch.zeros(2)}
-    with pytest.raises(ValueError, match="'old_log_probs'"):
-        log_prob_difference(plain)
-    assert log_prob_difference({**plain, "old_log_probs": torch.ones(2)}) == (0.0, 0.0, 0.0)
 
 
 def test_wrong_trajectories_are_refused():
