@@ -2,13 +2,11 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.planning.balancing_capped import balance_capped, costliest_first, exchange_capped
 from seqpack.planning.micro_batches import MicroBatchPlan, plan_micro_batches
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import pack
@@ -115,42 +113,11 @@ def test_the_hash_is_the_same_in_every_process_and_tells_plans_apart() -> None:
     assert len({plan_micro_batches([n, 3], 8).hash for n in range(1, 9)}) == 8
 
 
-def test_a_better_start_is_used_when_dealing_by_cost_runs_out_of_room() -> None:
-    # Costliest first puts 5 to 4 and leaves no room for 6; the packing 6 + 4 and 5 + 5 does.
-    sizes, costs = [4, 5, 5, 6], [8.0, 9.0, 1.0, 0.5]
-    assert costliest_first(sizes, costs, 2, 10) is None
-    parts = balance_capped(sizes, costs, 2, 10, pack(sizes, 10).bins)
-    assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
-
-
 @pytest.mark.parametrize(("mix", "most"), [("lognormal", 1.0005), ("bimodal", 1.003), ("truncated", 1.0005)])
 def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
     lengths = MIXES[mix](2048, 16384).tolist()
     plan = plan_micro_batches(lengths, 32768, 8, lambda s: 24576.0 * s + s * s)
     assert plan.max_over_mean <= most
-
-
-def test_slots_that_run_together_are_evened_out() -> None:
-    # No exchange with a slot of the other level is allowed by the cap; within the first level 3 + 1 and 2 + 2 is.
-    sizes, costs = [5, 5, 5, 5, 9, 9], [3.0, 2.0, 2.0, 1.0, 0.1, 0.1]
-    packed = [[0, 1], [2, 3], [4], [5]]
-    parts = balance_capped(sizes, costs, 4, 10, packed, together=2)
-    assert sorted(sum(costs[i] for i in part) for part in parts) == [0.1, 0.1, 4.0, 4.0]
-    assert [sum(costs[i] for i in part) for part in parts][:2] == [4.0, 4.0]
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 90), st.integers(0, 3), st.data())
-def test_exchanges_keep_the_cap_and_never_raise_the_maximum(sizes, cap, more, data) -> None:
-    costs = np.array(
-        data.draw(st.lists(st.integers(0, 99), min_size=len(sizes), max_size=len(sizes))), dtype=np.float64
-    )
-    parts = [list(items) for items in pack(sizes, cap).bins] + [[] for _ in range(more)]
-    before = max(costs[part].sum() for part in parts)
-    made = exchange_capped(parts, np.array(sizes), costs, cap)
-    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in part) <= cap for part in parts)
-    assert max(costs[part].sum() for part in parts) <= before
-    assert made <= 4 * len(parts)
 
 
 @pytest.mark.parametrize(
