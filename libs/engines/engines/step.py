@@ -37,7 +37,7 @@ from engines.loading import compute_dtype
 from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch
 from engines.storage.checkpoint import load_checkpoint, save_checkpoint
-from engines.storage.directories import replace_directory, temporary_of
+from engines.storage.directories import fresh_temporary, replace_directory
 from engines.weights.pieces import WeightPiece, pieces
 from seqpack.batches.batch import view_batch
 from seqpack.batches.jagged import jagged_from_values
@@ -229,8 +229,9 @@ class Engine:
                 weights[name] = tensor.detach().to("cpu", copy=True)
         if dist.get_rank() == 0:
             model: Any = self.executor.model
-            model.save_pretrained(temporary_of(target), state_dict=weights)
-            replace_directory(temporary_of(target), target)
+            temporary = fresh_temporary(target)
+            model.save_pretrained(temporary, state_dict=weights)
+            replace_directory(temporary, target)
         dist.barrier()
 
     def offload(self) -> None:

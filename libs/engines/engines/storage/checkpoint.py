@@ -1,7 +1,6 @@
 """Checkpoints of a sharded state in torch's distributed format: written in a temporary place, then put in place."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from engines.storage.directories import existing, recover, replace_directory, temporary_of
+from engines.storage.directories import existing, fresh_temporary, replace_directory, temporary_of
 
 _FACTS = "engine.json"
 
@@ -21,12 +20,10 @@ def save_checkpoint(directory: Path, state: dict[str, Any], facts: Mapping[str, 
 
     Collective. The directory appears, or is replaced, only when everything is on disk.
     """
-    temporary = temporary_of(directory)
     if _rank() == 0:
-        recover(directory)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        fresh_temporary(directory)
     _barrier()
+    temporary = temporary_of(directory)
     dcp.save(state, checkpoint_id=str(temporary))
     torch.save(_random_state(), temporary / f"random_{_rank()}.pt")
     _barrier()

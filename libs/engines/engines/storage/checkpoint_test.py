@@ -23,7 +23,8 @@ def group():
 
 def engine(seed=0, trainable=True, **changes):
     config = EngineConfig(device="cpu", lr=1e-2, warmup_steps=3, max_tokens_per_rank=20, weight_decay=0.1)
-    return build_engine(config, tiny_model("dense", seed=seed, num_hidden_layers=2, **changes), trainable=trainable)
+    options = {"num_hidden_layers": 2, **changes}
+    return build_engine(config, tiny_model("dense", seed=seed, **options), trainable=trainable)
 
 
 def weights(built):
@@ -91,6 +92,38 @@ def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert resumed.step == 1
     with pytest.raises(ValueError, match=r"engine\.json"):
         resumed.load(tmp_path / "last.writing")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (
+            {"num_hidden_layers": 4},
+            {},
+            r"layers\.2\.input_layernorm\.weight is in the checkpoint and not in this model",
+        ),
+        (
+            {},
+            {"num_hidden_layers": 4},
+            r"layers\.2\.input_layernorm\.weight is in this model and not in the checkpoint",
+        ),
+        (
+            {"intermediate_size": 64},
+            {},
+            r"mlp\.gate_proj\.weight has shape \(64, 32\) in the checkpoint and \(48, 32\)",
+        ),
+        ({"tie_word_embeddings": False}, {}, r"lm_head\.weight is in the checkpoint and not"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, saved, loaded, message):
+    engine(**saved).save(tmp_path / "one")
+    other = engine(**loaded)
+    before = weights(other)
+    for reader in (other, engine(trainable=False, **loaded)):
+        with pytest.raises(ValueError, match=message):
+            reader.load(tmp_path / "one")
+    for name, value in weights(other).items():
+        assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "attention"])

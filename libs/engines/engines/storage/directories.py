@@ -11,13 +11,27 @@ _RENAME_EXCHANGE = 2
 _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
 
 
+def fresh_temporary(target: Path) -> Path:
+    """Make an empty neighbour in which to write what `replace_directory` then puts at `target`.
+
+    What a killed writer left is put back (the last whole directory) or deleted (a replaced or unfinished one).
+    """
+    if existing(target) != target:
+        os.rename(_old_of(target), target)
+    shutil.rmtree(_old_of(target), ignore_errors=True)
+    temporary = temporary_of(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
 def temporary_of(target: Path) -> Path:
-    """Return the neighbour in which to write what `replace_directory` then puts at `target`."""
+    """Return the path of that neighbour."""
     return target.with_name(target.name + ".writing")
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Put `source` where `target` is, or is to be. What was there is gone afterwards.
+    """Put `source`, which `fresh_temporary` made, where `target` is, or is to be. What was there is gone afterwards.
 
     1. Everything under source reaches the disk (fsync).
     2. Where target exists the two change places in one system call (Linux, most local file systems). Elsewhere target
@@ -31,7 +45,6 @@ def replace_directory(source: Path, target: Path) -> None:
     elif _exchange(source, target):
         old = source
     else:
-        shutil.rmtree(old, ignore_errors=True)
         os.rename(target, old)
         os.rename(source, target)
     _sync_one(target.parent)
@@ -42,12 +55,6 @@ def existing(target: Path) -> Path:
     """Return where the last whole directory is: `target`, or what a killed writer had put aside."""
     old = _old_of(target)
     return old if old.exists() and not target.exists() else target
-
-
-def recover(target: Path) -> None:
-    """Put back what a killed writer had put aside; a writer calls this before it begins."""
-    if existing(target) != target:
-        os.rename(_old_of(target), target)
 
 
 def _old_of(target: Path) -> Path:
