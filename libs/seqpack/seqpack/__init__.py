@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from seqpack.planning.flops import ModelFlops as ModelFlops
     from seqpack.planning.geometry import alignment as alignment
     from seqpack.planning.geometry import packed_geometry as packed_geometry
+    from seqpack.planning.geometry import usable_capacity as usable_capacity
     from seqpack.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
     from seqpack.planning.micro_batches import plan_micro_batches as plan_micro_batches
     from seqpack.planning.packing import PackPlan as PackPlan
@@ -67,6 +68,7 @@ _EXPORTS = {
     "unbind": "seqpack.batches.algebra",
     "unpack_sequences": "seqpack.batches.packed",
     "unpack_tokens": "seqpack.batches.packed",
+    "usable_capacity": "seqpack.planning.geometry",
     "view_batch": "seqpack.batches.batch",
 }
 

@@ -7,6 +7,9 @@ from typing import Literal
 
 from seqpack.planning.checks import check_lengths, check_positive_int
 
+Bucket = int | tuple[int, ...] | None
+"""What rows are padded to: a multiple, sizes to choose from, or nothing."""
+
 
 @dataclass(frozen=True)
 class PackedGeometry:
@@ -56,9 +59,35 @@ def packed_geometry(
     return PackedGeometry(tuple(sizes), tuple(aligned), tuple(bounds), total - used)
 
 
+def check_aligned(lengths: Sequence[int], align: int, capacity: int) -> list[int]:
+    """Return the lengths rounded up to `align`. ValueError names the one that is then over the capacity."""
+    name = "lengths" if align == 1 else f"lengths aligned to {align}"
+    return check_lengths([aligned_length(length, align) for length in lengths], capacity, name)
+
+
+def frozen_bucket(bucket: int | Sequence[int] | None) -> Bucket:
+    """Return the bucket as a plan keeps it: sizes to choose from as a sorted tuple."""
+    return bucket if bucket is None or isinstance(bucket, int) else tuple(sorted(bucket))
+
+
 def aligned_length(length: int, align: int) -> int:
     """Return `length` rounded up to a multiple of `align`."""
     return -(-length // align) * align
+
+
+def usable_capacity(capacity: int, align: int = 1, bucket: int | Sequence[int] | None = None) -> int:
+    """Return how many aligned tokens fit in a row that is padded to a bucket and never longer than `capacity`.
+
+    Planning with this capacity and lengths rounded up to `align` makes the cap hold for what `packed_geometry` lays
+    out. ValueError when `align` or the smallest bucket exceeds the capacity.
+    """
+    cap, step = check_positive_int(capacity, "capacity"), check_positive_int(align, "align")
+    sizes = [step] if bucket is None else _buckets(bucket, step)
+    fitting = [size for size in sizes if size <= cap]
+    if not fitting:
+        name = "align" if bucket is None else "the smallest bucket"
+        raise ValueError(f"{name} {min(sizes)} is over the capacity {cap}: lower it, or raise the capacity")
+    return max(fitting) if isinstance(bucket, Sequence) else cap // fitting[0] * fitting[0]
 
 
 def alignment(tp: int = 1, cp: int = 1, layout: Literal["zigzag", "contiguous"] = "zigzag") -> int:
@@ -75,13 +104,20 @@ def alignment(tp: int = 1, cp: int = 1, layout: Literal["zigzag", "contiguous"] 
 def _bucket_size(used: int, align: int, bucket: int | Sequence[int] | None) -> int:
     if bucket is None:
         return used
-    sizes = [check_positive_int(bucket, "bucket")] if isinstance(bucket, int) else check_lengths(bucket, name="bucket")
-    for size in sizes:
-        if size % align:
-            raise ValueError(f"bucket {size} is not a multiple of align {align}")
+    sizes = _buckets(bucket, align)
     if isinstance(bucket, int):
         return aligned_length(used, sizes[0])
     fitting = [size for size in sizes if size >= used]
     if not fitting:
         raise ValueError(f"{used} tokens (aligned to {align}) exceed the largest bucket {max(sizes, default=0)}")
     return min(fitting)
+
+
+def _buckets(bucket: int | Sequence[int], align: int) -> list[int]:
+    sizes = [check_positive_int(bucket, "bucket")] if isinstance(bucket, int) else check_lengths(bucket, name="bucket")
+    if not sizes:
+        raise ValueError("bucket is empty: name the sizes to choose from, or None for any")
+    for size in sizes:
+        if size % align:
+            raise ValueError(f"bucket {size} is not a multiple of align {align}")
+    return sizes

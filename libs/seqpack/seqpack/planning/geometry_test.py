@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.planning.geometry import alignment, packed_geometry
+from seqpack.planning.geometry import alignment, packed_geometry, usable_capacity
 
 
 def test_example() -> None:
@@ -49,6 +49,30 @@ def test_smallest_bucket_is_taken(lengths: list[int], buckets: list[int]) -> Non
             packed_geometry(lengths, 1, buckets)
 
 
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    st.integers(1, 900),
+    st.integers(1, 9),
+    st.one_of(st.none(), st.integers(1, 5), st.lists(st.integers(1, 90), min_size=1, max_size=4)),
+)
+def test_what_fits_the_usable_capacity_is_laid_out_within_the_capacity(
+    lengths: list[int], capacity: int, align: int, factor: int | list[int] | None
+) -> None:
+    bucket = [align * f for f in factor] if isinstance(factor, list) else factor and align * factor
+    least = min(bucket) if isinstance(bucket, list) else bucket or align
+    if least > capacity:
+        with pytest.raises(ValueError, match="over the capacity"):
+            usable_capacity(capacity, align, bucket)
+        return
+    usable = usable_capacity(capacity, align, bucket)
+    used = sum(-(-length // align) * align for length in lengths)
+    try:
+        total = packed_geometry(lengths, align, bucket).total
+    except ValueError:
+        total = None  # over the largest bucket
+    assert (used <= usable) == (total is not None and total <= capacity)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -56,7 +80,11 @@ def test_smallest_bucket_is_taken(lengths: list[int], buckets: list[int]) -> Non
         (lambda: packed_geometry([3], align=0), "align must be a positive integer"),
         (lambda: packed_geometry([3], align=4, bucket=6), "bucket 6 is not a multiple of align 4"),
         (lambda: packed_geometry([3], align=4, bucket=[8, 6]), "bucket 6 is not a multiple of align 4"),
-        (lambda: packed_geometry([3], bucket=[]), "exceed the largest bucket 0"),
+        (lambda: packed_geometry([3], bucket=[]), "bucket is empty"),
+        (lambda: usable_capacity(7, align=8), "align 8 is over the capacity 7"),
+        (lambda: usable_capacity(7, bucket=[16, 8]), "the smallest bucket 8 is over the capacity 7"),
+        (lambda: usable_capacity(64, 8, 12), "bucket 12 is not a multiple of align 8"),
+        (lambda: usable_capacity(0), "capacity must be a positive integer"),
         (lambda: packed_geometry([3], bucket=True), "bucket must be a positive integer"),
         (lambda: alignment(tp=0), "tp must be a positive integer"),
         (lambda: alignment(layout="striped"), "'zigzag' or 'contiguous', got 'striped'"),

@@ -7,7 +7,14 @@ from typing import Literal
 
 from seqpack.planning.balancing_capped import balance_capped
 from seqpack.planning.checks import check_costs, check_lengths, check_positive_int
-from seqpack.planning.geometry import aligned_length
+from seqpack.planning.geometry import (
+    Bucket,
+    aligned_length,
+    check_aligned,
+    frozen_bucket,
+    packed_geometry,
+    usable_capacity,
+)
 from seqpack.planning.packing import pack
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
 
@@ -18,8 +25,8 @@ Cost = Callable[[int], float] | Sequence[float]
 class MicroBatchPlan:
     """`ranks[dp_rank][micro_batch]` holds indices; every rank has the same number of micro-batches, some may be empty.
 
-    `lengths` are the true lengths, each of which counts as its next multiple of `align`; `costs` are what was balanced;
-    `split_groups` names the groups that were too long for one micro-batch.
+    `lengths` are the true lengths, each of which takes its next multiple of `align`; a micro-batch is padded to a
+    `bucket`. `costs` are what was balanced; `split_groups` names the groups that were too long for one micro-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -28,6 +35,7 @@ class MicroBatchPlan:
     max_tokens: int
     align: int = 1
     split_groups: tuple[int, ...] = ()
+    bucket: Bucket = None
 
     @cached_property
     def hash(self) -> int:
@@ -41,10 +49,11 @@ class MicroBatchPlan:
 
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Aligned tokens by rank and micro-batch."""
-        return tuple(
-            tuple(sum(aligned_length(self.lengths[i], self.align) for i in mb) for mb in rank) for rank in self.ranks
-        )
+        """Tokens by rank and micro-batch, padding included."""
+        return tuple(tuple(map(self._tokens, rank)) for rank in self.ranks)
+
+    def _tokens(self, micro_batch: tuple[int, ...]) -> int:
+        return packed_geometry([self.lengths[i] for i in micro_batch], self.align, self.bucket).total
 
     @property
     def loads(self) -> tuple[tuple[float, ...], ...]:
@@ -77,28 +86,31 @@ def plan_micro_batches(
     groups: Sequence[int] | None = None,
     long_groups: Literal["split", "refuse"] = "split",
     align: int = 1,
+    bucket: int | Sequence[int] | None = None,
     count_multiple: int = 1,
 ) -> MicroBatchPlan:
     """Plan one step: few micro-batches of at most `max_tokens`, each sample in one of them, ranks equally loaded.
 
     `cost` is a function of the length, or one cost a sample (tokens when None). Samples with the same number in
-    `groups` share a micro-batch; a group longer than the cap is split (and reported) or refused. Lengths count as
-    multiples of `align`. The number of micro-batches of a rank is a multiple of `count_multiple`. Deterministic.
-    ValueError names the sample over the cap.
+    `groups` share a micro-batch; a group longer than the cap is split (and reported) or refused. The cap holds after
+    padding: lengths are rounded up to multiples of `align` (see `alignment`), micro-batches to `bucket` (a multiple, or
+    the sizes to choose from), as `pack_sequences` does. The number of micro-batches of a rank is a multiple of
+    `count_multiple`. Deterministic. ValueError names the sample over the cap.
     """
     cap, ranks = check_positive_int(max_tokens, "max_tokens"), check_positive_int(dp_size, "dp_size")
-    step, multiple = check_positive_int(align, "align"), check_positive_int(count_multiple, "count_multiple")
+    multiple, usable = check_positive_int(count_multiple, "count_multiple"), usable_capacity(cap, align, bucket)
     sizes = check_lengths(lengths, cap)
-    aligned = check_lengths([aligned_length(size, step) for size in sizes], cap, f"lengths aligned to {step}")
+    aligned = check_aligned(sizes, align, usable)
     costs = _costs(cost, sizes)
-    items, split_groups = _items(aligned, cap, groups, long_groups)
+    items, split_groups = _items(aligned, usable, groups, long_groups)
     item_sizes = [sum(aligned[i] for i in item) for item in items]
     item_costs = [sum(costs[i] for i in item) for item in items]
-    packed = pack(item_sizes, cap).bins
+    packed = pack(item_sizes, usable).bins
     slots = aligned_length(max(1, -(-len(packed) // ranks)), multiple) * ranks
-    parts = balance_capped(item_sizes, item_costs, slots, cap, packed, together=ranks)
+    parts = balance_capped(item_sizes, item_costs, slots, usable, packed, together=ranks)
     batches = [tuple(sorted(i for item in part for i in items[item])) for part in parts]
-    return MicroBatchPlan(_deal(batches, costs, ranks), tuple(sizes), tuple(costs), cap, step, split_groups)
+    dealt = _deal(batches, costs, ranks)
+    return MicroBatchPlan(dealt, tuple(sizes), tuple(costs), cap, align, split_groups, frozen_bucket(bucket))
 
 
 def _costs(cost: Cost | None, sizes: list[int]) -> list[float]:

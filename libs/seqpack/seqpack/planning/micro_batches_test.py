@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqpack.planning.geometry import packed_geometry, usable_capacity
 from seqpack.planning.micro_batches import MicroBatchPlan, plan_micro_batches
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import pack
@@ -22,15 +23,18 @@ def quadratic(length: int) -> float:
     st.integers(1, 5),
     st.sampled_from([None, quadratic, lambda s: 1.0 / s, lambda s: 0.0]),
     st.sampled_from(["none", "siblings", "any"]),
-    st.sampled_from([1, 4]),
+    st.sampled_from([(1, None), (4, None), (1, 16), (4, 12), (4, (128, 64, 100))]),
     st.integers(1, 3),
     st.data(),
 )
-def test_cap_counts_and_every_sample_once(lengths, cap, dp, cost, grouping, align, multiple, data) -> None:
+def test_cap_counts_and_every_sample_once(lengths, cap, dp, cost, grouping, padding, multiple, data) -> None:
+    align, bucket = padding
+    usable = usable_capacity(cap, align, bucket)
+    lengths = [min(length, usable) for length in lengths]
     groups = [i // 4 for i in range(len(lengths))] if grouping == "siblings" else None
     if grouping == "any":
         groups = data.draw(st.lists(st.integers(-3, 3), min_size=len(lengths), max_size=len(lengths)))
-    options = {"groups": groups, "align": align, "count_multiple": multiple}
+    options = {"groups": groups, "align": align, "bucket": bucket, "count_multiple": multiple}
     plan = plan_micro_batches(lengths, cap, dp, cost, **options)
     assert len(plan.ranks) == dp
     assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
@@ -39,12 +43,14 @@ def test_cap_counts_and_every_sample_once(lengths, cap, dp, cost, grouping, alig
     assert sorted(i for mb in batches for i in mb) == list(range(len(lengths)))
     aligned = [-(-n // align) * align for n in lengths]
     assert all(sum(aligned[i] for i in mb) <= cap for mb in batches)
-    assert plan.tokens == tuple(tuple(sum(aligned[i] for i in mb) for mb in rank) for rank in plan.ranks)
+    rows = [[packed_geometry([lengths[i] for i in mb], align, bucket).total for mb in rank] for rank in plan.ranks]
+    assert plan.tokens == tuple(map(tuple, rows))
+    assert max(map(max, rows)) <= cap
     if groups is not None:
         homes = {g: {b for b, mb in enumerate(batches) for i in mb if groups[i] == g} for g in groups}
         assert all(len(home) == 1 for g, home in homes.items() if g not in plan.split_groups)
         totals = {g: sum(n for n, h in zip(aligned, groups, strict=True) if h == g) for g in groups}
-        assert sorted(plan.split_groups) == sorted(g for g, total in totals.items() if total > cap)
+        assert sorted(plan.split_groups) == sorted(g for g, total in totals.items() if total > usable)
     again = plan_micro_batches(lengths, cap, dp, cost, **options)
     assert again == plan
     assert again.hash == plan.hash
@@ -124,7 +130,10 @@ def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
     ("call", "words"),
     [
         (lambda: plan_micro_batches([3, 9], 8), r"lengths\[1\] = 9 does not fit in 8"),
-        (lambda: plan_micro_batches([3, 9], 9, align=4), r"lengths aligned to 4\[1\] = 12 does not fit in 9"),
+        (lambda: plan_micro_batches([3, 9], 9, align=4), r"lengths aligned to 4\[1\] = 12 does not fit in 8"),
+        (lambda: plan_micro_batches([3, 9], 15, bucket=8), r"lengths\[1\] = 9 does not fit in 8"),
+        (lambda: plan_micro_batches([3], 15, bucket=16), "the smallest bucket 16 is over the capacity 15"),
+        (lambda: plan_micro_batches([3], 15, align=4, bucket=6), "bucket 6 is not a multiple of align 4"),
         (lambda: plan_micro_batches([3, 0], 8), r"lengths\[1\] must be at least 1"),
         (lambda: plan_micro_batches([3, -2], 8), r"lengths\[1\] must be at least 1, got -2"),
         (lambda: plan_micro_batches([3, 1.5], 8), r"lengths\[1\] must be an integer, got 1.5"),

@@ -9,6 +9,14 @@ import numpy as np
 
 from seqpack.planning.bounds import Ints, bins_bound
 from seqpack.planning.checks import check_lengths, check_positive_int
+from seqpack.planning.geometry import (
+    Bucket,
+    aligned_length,
+    check_aligned,
+    frozen_bucket,
+    packed_geometry,
+    usable_capacity,
+)
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
 from seqpack.planning.whole_bins import fill_bins
 
@@ -22,12 +30,17 @@ CLOSE_ENOUGH = 0.005
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Bins of indices, none over `capacity`; no packing of these lengths can use fewer than `lower_bound` bins."""
+    """Bins of indices, none over `capacity`; no packing of these lengths can use fewer than `lower_bound` bins.
+
+    `lengths` are true lengths, each of which takes the next multiple of `align`; a bin is padded to a `bucket`.
+    """
 
     bins: tuple[tuple[int, ...], ...]
     capacity: int
     lower_bound: int
     lengths: tuple[int, ...]
+    align: int = 1
+    bucket: Bucket = None
 
     @property
     def gap(self) -> float:
@@ -36,12 +49,12 @@ class PackPlan:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Tokens in each bin."""
-        return tuple(sum(self.lengths[i] for i in items) for items in self.bins)
+        """Tokens of each bin, padding included."""
+        return tuple(packed_geometry([self.lengths[i] for i in b], self.align, self.bucket).total for b in self.bins)
 
     @property
     def fill(self) -> float:
-        """Tokens over the capacity of all bins; 1.0 for no bins."""
+        """True tokens over the capacity of all bins; 1.0 for no bins."""
         return sum(self.lengths) / (len(self.bins) * self.capacity) if self.bins else 1.0
 
     @cached_property
@@ -59,14 +72,19 @@ class PackPlan:
         return from_json(cls, text)
 
 
-def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
+def pack(lengths: Sequence[int], capacity: int, align: int = 1, bucket: int | Sequence[int] | None = None) -> PackPlan:
     """Put the lengths into few bins of `capacity`; deterministic.
 
-    Raises ValueError naming the index and length that cannot fit, or is not a positive integer.
+    No bin is over the capacity after padding: each sequence is rounded up to a multiple of `align`, the bin to `bucket`
+    (a multiple, or the sizes to choose from), as `packed_geometry` and `pack_sequences` do. Raises ValueError naming
+    the index and length that cannot fit, or is not a positive integer.
     """
     cap = check_positive_int(capacity, "capacity")
-    sizes = check_lengths(lengths, cap)
-    room = min(cap, sum(sizes) or 1)  # more than all lengths together is as good as that
+    true = check_lengths(lengths, cap)
+    usable = usable_capacity(cap, align, bucket)
+    # Counted in units of `align`: every row of whole sequences is a whole number of them.
+    sizes = [aligned_length(size, align) // align for size in check_aligned(true, align, usable)]
+    room = min(usable // align, sum(sizes) or 1)  # more than all lengths together is as good as that
     if room * len(sizes) > LARGEST:
         raise ValueError(f"{len(sizes)} lengths for bins of {room} are beyond 2**52 in all: count in a coarser unit")
     array = np.array(sizes, dtype=np.int64)
@@ -74,7 +92,7 @@ def pack(lengths: Sequence[int], capacity: int) -> PackPlan:
     order = np.argsort((room - array).astype(np.uint16) if room < 2**16 else -array, kind="stable")
     descending = array[order]
     bins, bound = _few_bins(descending, order, room)
-    return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(sizes))
+    return PackPlan(tuple(map(tuple, bins)), cap, bound, tuple(true), align, frozen_bucket(bucket))
 
 
 def _few_bins(descending: Ints, names: Ints, capacity: int) -> tuple[Bins, int]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import seqpack.planning.packing
 from seqpack.planning.exact import fewest_bins
+from seqpack.planning.geometry import packed_geometry, usable_capacity
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import CLOSE_ENOUGH, PackPlan, best_fit, exact_fit, pack
 
@@ -54,6 +55,25 @@ def test_valid_and_no_worse_than_best_fit_decreasing(shape: str) -> None:
         assert plan.gap <= CLOSE_ENOUGH or len(plan.bins) <= len(greedy)
 
     check()
+
+
+@given(
+    st.lists(st.integers(1, 100), max_size=30),
+    st.integers(112, 300),
+    st.sampled_from([(1, None), (8, None), (1, 16), (8, 16), (4, (100, 112, 48))]),
+)
+def test_the_capacity_holds_after_padding_and_the_bound_counts_it(lengths, capacity, padding) -> None:
+    align, bucket = padding
+    plan = pack(lengths, capacity, align, bucket)
+    assert sorted(i for items in plan.bins for i in items) == list(range(len(lengths)))
+    rows = [packed_geometry([lengths[i] for i in items], align, bucket).total for items in plan.bins]
+    assert plan.loads == tuple(rows)
+    assert max(rows, default=0) <= capacity
+    aligned = [-(-length // align) * align for length in lengths]
+    assert plan.lower_bound == pack(aligned, usable_capacity(capacity, align, bucket)).lower_bound
+    assert PackPlan.from_json(plan.to_json()) == plan
+    if len(lengths) <= 9:
+        assert plan.lower_bound <= fewest_bins(aligned, usable_capacity(capacity, align, bucket)) <= len(plan.bins)
 
 
 # Lengths with nothing short among them, over the capacity, and what best fit decreasing leaves of it.
