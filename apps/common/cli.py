@@ -4,15 +4,99 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import tyro
 
 from apps.common.config_file import CONFIG_NAME, dump_config, load_config
+from apps.common.flags import as_type, changed, flag, flag_type, leaves
+from apps.common.hints import hints
 from apps.common.run_dir import newest_run
 
 C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[C]):
+    """What the command line of an app is made of."""
+
+    prog: str
+    kind: type[C]
+    """The app's configuration; it has the fields recipe, run_dir and resume."""
+    recipes: Mapping[str, C]
+    runs: Path
+    """Where runs are, newest last, for --resume without --run-dir."""
+    usual: str = "quickstart"
+    """The recipe where none is named."""
+    real: str | None = None
+    """The recipe where none is named, but --model or --data is given."""
+    owned: Mapping[str, str] = field(default_factory=dict)
+    """Fields without a flag, and what to use instead; see `apps.common.flags`."""
+    types: Mapping[str, Any] = field(default_factory=dict)
+    """Fields whose flags have another type."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """Other trainers' names for our flags; see `apps.common.hints`."""
+    fixed: Sequence[str] = ("recipe", "model")
+    """Fields, or groups of them, that a resumed run can't change."""
+
+    def parse(self, argv: Sequence[str]) -> C:
+        """The configuration that `argv` asks for.
+
+        `--recipe NAME` picks the defaults; `--resume` takes them from the run in `--run-dir`, or from the newest one
+        under `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the program.
+
+        Raises:
+            SystemExit: with status 2 and a message that names the nearest valid spelling, for what can't be taken.
+            ValueError: values that can't be taken together, or a run that can't be resumed.
+        """
+        user_directory()
+        default = self.default(argv)
+        self._refuse_other_names(argv, default)
+        flags = [word for word in argv if word != "--print-config"]
+        types = {"recipe": Literal[tuple(self.recipes)], **self.types}
+        kind = flag_type(self.kind, self.owned, types)
+        config = as_type(tyro.cli(kind, default=as_type(default, kind), args=flags, prog=self.prog), self.kind)
+        if "--resume" in argv:
+            self._refuse_changes(config, default)
+        if len(flags) < len(argv):
+            sys.stdout.write(dump_config(config))
+            raise SystemExit(0)
+        return config
+
+    def default(self, argv: Sequence[str]) -> C:
+        """The recipe, or the earlier run, that the flags of `argv` are put on top of."""
+        if "--resume" in argv:
+            return self._earlier_run(_peek(argv, "--run-dir"))
+        given = {word.split("=")[0] for word in argv}
+        usual = self.real if self.real and given & {"--model", "--data"} else self.usual
+        recipe = _peek(argv, "--recipe") or usual
+        if recipe not in self.recipes:
+            near = difflib.get_close_matches(recipe, self.recipes, n=1)
+            meant = f", perhaps you meant {near[0]!r}" if near else ""
+            _refuse(f"no recipe {recipe!r}{meant}; there are {', '.join(self.recipes)}")
+        return self.recipes[recipe]
+
+    def _earlier_run(self, named: str | None) -> C:
+        directory = Path(named) if named else newest_run(self.runs)
+        if directory is None:
+            _refuse(f"nothing to resume under {self.runs}; name a run with --run-dir DIR")
+        if not (directory / CONFIG_NAME).is_file():
+            _refuse(f"nothing to resume in {directory}: it has no {CONFIG_NAME}")
+        return load_config(self.kind, directory / CONFIG_NAME)
+
+    def _refuse_other_names(self, argv: Sequence[str], default: C) -> None:
+        known = [flag(path) for path, _, _ in leaves(default) if path not in self.owned]
+        owned = {flag(path).removeprefix("--"): text.removeprefix("use ") for path, text in self.owned.items()}
+        found = hints(argv, known, {**self.peers, **owned})
+        if found:
+            _refuse("; ".join(found) + f". All flags: {self.prog} --help")
+
+    def _refuse_changes(self, config: C, default: C) -> None:
+        for path in changed(config, default):
+            if any(path == name or path.startswith(name + ".") for name in self.fixed):
+                raise ValueError(f"{flag(path)} can't change when a run is resumed: leave it out, or start a new run")
 
 
 def user_directory() -> None:
@@ -22,40 +106,8 @@ def user_directory() -> None:
         os.chdir(directory)
 
 
-def parse(
-    kind: type[C], recipes: Mapping[str, C], argv: Sequence[str], prog: str, runs: Path, usual: str = "quickstart"
-) -> C:
-    """The configuration that `argv` asks for.
-
-    `--recipe NAME` picks the defaults (`usual` without it); `--resume` takes them from the run in `--run-dir`, or from
-    the newest one under `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the
-    program.
-
-    Raises:
-        SystemExit: with status 2 and a message that names the nearest valid spelling, for anything that can't be taken.
-    """
-    user_directory()
-    recipe = _peek(argv, "--recipe") or usual
-    if recipe not in recipes:
-        near = difflib.get_close_matches(recipe, recipes, n=1)
-        _refuse(
-            f"no recipe {recipe!r}"
-            + (f", perhaps you meant {near[0]!r}" if near else "")
-            + f"; there are {', '.join(recipes)}"
-        )
-    default = recipes[recipe]
-    if "--resume" in argv:
-        default = _earlier_run(kind, _peek(argv, "--run-dir"), runs)
-    flags = [flag for flag in argv if flag != "--print-config"]
-    config = tyro.cli(kind, default=default, args=flags, prog=prog)
-    if len(flags) < len(argv):
-        sys.stdout.write(dump_config(config))
-        raise SystemExit(0)
-    return config
-
-
 def main(run: Callable[[], Any]) -> None:
-    """Call `run`; a user's error (ValueError) ends the program with its message alone and status 2."""
+    """Call `run`; a user's error (ValueError) ends the program with one line and status 2, Ctrl-C with status 130."""
     try:
         run()
     except ValueError as error:
@@ -65,31 +117,15 @@ def main(run: Callable[[], Any]) -> None:
         raise SystemExit(130) from None
 
 
-def with_real_recipe(argv: Sequence[str], recipe: str) -> list[str]:
-    """`argv`, asking for `recipe` where a model or file is given and no recipe is."""
-    names = {word.split("=")[0] for word in argv}
-    real = names & {"--model", "--data"} and not names & {"--recipe", "--resume"}
-    return [*argv, "--recipe", recipe] if real else list(argv)
-
-
-def _earlier_run(kind: type[C], named: str | None, runs: Path) -> C:
-    directory = Path(named) if named else newest_run(runs)
-    if directory is None:
-        _refuse(f"nothing to resume under {runs}; name a run with --run-dir DIR")
-    if not (directory / CONFIG_NAME).is_file():
-        _refuse(f"nothing to resume in {directory}: it has no {CONFIG_NAME}")
-    return load_config(kind, directory / CONFIG_NAME)
-
-
-def _peek(argv: Sequence[str], flag: str) -> str | None:
+def _peek(argv: Sequence[str], name: str) -> str | None:
     for i, word in enumerate(argv):
-        if word.startswith(flag + "="):
+        if word.startswith(name + "="):
             return word.partition("=")[2]
-        if word == flag and i + 1 < len(argv):
+        if word == name and i + 1 < len(argv):
             return argv[i + 1]
     return None
 
 
 def _refuse(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
     raise SystemExit(2)

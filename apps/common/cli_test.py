@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from apps.common.cli import main, parse
+from apps.common.cli import CommandLine, main
 from apps.common.config_file import CONFIG_NAME, dump_config, load_config
 
 
@@ -28,7 +28,7 @@ RECIPES = {"small": Config(), "large": Config(recipe="large", steps=100)}
 
 
 def run(*argv, runs=Path("nowhere")):
-    return parse(Config, RECIPES, argv, "app", runs, usual="small")
+    return CommandLine("app", Config, RECIPES, runs, usual="small", fixed=("recipe",)).parse(argv)
 
 
 def test_no_flags_give_the_first_recipe():

@@ -2,13 +2,43 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
+from apps.common.flags import check_owned, flag
 from engines import EngineConfig
 from objectives import GRPO
 from rollout import Sampling
+
+Control = Literal["none", "shuffled-advantages"]
+ESTIMATORS = ("grpo", "dr_grpo", "leave_one_out")
+COUNTS = (
+    "steps",
+    "prompts",
+    "group_size",
+    "epochs",
+    "mini_batches",
+    "max_turns",
+    "max_episode_tokens",
+    "eval_every",
+    "save_every",
+    "processes",
+    "threads",
+)
+_WHOLE_VOCABULARY = "the trainer scores the whole vocabulary, so answers are sampled from all of it"
+_NO_REFERENCE = "a KL penalty needs a reference policy, which this app doesn't hold yet"
+OWNED = {
+    "engine.model": "use --model",
+    "engine.temperature": "use --sampling.temperature",
+    "sampling.seed": "use --seed",
+    "sampling.greedy": "answers of one group must differ",
+    "sampling.top_k": _WHOLE_VOCABULARY,
+    "sampling.top_p": _WHOLE_VOCABULARY,
+    "objective.kl_coef": _NO_REFERENCE,
+    "objective.kl_estimator": _NO_REFERENCE,
+}
+"""Fields of the libraries' settings that have no flag here, and why."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +65,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.eval_data is not None and self.data is None:
             raise ValueError("--eval-data goes with --data")
+        if self.eval_data is not None and self.eval_share != DataConfig.eval_share:
+            raise ValueError("--eval-share has no effect with --eval-data: leave one of them out")
         if not 0 < self.eval_share < 1:
             raise ValueError(f"--eval-share must lie between 0 and 1, got {self.eval_share}")
         if self.digits < 1 or self.eval_prompts < 1 or self.max_prompt_tokens < 1:
@@ -56,11 +88,17 @@ class WarmStart:
     batch_size: int = 64
     """Demonstrations a step."""
     lr: float = 3e-3
+    """Learning rate, constant after the warmup."""
     warmup_steps: int = 20
+    """Steps over which it rises from 0."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or min(self.eval_every, self.eval_prompts, self.batch_size) < 1:
-            raise ValueError("--warm-start.steps must be at least 0, its other counts at least 1")
+        if min(self.steps, self.warmup_steps) < 0 or min(self.eval_every, self.eval_prompts, self.batch_size) < 1:
+            raise ValueError("--warm-start.steps and its warmup-steps must be at least 0, its other counts at least 1")
+        if not 0 <= self.until_accuracy <= 1:
+            raise ValueError(f"--warm-start.until-accuracy must lie between 0 and 1, got {self.until_accuracy}")
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"--warm-start.lr must be above 0 and finite, got {self.lr}")
 
 
 @dataclass(frozen=True)
@@ -97,9 +135,9 @@ class GrpoConfig:
     """Times each step's batch is trained on."""
     mini_batches: int = 1
     """Optimizer steps an epoch."""
-    advantage: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
-    """Of an answer over its group: divided by the group's standard deviation, plain, or against its siblings' mean."""
-    control: Literal["none", "shuffled-advantages"] = "none"
+    advantage: str = "grpo"
+    """An answer against its group: the estimator's name in `objectives.advantages.ESTIMATORS`."""
+    control: Control = "none"
     """A control run: shuffled advantages must teach nothing."""
     max_turns: int = 4
     """Assistant turns an episode may take."""
@@ -120,33 +158,43 @@ class GrpoConfig:
     objective: GRPO = field(default_factory=GRPO)
 
     def __post_init__(self) -> None:
-        counts = (
-            "steps",
-            "prompts",
-            "group_size",
-            "epochs",
-            "mini_batches",
-            "max_turns",
-            "eval_every",
-            "save_every",
-            "processes",
-            "threads",
-        )
-        for name in counts:
+        for name in COUNTS:
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.group_size == 1 and self.advantage != "dr_grpo":
+                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
+        if self.keep_checkpoints < 0 or self.keep_episodes < 0:
+            raise ValueError("--keep-checkpoints and --keep-episodes must be at least 0")
+        check_owned(self, OWNED)
+        if self.control not in get_args(Control):
+            raise ValueError(f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}")
+        if self.advantage not in ESTIMATORS:
+            raise ValueError(f"--advantage must be one of {', '.join(ESTIMATORS)}, got {self.advantage!r}")
+        if self.group_size == 1:
             raise ValueError("--group-size 1 has no siblings to compare with: every advantage would be 0")
-        owned = {
-            "engine.model": (self.engine.model, None, "--model"),
-            "engine.temperature": (self.engine.temperature, 1.0, "--sampling.temperature"),
-            "sampling.seed": (self.sampling.seed, None, "--seed"),
-            "sampling.greedy": (self.sampling.greedy, False, "nothing: answers of one group must differ"),
-        }
-        for name, (value, default, instead) in owned.items():
-            if value != default:
-                raise ValueError(f"--{name.replace('_', '-')} is set by the app; use {instead}")
-        if self.objective.kl_coef:
+        self._check_updates()
+        self._check_lengths()
+
+    def _check_updates(self) -> None:
+        if self.mini_batches > self.prompts * self.group_size:
             raise ValueError(
-                "--objective.kl-coef needs a reference policy, which this app doesn't hold yet; leave it at 0"
+                f"--mini-batches {self.mini_batches} are more than the {self.prompts * self.group_size} answers of a "
+                "step (--prompts times --group-size)"
+            )
+        if self.epochs * self.mini_batches == 1:
+            for name in ("clip_low", "clip_high", "dual_clip"):
+                if getattr(self.objective, name) != getattr(GRPO, name):
+                    raise ValueError(
+                        f"{flag('objective.' + name)} has no effect with one update a batch, where the ratio to the "
+                        "old policy is 1: leave it out, or raise --epochs or --mini-batches"
+                    )
+
+    def _check_lengths(self) -> None:
+        if self.sampling.max_new_tokens >= self.max_episode_tokens:
+            raise ValueError(
+                f"--sampling.max-new-tokens {self.sampling.max_new_tokens} must be below --max-episode-tokens "
+                f"{self.max_episode_tokens}, which counts the prompt too"
+            )
+        if self.engine.context_parallel == "off" and self.max_episode_tokens > self.engine.max_tokens_per_rank:
+            raise ValueError(
+                f"an episode of --max-episode-tokens {self.max_episode_tokens} is over --engine.max-tokens-per-rank "
+                f"{self.engine.max_tokens_per_rank}: raise that, or lower the other"
             )

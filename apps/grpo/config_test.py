@@ -34,8 +34,8 @@ def test_a_model_or_a_file_asks_for_the_settings_of_real_checkpoints():
 
 
 def test_flags_reach_into_every_group():
-    argv = ["--engine.lr", "0.5", "--objective.clip-high", "0.3", "--sampling.temperature", "0.7", "--digits", "3"]
-    config = configure(argv)
+    words = "--engine.lr 0.5 --epochs 2 --objective.clip-high 0.3 --sampling.temperature 0.7 --digits 3"
+    config = configure(words.split())
     assert (config.engine.lr, config.objective.clip_high) == (0.5, 0.3)
     assert (config.sampling.temperature, config.data.digits) == (0.7, 3)
 

@@ -5,16 +5,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
-from apps.common import cli
+from apps.common.cli import CommandLine, main
 from apps.common.config_file import write_config
+from apps.common.flags import changed, flag
+from apps.common.hints import GRPO as PEERS
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.tokens import load_tokenizer, quiet_libraries
-from apps.grpo.config import GrpoConfig
+from apps.grpo.config import ESTIMATORS, OWNED, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, runnable
 from apps.grpo.train import Result, train
@@ -23,10 +26,34 @@ from engines.launch import ensure_group, launch, under_torchrun
 RUNS = Path("runs/grpo")
 
 
+def command_line() -> CommandLine[GrpoConfig]:
+    """What `configure` reads flags by."""
+    return CommandLine(
+        prog="grpo",
+        kind=GrpoConfig,
+        recipes={name: recipe.config for name, recipe in recipes().items()},
+        runs=RUNS,
+        real="math",
+        owned=OWNED,
+        types={"advantage": Literal[tuple(ESTIMATORS)]},
+        peers=PEERS,
+        fixed=("recipe", "model", "warm_start"),
+    )
+
+
 def configure(argv: Sequence[str]) -> GrpoConfig:
-    """The configuration of a command line; a given model or file turns the default recipe to "math"."""
-    defaults = {name: recipe.config for name, recipe in recipes().items()}
-    return cli.parse(GrpoConfig, defaults, cli.with_real_recipe(argv, "math"), "grpo", RUNS)
+    """The configuration of a command line; a given model or file turns the usual recipe to "math".
+
+    Raises:
+        SystemExit, ValueError: see `CommandLine.parse`; a flag has no effect beside the others.
+    """
+    line = command_line()
+    config = line.parse(argv)
+    if not config.warm_start.steps:
+        for path in changed(config, line.default(argv)):
+            if path.startswith("warm_start.") and path != "warm_start.steps":
+                raise ValueError(f"{flag(path)} has no effect with --warm-start.steps 0: leave it out")
+    return config
 
 
 def run(config: GrpoConfig) -> Result:
@@ -63,4 +90,4 @@ def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
 
 
 if __name__ == "__main__":
-    cli.main(lambda: run(configure(sys.argv[1:])))
+    main(lambda: run(configure(sys.argv[1:])))

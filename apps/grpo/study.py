@@ -11,7 +11,8 @@ from pathlib import Path
 
 import tyro
 
-from apps.common import cli
+from apps.common.cli import main as run_command
+from apps.common.cli import user_directory
 from apps.common.run_dir import resolve_run_dir
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
@@ -35,7 +36,7 @@ class Study:
 
 def study(config: Study) -> dict[str, dict[str, float]]:
     """The runs of a study, by name: accuracy before and after, in percent, and seconds."""
-    cli.user_directory()
+    user_directory()
     if config.recipe not in ("quickstart", "quickstart-tool"):
         raise ValueError(f"--recipe must be quickstart or quickstart-tool, got {config.recipe!r}")
     run_dir = resolve_run_dir(config.run_dir, Path("runs/study"), config.recipe, resume=False)
@@ -73,7 +74,7 @@ def _runs(base: GrpoConfig, config: Study, run_dir: Path) -> dict[str, GrpoConfi
 def main(argv: Sequence[str]) -> None:
     """Parse the flags and run."""
     config = tyro.cli(Study, args=list(argv), prog="study")
-    cli.main(lambda: study(config))
+    run_command(lambda: study(config))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,15 @@ from typing import Annotated, Literal
 
 import tyro
 
+from apps.common.flags import check_owned
 from engines import EngineConfig
 from objectives import SFT
+
+OWNED = {
+    "engine.model": "use --model",
+    "engine.temperature": "supervised training has none",
+}
+"""Fields of the engine's settings that have no flag here, and why."""
 
 
 @dataclass(frozen=True)
@@ -80,5 +87,4 @@ class SftConfig:
         for name in ("steps", "batch_size", "eval_every", "eval_conversations", "save_every", "processes", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.engine.model is not None:
-            raise ValueError("--engine.model is set by the app; use --model")
+        check_owned(self, OWNED)

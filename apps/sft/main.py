@@ -7,12 +7,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
-from apps.common import cli
+from apps.common.cli import CommandLine, main
+from apps.common.hints import SFT as PEERS
 from apps.common.prompts import read_rows
 from apps.common.run_dir import resolve_run_dir
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.quickstart.model import ensure_tiny_model
-from apps.sft.config import SftConfig
+from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import load_conversations, write_demonstrations
 from apps.sft.recipes import RECIPES
 from apps.sft.train import Result, train
@@ -23,7 +24,8 @@ RUNS = Path("runs/sft")
 
 def configure(argv: Sequence[str]) -> SftConfig:
     """The configuration of a command line; a given model or file turns the default recipe to "finetune"."""
-    return cli.parse(SftConfig, RECIPES, cli.with_real_recipe(argv, "finetune"), "sft", RUNS)
+    line = CommandLine("sft", SftConfig, RECIPES, RUNS, real="finetune", owned=OWNED, peers=PEERS)
+    return line.parse(argv)
 
 
 def run(config: SftConfig) -> Result:
@@ -47,4 +49,4 @@ def run(config: SftConfig) -> Result:
 
 
 if __name__ == "__main__":
-    cli.main(lambda: run(configure(sys.argv[1:])))
+    main(lambda: run(configure(sys.argv[1:])))

@@ -7,7 +7,6 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.tasks import PromptTasks, prompt_tasks
 from engines import EngineConfig
-from objectives import GRPO
 from rollout import Reply, Sampling
 
 
@@ -33,7 +32,6 @@ RECIPE = Recipe(
         save_every=20,
         engine=EngineConfig(lr=1e-6, warmup_steps=5, gradient_checkpointing=True),
         sampling=Sampling(max_new_tokens=2048),
-        objective=GRPO(clip_high=0.28),
     ),
     make_tasks=make_tasks,
 )

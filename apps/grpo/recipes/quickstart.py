@@ -9,7 +9,6 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.synthetic import SumTasks, demonstrations, sum_tasks
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
-from objectives import GRPO
 from rollout import Sampling
 
 
@@ -33,7 +32,6 @@ RECIPE = Recipe(
         warm_start=WarmStart(steps=800, until_accuracy=0.4, eval_every=10, batch_size=64, lr=6e-3, warmup_steps=30),
         engine=EngineConfig(device="cpu", lr=8e-4),
         sampling=Sampling(max_new_tokens=7),
-        objective=GRPO(clip_high=0.28),
     ),
     make_tasks=make_tasks,
     make_model=ensure_tiny_model,
