@@ -2,10 +2,14 @@
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
@@ -66,28 +70,27 @@ def read_rows(path: Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
             try:
-                row = json.loads(line)
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text) if text.strip() else None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8 (byte {error.start} of the line)") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
-            if not isinstance(row, dict):
+            if isinstance(row, dict):
+                rows.append(row)
+            elif text.strip():
                 raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-            rows.append(row)
     return rows
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         return pq.read_table(path).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file ({error})") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
 
 
 def _field(path: Path, number: int, row: Row, column: str) -> Any:
@@ -106,21 +109,40 @@ def _field(path: Path, number: int, row: Row, column: str) -> Any:
 def _messages(path: Path, number: int, column: str, value: Any) -> tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(m, dict) and m.get("role") in ROLES and "content" in m for m in value)
-    ):
-        return tuple(value)
-    raise ValueError(
-        f"{path}, row {number}, column {column!r}: expected a text or a list of messages with role and content, "
-        f"got {_describe(value)}"
-    )
+    where = f"{path}, row {number}, column {column!r}"
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"{where}: expected a text or a list of messages with role and content, got {_describe(value)}"
+        )
+    for message in value:
+        problem = message_problem(message)
+        if problem:
+            raise ValueError(f"{where}: {problem}, got {_describe(message)}")
+    if value[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: the last message is the assistant's, so that nothing is left to answer")
+    return tuple(value)
+
+
+def message_problem(message: Any) -> str | None:
+    """What keeps a value from being a message of a text conversation; None where nothing does."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        return f"a message needs a role of {', '.join(ROLES)}"
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+        if any(kind != "text" for kind in kinds):
+            return "only text can be asked so far: a part of the content is of another type"
+    elif not isinstance(content, str) and not (content is None and calls):
+        return "a message needs its content, a text or a list of text parts"
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        return "tool_calls must be a list of objects"
+    return None
 
 
 def _reference(path: Path, number: int, row: Row, column: str) -> str:
     value = _field(path, number, row, column)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+    number_like = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number_like and not (isinstance(value, str) and value.strip()):
         raise ValueError(
             f"{path}, row {number}, column {column!r}: expected a text or a number, got {_describe(value)}"
         )

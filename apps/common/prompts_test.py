@@ -43,9 +43,9 @@ def test_parquet_with_messages_and_a_nested_answer(tmp_path):
             "row 1, column 'question': expected a text or a list of messages",
         ),
         ("a.jsonl", '{"question": "x", "answer": [1]}', "row 1, column 'answer': expected a text or a number"),
-        ("a.jsonl", '{"question": [{"role": "usr", "content": "x"}], "answer": "1"}', "list of messages"),
+        ("a.jsonl", '{"question": [{"role": "usr", "content": "x"}], "answer": "1"}', "a message needs a role"),
         ("a.csv", "question,answer", "ending in .jsonl or .parquet"),
-        ("a.parquet", "no parquet", "not a Parquet file"),
+        ("a.parquet", "no parquet", "not a whole Parquet file"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, text, message):

@@ -3,29 +3,37 @@
 import logging
 from pathlib import Path
 
+import jinja2
 import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face directory.
+    """The tokenizer of a local Hugging Face directory, whose chat template has rendered one question.
 
     Raises:
-        ValueError: no such directory, or no tokenizer or chat template in it.
+        ValueError: no such directory, no tokenizer or chat template in it, or one that does not work.
     """
     if not directory.is_dir():
         raise ValueError(f"no model directory {directory}; --model takes a local Hugging Face directory")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ValueError(f"{directory} has no tokenizer.json; put the model's tokenizer files beside its weights")
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"the tokenizer in {directory} can't be read: {type(error).__name__} {error}") from error
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise ValueError(f"the chat template in {directory} does not work: {error}") from error
     return tokenizer
 
 
 def quiet_libraries() -> None:
-    """No progress bars for files of a few hundred kilobytes, and no advice that nobody can follow; warnings stay.
+    """Leave out progress bars for files of a few hundred kilobytes, and advice that nobody can follow; warnings stay.
 
     The advice: on tracing, which nobody does here, and on a CPU to install kernels that need a GPU.
     """

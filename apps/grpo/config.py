@@ -9,10 +9,10 @@ import tyro
 from apps.common.flags import check_owned, flag
 from engines import EngineConfig
 from objectives import GRPO
+from objectives.advantages import ESTIMATORS
 from rollout import Sampling
 
 Control = Literal["none", "shuffled-advantages"]
-ESTIMATORS = ("grpo", "dr_grpo", "leave_one_out")
 COUNTS = (
     "steps",
     "prompts",
@@ -166,10 +166,7 @@ class GrpoConfig:
         check_owned(self, OWNED)
         if self.control not in get_args(Control):
             raise ValueError(f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}")
-        if self.advantage not in ESTIMATORS:
-            raise ValueError(f"--advantage must be one of {', '.join(ESTIMATORS)}, got {self.advantage!r}")
-        if self.group_size == 1:
-            raise ValueError("--group-size 1 has no siblings to compare with: every advantage would be 0")
+        ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
         self._check_updates()
         self._check_lengths()
 
@@ -192,9 +189,4 @@ class GrpoConfig:
             raise ValueError(
                 f"--sampling.max-new-tokens {self.sampling.max_new_tokens} must be below --max-episode-tokens "
                 f"{self.max_episode_tokens}, which counts the prompt too"
-            )
-        if self.engine.context_parallel == "off" and self.max_episode_tokens > self.engine.max_tokens_per_rank:
-            raise ValueError(
-                f"an episode of --max-episode-tokens {self.max_episode_tokens} is over --engine.max-tokens-per-rank "
-                f"{self.engine.max_tokens_per_rank}: raise that, or lower the other"
             )

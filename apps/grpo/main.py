@@ -13,15 +13,19 @@ from apps.common.cli import CommandLine, main
 from apps.common.config_file import write_config
 from apps.common.flags import changed, flag
 from apps.common.hints import GRPO as PEERS
+from apps.common.model_files import check_model_directory
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.tokens import load_tokenizer, quiet_libraries
-from apps.grpo.config import ESTIMATORS, OWNED, GrpoConfig
+from apps.grpo.checks import check_machine, check_model, check_prompts
+from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, runnable
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
+from objectives.advantages import ESTIMATORS
+from objectives.losses import POLICY_LOSSES
 
 RUNS = Path("runs/grpo")
 
@@ -35,7 +39,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         runs=RUNS,
         real="math",
         owned=OWNED,
-        types={"advantage": Literal[tuple(ESTIMATORS)]},
+        types={"advantage": Literal[tuple(ESTIMATORS)], "objective.policy_loss": Literal[tuple(POLICY_LOSSES)]},
         peers=PEERS,
         fixed=("recipe", "model", "warm_start"),
     )
@@ -64,14 +68,18 @@ def run(config: GrpoConfig) -> Result:
     """
     quiet_libraries()
     recipe = runnable(config)
+    check_machine(config, int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.processes)
     if under_torchrun():
         ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     if config.resume:
         steps_done(run_dir, config.steps)
     model = _model(config, recipe, run_dir)
+    model_config, tokenizer = check_model_directory(model), load_tokenizer(model)
+    check_model(config, model, model_config, tokenizer)
     assert recipe.make_tasks is not None
-    tasks = recipe.make_tasks(config, load_tokenizer(model))
+    tasks = recipe.make_tasks(config, tokenizer)
+    check_prompts(config, tasks, tokenizer)
     from_rank_0(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)

@@ -1,7 +1,6 @@
 """One GRPO step on a page: sample and reward, compare within groups, train, hand over the weights."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,21 +10,15 @@ from torch import Tensor
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from engines import TrainEngine
-from objectives import advantages
+from objectives.advantages import ESTIMATORS, per_sequence, per_token
 from rollout import Trajectory, to_batch
 from rollout.episode import derive_seed
 from seqpack import index_select
 
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "grpo": advantages.grpo,
-    "dr_grpo": advantages.dr_grpo,
-    "leave_one_out": advantages.leave_one_out,
-}
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: its episodes, the advantage of each, and its metrics."""
+    """What a step did: its episodes, the advantage of each (the mean of its tokens'), and its metrics."""
 
     trajectories: list[Trajectory]
     advantages: list[float]
@@ -38,8 +31,7 @@ def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: i
     trajectories = session.sample(step)  # each with the reward that its task gave
     batch = to_batch(trajectories)
     sampled = time.perf_counter()
-    scores = advantages_of(batch, config, step)
-    batch["advantages"] = advantages.per_token(scores, batch["loss_mask"])
+    batch["advantages"] = advantages_of(batch, config, step)
     metrics = train_on(batch, config, engine)
     trained = time.perf_counter()
     size = session.sync(engine)
@@ -58,16 +50,18 @@ def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: i
         "time/step_s": ended - begun,
     }
     metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+    scores = per_sequence(batch["advantages"], batch["loss_mask"])
     return StepResult(trajectories, scores.tolist(), metrics)
 
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
-    """f32[B]: each answer's reward against its group's; dealt to the wrong answers in the control run."""
-    scores = ESTIMATORS[config.advantage](batch["reward"], batch["group"])
+    """Jagged (B, j): how much better each answer was than its group's; the control run deals them to wrong answers."""
+    advantages = ESTIMATORS.named(config.advantage)(batch)
     if config.control == "shuffled-advantages":
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "shuffle", step))
-        scores = scores[torch.randperm(len(scores), generator=generator)]
-    return scores
+        scores = per_sequence(advantages, batch["loss_mask"])
+        return per_token(scores[torch.randperm(len(scores), generator=generator)], batch["loss_mask"])
+    return advantages
 
 
 def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict[str, float]:

@@ -51,6 +51,8 @@ def sum_tasks(config: GrpoConfig, kind: Kind) -> SumTasks:
                 f"recipe {config.recipe!r} makes its own tasks: --{option.name.replace('_', '-')} goes with "
                 "--recipe math --model DIR --data FILE"
             )
+    if kind == "arithmetic" and config.max_turns != 1:
+        raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
     tasks = SumTasks(kind, config.data.digits, config.data.eval_prompts, config.seed)
     tasks.held_out()  # raises where --digits has fewer held-out sums than --eval-prompts
     return tasks

@@ -16,7 +16,7 @@ def question(task):
 
 
 def tasks(seed=0, **data):
-    return sum_tasks(GrpoConfig(seed=seed, data=DataConfig(**data)), "arithmetic")
+    return sum_tasks(GrpoConfig(seed=seed, max_turns=1, data=DataConfig(**data)), "arithmetic")
 
 
 def test_tasks_follow_from_seed_and_step_alone():

@@ -4,13 +4,15 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.prompts import Prompt, read_prompts
 from apps.common.split import held_out_keys
-from apps.grpo.config import DataConfig
+from apps.grpo.config import DataConfig, GrpoConfig
 from rollout import Environment, Reply, Task
 from rollout.episode import derive_seed
 from rollout.tools import ToolResult
@@ -70,7 +72,7 @@ class PromptTasks:
 
 
 def prompt_tasks(
-    config: DataConfig, seed: int, tokenizer: PreTrainedTokenizerBase, reward: Callable[[Reply, str], float]
+    settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, reward: Callable[[Reply, str], float]
 ) -> PromptTasks:
     """Tasks from the files that the configuration names, each read once.
 
@@ -78,16 +80,24 @@ def prompt_tasks(
     counted.
 
     Raises:
-        ValueError: no file is named, one can't be used, or too little is left; see `apps.common.prompts`.
+        ValueError: no file is named, one can't be used, too little is left (see `apps.common.prompts`), or an option
+            has no effect on prompts of one turn.
     """
+    config = settings.data
     if config.data is None:
-        raise ValueError("this recipe asks the prompts of a file: add --data FILE")
+        raise ValueError(f"recipe {settings.recipe!r} asks the prompts of a file: add --data FILE")
     if config.digits != DataConfig.digits:
-        raise ValueError("--digits is of the quickstarts' synthetic tasks; leave it out with --data")
-    prompts, long = _short(read_prompts(config.data, config.prompt_column, config.answer_column), config, tokenizer)
+        raise ValueError("--digits is of the quickstarts' synthetic tasks: leave it out with --data")
+    if settings.max_turns != 1:
+        raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
+    if config.max_prompt_tokens >= settings.max_episode_tokens:
+        raise ValueError(
+            f"--max-prompt-tokens {config.max_prompt_tokens} must be below --max-episode-tokens "
+            f"{settings.max_episode_tokens}, which counts the answer too"
+        )
+    prompts, long = _short(config.data, config, tokenizer)
     if config.eval_data is not None:
-        found = read_prompts(config.eval_data, config.prompt_column, config.answer_column)
-        held_out, long_held_out = _short(found, config, tokenizer)
+        held_out, long_held_out = _short(config.eval_data, config, tokenizer)
         asked, long = {_key(prompt) for prompt in held_out}, long + long_held_out
     else:
         asked = held_out_keys(map(_key, prompts), config.eval_share)
@@ -106,19 +116,25 @@ def prompt_tasks(
         prompts=tuple(train),
         held_out_prompts=tuple(held_out[: config.eval_prompts]),
         reward=reward,
-        seed=seed,
+        seed=settings.seed,
         skipped={reason: count for reason, count in skipped.items() if count},
     )
 
 
-def _short(prompts: list[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
-    """The prompts of at most `max_prompt_tokens` tokens, and how many are longer."""
-    texts = [
-        tokenizer.apply_chat_template(list(p.messages), tokenize=False, add_generation_prompt=True) for p in prompts
-    ]
+def _short(path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+    """The prompts of a file that have at most `max_prompt_tokens` tokens, and how many have more."""
+    prompts = read_prompts(path, config.prompt_column, config.answer_column)
+    texts = [_render(path, prompt, tokenizer) for prompt in prompts]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
     return kept, len(prompts) - len(kept)
+
+
+def _render(path: Path, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}, row {prompt.row}: the chat template refuses the prompt: {error}") from error
 
 
 def _key(prompt: Prompt) -> str:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.grpo.config import DataConfig
+from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.tasks import prompt_tasks
 from apps.quickstart.tokenizer import build_tokenizer
 
@@ -15,7 +15,8 @@ def question(task):
 
 
 def make(config):
-    return prompt_tasks(config, 0, TOKENIZER, lambda reply, reference: float(reply.content == reference))
+    settings = GrpoConfig(max_turns=1, data=config)
+    return prompt_tasks(settings, TOKENIZER, lambda reply, reference: float(reply.content == reference))
 
 
 def write(path, count, answer=lambda i: str(i)):

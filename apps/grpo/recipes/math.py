@@ -17,7 +17,7 @@ def reward(reply: Reply, reference: str) -> float:
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
     """The file's prompts, one turn each."""
-    return prompt_tasks(config.data, config.seed, tokenizer, reward)
+    return prompt_tasks(config, tokenizer, reward)
 
 
 RECIPE = Recipe(

@@ -1,0 +1,82 @@
+"""What can be known to fail is refused before a process is started or a token sampled."""
+
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from apps.common.flags import flag
+from apps.common.model_files import longest_sequence
+from apps.common.tokens import end_of_turn
+from apps.grpo.config import GrpoConfig
+from apps.grpo.tasks import Tasks
+from engines.capability import refuse_unsupported
+from engines.config import parse_context_parallel
+from engines.loading import resolve_device
+from rollout import Chat
+
+
+def check_machine(config: GrpoConfig, world_size: int) -> None:
+    """Refuse an engine that is not there, and lengths that its ranks cannot hold.
+
+    Raises:
+        ValueError: with the flag to change.
+    """
+    refuse_unsupported(config.engine)
+    resolve_device(config.engine)
+    asked = parse_context_parallel(config.engine.context_parallel)
+    ranks = world_size if asked == "dynamic" else asked
+    if world_size % ranks:
+        raise ValueError(
+            f"--engine.context-parallel {config.engine.context_parallel} needs a multiple of {ranks} ranks, there "
+            f"{'is' if world_size == 1 else 'are'} {world_size}: change it or --processes"
+        )
+    room = ranks * config.engine.max_tokens_per_rank
+    if config.max_episode_tokens > room:
+        raise ValueError(
+            f"an episode of --max-episode-tokens {config.max_episode_tokens} is over the {room} tokens that "
+            f"--engine.max-tokens-per-rank {config.engine.max_tokens_per_rank} allows: raise that, or lower the other"
+        )
+
+
+def check_model(
+    config: GrpoConfig, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a model that cannot hold an episode, or whose tokenizer has tokens that it does not know.
+
+    Raises:
+        ValueError: with the file or flag to change.
+    """
+    longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
+    if longest is not None and config.max_episode_tokens > longest:
+        raise ValueError(
+            f"--max-episode-tokens {config.max_episode_tokens} is over the {longest} positions of {directory} "
+            "(max_position_embeddings): lower it"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: they don't belong "
+            "together"
+        )
+    outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        name = flag("sampling.stop_token_ids")
+        raise ValueError(f"{name} {outside[0]} is no token: {directory} has a vocabulary of {vocab_size}")
+
+
+def check_prompts(config: GrpoConfig, tasks: Tasks, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse held-out and first prompts that leave no room for an answer.
+
+    Raises:
+        ValueError: a prompt is too long, or there is nothing to ask.
+    """
+    chat = Chat(tokenizer, end_of_turn(tokenizer))
+    asked = [*tasks.held_out(), *tasks.train(0, config.prompts)]
+    for task in asked:
+        session = task.start()
+        length = len(chat.open(session.messages, session.tools))
+        if length >= config.max_episode_tokens:
+            raise ValueError(
+                f"a prompt has {length} tokens, which leaves none of --max-episode-tokens "
+                f"{config.max_episode_tokens} for the answer: raise it. Its last message: {session.messages[-1]!r:.80}"
+            )
