@@ -55,8 +55,8 @@ def check_model(
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise ValueError(
-            f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: they don't belong "
-            "together"
+            f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: "
+            "they don't belong together"
         )
     outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:

@@ -60,14 +60,16 @@ def configure(argv: Sequence[str]) -> GrpoConfig:
     return config
 
 
-def run(config: GrpoConfig) -> Result:
+def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     """Check all that can be checked, then train on as many ranks as asked for.
+
+    `recipe`: tasks, model and demonstrations; the registered one that the configuration names unless given.
 
     Raises:
         ValueError: model, data or settings can't be used; said before anything is sampled.
     """
     quiet_libraries()
-    recipe = runnable(config)
+    recipe = runnable(config, recipe)
     check_machine(config, int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.processes)
     if under_torchrun():
         ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it

@@ -1,5 +1,6 @@
-"""Whole runs of the app, small: what they write, that they resume exactly, and that ranks make no difference."""
+"""Whole runs of the app, small: what they write, that weights move, and that neither a stop nor ranks change them."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -7,27 +8,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from apps.common.tokens import load_tokenizer
+from apps.grpo.config import WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
-from engines import EngineConfig
+from apps.grpo.testing import RECIPE
+from apps.grpo.train import train
+from engines.launch import launch
+from rollout import NativeEngine, Sampling
 
-RECIPES = {name: recipe.config for name, recipe in recipes().items()}
+SMALL_MOVE = 1e-3  # less than the largest weight moves in four steps at the learning rate of these runs
 
 
 def small(run_dir, **changes):
-    base = RECIPES["quickstart"]
-    return replace(
-        base,
-        run_dir=run_dir,
-        steps=4,
-        prompts=4,
-        group_size=4,
-        eval_every=2,
-        save_every=2,
-        data=replace(base.data, eval_prompts=8),
-        warm_start=replace(base.warm_start, steps=3, batch_size=8, eval_every=3),
-        **changes,
-    )
+    return replace(RECIPE.config, run_dir=run_dir, **changes)
 
 
 def rows(run_dir):
@@ -38,23 +32,35 @@ def weights(directory):
     return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
 
 
-def calculator_recipe(run_dir):
-    base = RECIPES["quickstart-tool"]
-    return replace(
-        base,
-        run_dir=run_dir,
-        steps=1,
-        prompts=2,
-        group_size=2,
-        data=replace(base.data, eval_prompts=4),
-        warm_start=replace(base.warm_start, steps=2, batch_size=4, eval_every=2),
-    )
+def largest_move(before, after):
+    assert set(before) == set(after)
+    return max((before[name] - after[name]).abs().max().item() for name in before)
+
+
+def assert_trained(run_dir, start=None):
+    """Every step had rewards that differ and a gradient, and the export is not what the run started from."""
+    for row in rows(run_dir)[1:]:
+        assert row["reward/mixed_groups"] > 0
+        assert row["train/grad_norm"] > 1e-4
+    assert largest_move(weights(start or run_dir / "model"), weights(run_dir / "export")) > SMALL_MOVE
+
+
+def same_row(left, right):
+    """Equal but for the clock."""
+    clock = ("time", "tokens_per_second")
+    return all(right[name] == value for name, value in left.items() if not name.startswith(clock))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("run")
-    return run(small(run_dir)), run_dir
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    return run(small(run_dir), RECIPE), run_dir
+
+
+def test_every_step_moves_the_weights(finished):
+    _, run_dir = finished
+    assert_trained(run_dir)
+    assert all(row["train/computed_sequences"] > 0 for row in rows(run_dir)[1:])
 
 
 def test_the_run_folder_holds_what_the_readme_promises(finished):
@@ -92,44 +98,101 @@ def test_the_metrics_tell_of_plan_packing_export_and_new_weights(finished):
 
 
 def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
-    _, run_dir = finished
+    first, run_dir = finished
     half = small(tmp_path / "half")
-    run(replace(half, steps=2))
-    run(replace(half, resume=True))
+    run(replace(half, steps=2), RECIPE)
+    stopped = weights(tmp_path / "half" / "export")
+    result = run(replace(half, resume=True), RECIPE)
     expected, found = weights(run_dir / "export"), weights(tmp_path / "half" / "export")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert [row["step"] for row in rows(tmp_path / "half")] == [0, 1, 2, 3, 4]
-    whole = [row["reward"] for row in rows(run_dir)[1:]]
-    assert [row["reward"] for row in rows(tmp_path / "half")[1:]] == whole
+    assert largest_move(stopped, found) > SMALL_MOVE / 4
+    whole, resumed = rows(run_dir), rows(tmp_path / "half")
+    assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
+    assert all(same_row(left, right) for left, right in zip(whole, resumed, strict=True))
+    assert result.accuracy_before == first.accuracy_before == whole[0]["eval/accuracy"]
+    assert result.accuracy_after == first.accuracy_after == whole[-1]["eval/accuracy"]
+
+
+def test_resuming_a_finished_run_trains_nothing_more(finished):
+    first, run_dir = finished
+    before = weights(run_dir / "export")
+    result = run(small(run_dir, resume=True), RECIPE)
+    assert largest_move(before, weights(run_dir / "export")) == 0
+    assert (result.accuracy_before, result.accuracy_after) == (first.accuracy_before, first.accuracy_after)
+
+
+def test_fewer_steps_than_done_are_refused_and_nothing_is_rewritten(finished):
+    _, run_dir = finished
+    before = (run_dir / "config.json").read_text()
+    with pytest.raises(ValueError, match=r"done 4 steps already: --steps 3"):
+        run(small(run_dir, steps=3, resume=True), RECIPE)
+    assert (run_dir / "config.json").read_text() == before
 
 
 def test_two_ranks_come_to_the_same_model(finished, tmp_path):
     _, run_dir = finished
-    run(small(tmp_path / "two", processes=2))
-    expected, found = weights(run_dir / "export"), weights(tmp_path / "two" / "export")
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=2e-4, rtol=0)
+    run(small(tmp_path / "two", processes=2), RECIPE)
+    one, two = rows(run_dir), rows(tmp_path / "two")
+    assert (one[0]["run/world_size"], two[0]["run/world_size"]) == (1, 2)
+    for left, right in zip(one[1:], two[1:], strict=True):
+        # Both ranks' prompts are in the batch: the same rewards and tokens as when one rank asks all of them.
+        for name in ("reward", "rollout/tokens", "rollout/sampled_tokens", "train/sequences"):
+            assert right[name] == pytest.approx(left[name], abs=1e-6)
+    assert_trained(tmp_path / "two")
+    assert largest_move(weights(run_dir / "export"), weights(tmp_path / "two" / "export")) < SMALL_MOVE / 5
+
+
+def test_dynamic_context_parallelism_comes_to_the_same_model(finished, tmp_path):
+    _, run_dir = finished
+    engine = replace(RECIPE.config.engine, context_parallel="dynamic", max_tokens_per_rank=48)
+    run(small(tmp_path / "cp", processes=2, engine=engine), RECIPE)
+    assert_trained(tmp_path / "cp")
+    assert rows(tmp_path / "cp")[1]["train/micro_batches"] > rows(run_dir)[1]["train/micro_batches"]
+    assert largest_move(weights(run_dir / "export"), weights(tmp_path / "cp" / "export")) < SMALL_MOVE / 5
 
 
 def test_learning_rate_zero_changes_nothing(tmp_path):
-    run(small(tmp_path, engine=EngineConfig(device="cpu", lr=0.0)))
-    before, after = weights(tmp_path / "warm-start" / "export"), weights(tmp_path / "export")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    run(small(tmp_path, engine=replace(RECIPE.config.engine, lr=0.0)), RECIPE)
+    assert all(row["train/grad_norm"] > 1e-4 for row in rows(tmp_path)[1:])
+    assert largest_move(weights(tmp_path / "model"), weights(tmp_path / "export")) == 0
+
+
+def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path):
+    warm = WarmStart(steps=3, batch_size=8, eval_every=3, eval_prompts=4, until_accuracy=1.0, lr=3e-3, warmup_steps=0)
+    run(small(tmp_path, warm_start=warm, steps=1), RECIPE)
+    start = tmp_path / "warm-start" / "export"
+    assert largest_move(weights(tmp_path / "model"), weights(start)) > SMALL_MOVE
+    assert_trained(tmp_path, start)
+
+
+def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path):
+    with pytest.raises((ValueError, RuntimeError), match="finite"):
+        run(small(tmp_path, engine=replace(RECIPE.config.engine, lr=1e30, grad_clip=None)), RECIPE)
+    assert not (tmp_path / "export").exists()
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_old_checkpoints_are_deleted(tmp_path):
+    run(small(tmp_path, save_every=1, keep_checkpoints=1), RECIPE)
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000003", "step-000004"]
 
 
 def test_a_tool_episode_goes_all_the_way(tmp_path):
-    run(calculator_recipe(tmp_path))
-    assert len(rows(tmp_path)) == 2
+    base = recipes()["quickstart-tool"].config
+    data = replace(base.data, eval_prompts=4)
+    warm = replace(base.warm_start, steps=2, batch_size=4, eval_every=2)
+    run(replace(base, run_dir=tmp_path, steps=1, prompts=2, group_size=2, data=data, warm_start=warm))
+    assert rows(tmp_path)[1]["train/trained_tokens"] > 0
 
 
 def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
     _, run_dir = finished
     rows_ = [{"ask": f"What is {i} and {i}?", "gold": f"Twice.\n#### {2 * i}"} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
-    argv = ["--model", str(run_dir / "export"), "--data", str(tmp_path / "own.jsonl"), "--prompt-column", "ask"]
-    argv += ["--answer-column", "gold", "--run-dir", str(tmp_path / "run"), "--engine.device", "cpu", "--steps", "1"]
-    argv += ["--prompts", "2", "--group-size", "2", "--sampling.max-new-tokens", "4"]
-    run(configure(argv))
+    words = f"--model {run_dir / 'export'} --data {tmp_path / 'own.jsonl'} --prompt-column ask --answer-column gold"
+    words += f" --run-dir {tmp_path / 'run'} --engine.device cpu --steps 1 --prompts 2 --group-size 2"
+    words += " --sampling.max-new-tokens 4 --max-episode-tokens 128 --max-prompt-tokens 64"
+    run(configure(words.split()))
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
     assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
 
@@ -137,14 +200,35 @@ def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
 def test_a_finished_folder_is_not_written_over(finished):
     _, run_dir = finished
     with pytest.raises(ValueError, match="resume"):
-        run(small(run_dir))
+        run(small(run_dir), RECIPE)
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path):
     with pytest.raises(ValueError, match="nothing to resume"):
-        run(small(tmp_path, resume=True))
+        run(small(tmp_path, resume=True), RECIPE)
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="--model"):
-        run(small(tmp_path / "run", model=tmp_path / "nowhere"))
+        run(small(tmp_path / "run", model=tmp_path / "nowhere"), RECIPE)
+
+
+class Greedy(NativeEngine):
+    """A sampler of one's own: the likeliest token whatever is asked."""
+
+    async def generate(self, prompt_ids, sampling, media=None):
+        greedy = Sampling(greedy=True, max_new_tokens=sampling.max_new_tokens, stop_token_ids=sampling.stop_token_ids)
+        return await super().generate(prompt_ids, greedy, media)
+
+
+def test_tasks_and_sampler_can_be_handed_in(finished, tmp_path):
+    """With a greedy sampler the answers of a group are equal: no advantage, no gradient, and the weights stay."""
+    _, run_dir = finished
+    model = run_dir / "model"
+    tokenizer = load_tokenizer(model)
+    sampler = Greedy(AutoModelForCausalLM.from_pretrained(model), pad_token_id=tokenizer.pad_token_id)
+    job = functools.partial(train, model=model, run_dir=tmp_path)
+    launch(job, (small(tmp_path), RECIPE.make_tasks(RECIPE.config, tokenizer), sampler), 1, "cpu")
+    assert all(row["reward/mixed_groups"] == 0 and row["train/grad_norm"] == 0 for row in rows(tmp_path)[1:])
+    assert sampler.version == 1 + RECIPE.config.steps  # handed the weights at the start and after every step
+    assert largest_move(weights(model), weights(tmp_path / "export")) == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.checkpoints import checkpoint_path, delete_old_checkpoints
@@ -100,12 +101,15 @@ def _steps(
     """Do steps done..steps; held-out accuracy at the run's first start and at its end."""
     for reason, count in session.tasks.skipped.items():
         log.note(f"skipped {count} prompts {reason}")
+    facts = engine.state_summary() | {"threads": torch.get_num_threads()}
+    log.note("{parameters:,} parameters, {dtype} on {device}, {world_size} x {threads} threads".format_map(facts))
     before = _accuracy_before(log.run_dir) if done else None
     after = None
     if before is None:
         before = after = session.accuracy()
     if not done:
-        log.step(0, {"eval/accuracy": before}, {"held-out": before})
+        sizes = {f"run/{name}": facts[name] for name in ("parameters", "world_size", "threads")}
+        log.step(0, {"eval/accuracy": before, **sizes}, {"held-out": before})
     for step in range(done + 1, config.steps + 1):
         result = grpo_step(config, session, engine, step - 1)
         last = step == config.steps
