@@ -1,34 +1,65 @@
 """A recipe for tests of whole runs: an untrained model earns some of its reward, so that weights move from step one."""
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.prompts import Prompt
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
-from apps.grpo.tasks import PromptTasks
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
-from rollout import Reply
+from rollout import Environment, Outcome, Reply
+from rollout.environment import Message
+from rollout.tools import Tool
 
 
-def reward(reply: Reply, reference: str) -> float:
-    """The share of the reply's characters that are letters or digits of ASCII, plus 1 for beginning with `reference`."""
-    plain = sum(letter.isascii() and letter.isalnum() for letter in reply.text)
-    return plain / max(1, len(reply.text)) + float(reply.text.startswith(reference))
+@dataclass(frozen=True)
+class Babble:
+    """One turn about a number; whatever is said earns the share of its characters that are ASCII."""
+
+    number: int
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Prompts of different lengths, so that ranks and micro-batches have different work."""
+        return ({"role": "user", "content": "say " + str(self.number) * (1 + self.number % 9)},)
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """None."""
+        return ()
+
+    def start(self) -> "Babble":
+        """Itself: an episode has no state."""
+        return self
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Score the reply, cut off or not."""
+        return Outcome(reward=sum(map(str.isascii, reply.text)) / max(1, len(reply.text)))
 
 
-def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
-    """Prompts of different lengths, so that ranks and micro-batches have different work."""
+@dataclass(frozen=True)
+class BabbleTasks:
+    """Numbers to talk about: step by step upwards, the held-out ones below all."""
+
+    eval_prompts: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def train(self, step: int, count: int) -> Sequence[Environment]:
+        """The next numbers."""
+        return [Babble(self.eval_prompts + step * count + i) for i in range(count)]
+
+    def held_out(self) -> Sequence[Environment]:
+        """The first numbers."""
+        return [Babble(i) for i in range(self.eval_prompts)]
+
+
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> BabbleTasks:
+    """As many held-out numbers as asked for."""
     del tokenizer
-    prompts = [
-        Prompt(({"role": "user", "content": "say " + str(i) * (1 + i % 9)},), str(i), i)
-        for i in range(64 + config.data.eval_prompts)
-    ]
-    held_out = tuple(prompts[: config.data.eval_prompts])
-    return PromptTasks(tuple(prompts[config.data.eval_prompts :]), held_out, reward, config.seed)
+    return BabbleTasks(config.data.eval_prompts)
 
 
 RECIPE = Recipe(

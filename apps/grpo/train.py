@@ -67,15 +67,20 @@ def train(
     done, checkpoint = from_rank_0(steps_done(run_dir, config.steps) if config.resume else (0, None))
     tokenizer = load_tokenizer(model)
     with asyncio.Runner() as runner:
-        session = _session(config, tasks, rollout_engine, model, tokenizer, runner)
+
+        def session_of(directory: Path, version: int = 0) -> Session:
+            sampler = rollout_engine or _native_engine(config, directory, tokenizer, version)
+            return Session(config, tasks, Chat(tokenizer, end_of_turn(tokenizer)), sampler, runner)
+
         if config.warm_start.steps:
-            warm = warm_model(run_dir / "warm-start")
+            folder = run_dir / "warm-start"
+            warm = warm_model(folder)
             if warm is None and not done:
                 if demonstrations is None:
                     raise ValueError("a warm start needs demonstrations: hand them to train()")
-                warm = warm_start(config, demonstrations, model, tokenizer, run_dir / "warm-start", session)
+                warm = warm_start(config, demonstrations, model, tokenizer, folder, session_of(model))
             model = warm or model
-            session = _session(config, tasks, rollout_engine, model, tokenizer, runner)
+        session = session_of(model, max(0, done - 1))
         engine = build_engine(_engine_config(config, model))
         if checkpoint is not None:
             engine.load(str(checkpoint))
@@ -133,23 +138,11 @@ def _accuracy_before(run_dir: Path) -> float | None:
     return from_rank_0(first.get("eval/accuracy") if first.get("step") == 0 else None)
 
 
-def _session(
-    config: GrpoConfig,
-    tasks: Tasks,
-    rollout_engine: RolloutEngine | None,
-    model: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    runner: asyncio.Runner,
-) -> Session:
-    sampler = rollout_engine or _native_engine(config, model, tokenizer)
-    return Session(config, tasks, Chat(tokenizer, end_of_turn(tokenizer)), sampler, runner)
-
-
-def _native_engine(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
+def _native_engine(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase, version: int) -> NativeEngine:
     engine_config = _engine_config(config, model)
     device = resolve_device(engine_config)
     module = load_model(engine_config).to(device=device, dtype=compute_dtype(engine_config, device))
-    return NativeEngine(module, pad_token_id=tokenizer.pad_token_id or 0, seed=config.seed)
+    return NativeEngine(module, pad_token_id=tokenizer.pad_token_id or 0, seed=config.seed, version=version)
 
 
 def _engine_config(config: GrpoConfig, model: Path) -> EngineConfig:
