@@ -33,7 +33,7 @@ BatchFunction = Callable[[TensorDict], Tensor]
 
 
 def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float = 1e-6, correction: int = 1) -> Tensor:
-    """(reward - mean of the group) / (std of the group + eps): GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2.
+    """Return (reward - mean of the group) / (std of the group + eps): GRPO (arXiv 2402.03300, section 4.1.2).
 
     `normalize_std=False` keeps the numerator alone, see `dr_grpo`. `correction=1` is the sample standard deviation (n -
     1 below the fraction), 0 the population's. A group of one sample gets 0: it says nothing about itself.
@@ -49,7 +49,7 @@ def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """reward - mean of the group, with no division: Dr. GRPO (arXiv 2503.20783), section 3.2.
+    """Return reward - mean of the group, with no division: Dr. GRPO (arXiv 2503.20783, section 3.2).
 
     Use it with the loss aggregation "constant", the other half of that paper's correction.
     """
@@ -57,7 +57,7 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """reward - mean of the siblings' rewards without its own: RLOO (arXiv 2402.14740). A group of one sample gets 0."""
+    """Return reward - mean of the siblings' rewards: RLOO (arXiv 2402.14740). A group of one sample gets 0."""
     value, group, count = _check(rewards, groups)
     others = (count - 1).clamp(min=1)
     baseline = (_sum(value, group, count)[group] - value) / others[group]
@@ -65,7 +65,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """(reward - mean of the batch) / (std of the batch + eps): REINFORCE++ (arXiv 2501.03262), without groups."""
+    """Return (reward - mean of the batch) / (std of the batch + eps): REINFORCE++ (arXiv 2501.03262), no groups."""
     return grpo(rewards, torch.zeros_like(rewards, dtype=torch.int64), eps=eps)
 
 
@@ -83,7 +83,7 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def per_sequence(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Mean advantage of each sequence's trained tokens, f32[B]; 0 where none is trained. The inverse of `per_token`."""
+    """Return each sequence's mean advantage over its trained tokens, f32[B]; 0 where none is: undoes `per_token`."""
     rows = zip(advantages.unbind(), loss_mask.unbind(), strict=True)
     return torch.stack([row[mask].double().mean() if mask.any() else row.new_zeros(()) for row, mask in rows]).float()
 
@@ -178,7 +178,7 @@ def _reinforce_plus_plus(batch: TensorDict) -> Tensor:
 
 
 def _check(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards in float64, group numbers made dense, and the size of each group (float64)."""
+    """Return rewards in float64, group numbers made dense, and the size of each group (float64)."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         shapes = f"{tuple(rewards.shape)} and {tuple(groups.shape)}"
         raise ValueError(f"rewards and groups must be one-dimensional and of one length, got {shapes}")
@@ -196,7 +196,7 @@ def _sum(value: Tensor, group: Tensor, count: Tensor) -> Tensor:
 
 
 def _zero_where_uniform(advantage: Tensor, value: Tensor, group: Tensor, count: Tensor) -> Tensor:
-    """Exact zeros for groups of equal rewards (rounding of the mean must not be blown up by 1 / eps), as float32."""
+    """Set exact zeros for groups of equal rewards: 1 / eps must not blow up the rounding of the mean. As float32."""
     low = torch.full_like(count, torch.inf).scatter_reduce_(0, group, value, "amin")
     high = torch.full_like(count, -torch.inf).scatter_reduce_(0, group, value, "amax")
     return torch.where((low == high)[group], 0.0, advantage).to(torch.float32)

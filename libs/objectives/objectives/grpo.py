@@ -93,7 +93,7 @@ class GRPO:
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """`advantages`, and what the switched-on terms read."""
+        """Name `advantages`, and what the switched-on terms read."""
         keys = ["advantages", *POLICY_LOSSES.named(self.policy_loss).keys]
         if self.kl_coef:
             keys.append("ref_log_probs")
@@ -103,11 +103,11 @@ class GRPO:
 
     @property
     def needs_entropy(self) -> bool:
-        """Only for the bonus."""
+        """Say whether there is an entropy bonus."""
         return self.entropy_coef != 0.0
 
     def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
-        """bool[B]: rows that add exactly nothing to loss and gradient, whatever the policy is.
+        """Return bool[B], rows that add exactly nothing to loss and gradient, whatever the policy is.
 
         Those without a trained token, and those whose advantages are all zero while neither KL nor entropy has a term.
         """
@@ -117,7 +117,7 @@ class GRPO:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `seqpack.Objective`. Metrics: policy_loss, the loss's own, approx_kl, mismatch/*, kl, entropy."""
+        """Compute loss and metrics: policy_loss, the loss's own, approx_kl, mismatch/*, kl, entropy."""
         mask = trained_mask(batch)
         values = batch.values
         # A token that does not train must stay out of every exp: its log-probs are placeholders, and 0 * inf is not 0.
@@ -150,7 +150,7 @@ class GRPO:
     def _policy(
         self, current: Tensor, start: Tensor, mask: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy loss a token, and its metrics."""
+        """Return the policy loss a token, and its metrics."""
         loss = POLICY_LOSSES.named(self.policy_loss)
         given = {name: getattr(self, name) for name in loss.defaults}
         options = {name: default if given[name] is None else given[name] for name, default in loss.defaults.items()}

@@ -21,17 +21,17 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """-log r: unbiased, high variance, can be negative."""
+    """Return -log r: unbiased, high variance, can be negative."""
     return log_probs - ref_log_probs
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log r)^2 / 2: biased as a value, low variance, right gradient."""
+    """Return (log r)^2 / 2: biased as a value, low variance, right gradient."""
     return 0.5 * (ref_log_probs - log_probs).square()
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """r - 1 - log r: unbiased as a value, never negative; the one of GRPO's paper (arXiv 2402.03300, eq. 4)."""
+    """Return r - 1 - log r: unbiased as a value, never negative; that of GRPO's paper (arXiv 2402.03300, eq. 4)."""
     log_r = ref_log_probs - log_probs
     return torch.expm1(log_r) - log_r
 
@@ -40,6 +40,6 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2,
 
 
 def estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: Estimator = "k3") -> Tensor:
-    """The estimator by its name: f32[T], f32[T] -> f32[T]. Raises ValueError for an unknown one."""
+    """Return the estimate by the estimator's name: f32[T], f32[T] -> f32[T]. ValueError for an unknown one."""
     check_choice("KL estimator", estimator, ESTIMATORS)
     return ESTIMATORS[estimator](log_probs, ref_log_probs)

@@ -50,6 +50,10 @@ def test_expected_gradients(name):
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
+def test_the_default_is_k3():
+    torch.testing.assert_close(kl.estimate(POLICY, REFERENCE), kl.k3(POLICY, REFERENCE), atol=0, rtol=0)
+
+
 def test_unknown_name():
     with pytest.raises(ValueError, match="k1, k2, k3"):
         kl.estimate(POLICY, POLICY, "k4")

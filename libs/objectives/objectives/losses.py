@@ -109,7 +109,7 @@ def check_max_tokens(max_tokens: int | None) -> int:
 
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """-A log pi: REINFORCE, the gradient of expected reward with samples of the current policy."""
+    """Return -A log pi: REINFORCE, the gradient of expected reward with samples of the current policy."""
     return -advantages.detach() * log_probs
 
 
@@ -121,7 +121,7 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = pi / pi_old, a token.
+    """Return -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = pi / pi_old, a token.
 
     PPO (arXiv 1707.06347, equation 7); two bounds are "clip-higher" of DAPO (arXiv 2503.14476, section 3.1: 0.2 and
     0.28). `dual_clip` c > 1 bounds the loss of a token with a negative advantage by -c A (arXiv 1912.09729, equation
@@ -151,7 +151,7 @@ def ppo_clip(
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 0.28
 ) -> TokenLoss:
-    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: CISPO of MiniMax-M1 (arXiv 2506.13585, equation 4).
+    """Return -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax-M1, arXiv 2506.13585, equation 4).
 
     The clip bounds the weight of a token and never takes its gradient away. Metrics: ratio, clip/low, clip/high.
     """
@@ -181,7 +181,7 @@ def aggregate(
     sequences: int,
     max_tokens: int | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the global loss: its sum over micro-batches and ranks is the loss.
+    """Return this micro-batch's share of the global loss: its sum over micro-batches and ranks is the loss.
 
     `per_token` f32[T], `loss_mask` bool[T], `cu_seqlens` i32[n+1]; `tokens` and `sequences` count what is trained in
     the whole step.
@@ -201,7 +201,7 @@ def aggregate(
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum of each packed sequence: f[T], i32[n+1] -> f[n]; differentiable."""
+    """Return the sum of each packed sequence: f[T], i32[n+1] -> f[n]; differentiable."""
     lengths = cu_seqlens.diff().to(torch.int64)
     sequences = torch.arange(lengths.numel(), device=values.device)
     owner = torch.repeat_interleave(sequences, lengths, output_size=values.numel())  # no wait for the device

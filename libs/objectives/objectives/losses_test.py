@@ -74,6 +74,15 @@ def test_a_zero_advantage_is_never_counted_as_clipped():
     assert not any(bool(got.metrics[key].any()) for key in ("clip/low", "clip/high", "clip/dual"))
 
 
+def test_a_ratio_on_the_bound_is_not_clipped():
+    """On policy every ratio is exactly 1, and no bound cuts anything."""
+    zero, advantage = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)
+    for kind in (losses.ppo_clip, losses.cispo):
+        metrics = kind(zero, zero, advantage, clip_low=0.0, clip_high=0.0).metrics
+        assert not metrics["clip/low"].any()
+        assert not metrics["clip/high"].any()
+
+
 def test_no_gradient_reaches_the_old_policy_or_the_advantage():
     for kind in (losses.ppo_clip, losses.cispo):
         new, old, advantage = (torch.tensor([x], requires_grad=True) for x in (-1.0, -1.1, 0.5))

@@ -10,7 +10,7 @@ from seqpack.batches.view import BatchView
 
 
 def trained_mask(batch: PackedBatch) -> Tensor:
-    """bool[T]: the tokens that train, which a sequence's first token never does."""
+    """Return bool[T], the tokens that train, which a sequence's first token never does."""
     mask = batch.values["loss_mask"].to(torch.bool)
     starts = batch.cu_seqlens[:-1].to(torch.int64)
     # One more entry than tokens: an empty last sequence starts after the last one.
@@ -19,7 +19,7 @@ def trained_mask(batch: PackedBatch) -> Tensor:
 
 
 def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Tensor:
-    """bool[B]: rows without a trained token; with `advantages`, without one whose advantage is not 0 (NaN is not)."""
+    """Return bool[B], rows without a trained token; with `advantages`, without one of an advantage but 0 (NaN is)."""
     view = view_batch(batch)
     counted = view.trained
     if advantages:
@@ -28,5 +28,5 @@ def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Te
 
 
 def pair(values: Tensor, mask: Tensor) -> Tensor:
-    """(sum over the mask, count of the mask) as a metric."""
+    """Return (sum over the mask, count of the mask), a metric."""
     return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().to(values.dtype)]).detach()

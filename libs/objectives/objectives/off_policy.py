@@ -18,13 +18,13 @@ CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 
 
 def truncated_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
-    """min(p_trainer / p_rollout, cap), a token: truncated importance sampling (Ionides 2008)."""
+    """Return min(p_trainer / p_rollout, cap), a token: truncated importance sampling (Ionides 2008)."""
     _check_cap(cap)
     return torch.exp((trainer_log_probs - rollout_log_probs).detach()).clamp(max=cap)
 
 
 def masked_weights(trainer_log_probs: Tensor, rollout_log_probs: Tensor, cap: float = 2.0) -> Tensor:
-    """The ratio where it lies in [1 / cap, cap], else 0: tokens on which the two disagree badly do not train at all."""
+    """Return the ratio where it lies in [1 / cap, cap], else 0: tokens on which the two disagree badly do not train."""
     _check_cap(cap)
     ratio = torch.exp((trainer_log_probs - rollout_log_probs).detach())
     return torch.where((ratio <= cap) & (ratio >= 1 / cap), ratio, 0.0)
@@ -38,7 +38,7 @@ def sequence_weights(
     cap: float = 2.0,
     mask: bool = False,
 ) -> Tensor:
-    """One weight a sequence: the product of its trained tokens' ratios, truncated at cap (`mask`: 0 above cap).
+    """Return one weight a sequence: the product of its trained tokens' ratios, truncated at cap (`mask`: 0 above cap).
 
     f32[T] again. Unbiased before truncation, unlike token weights, and of far higher variance for long sequences.
     """
@@ -58,7 +58,7 @@ def weights(
     cu_seqlens: Tensor,
     cap: float = 2.0,
 ) -> Tensor:
-    """The weights by the name of their correction, f32[T]. Raises ValueError for an unknown one and a cap below 1."""
+    """Return the weights by the correction's name, f32[T]. ValueError for an unknown one and a cap below 1."""
     check_choice("off-policy correction", correction, CORRECTIONS)
     if correction == "none":
         return torch.ones_like(rollout_log_probs)
@@ -71,7 +71,7 @@ def weights(
 
 
 def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """How far apart the trainer's and the sampler's log-probs are, as metrics (see `objectives.objective`).
+    """Measure how far apart the trainer's and the sampler's log-probs are, as metrics (see `seqpack.Objective`).
 
     `mismatch/abs` mean |difference|, `mismatch/abs/max` its maximum, `mismatch/kl` the k3 estimate of KL(rollout ||
     trainer).

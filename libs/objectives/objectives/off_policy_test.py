@@ -49,6 +49,38 @@ def test_weights_carry_no_gradient():
         assert not off_policy.weights(name, trainer, ROLLOUT, MASK, CU, cap=2.0).requires_grad
 
 
+def test_weights_are_found_by_name():
+    """Each name with its own function, cap and all; without a cap it is 2."""
+    named = {
+        "truncate": lambda **cap: off_policy.truncated_weights(TRAINER, ROLLOUT, **cap),
+        "mask": lambda **cap: off_policy.masked_weights(TRAINER, ROLLOUT, **cap),
+        "sequence_truncate": lambda **cap: off_policy.sequence_weights(TRAINER, ROLLOUT, MASK, CU, **cap),
+        "sequence_mask": lambda **cap: off_policy.sequence_weights(TRAINER, ROLLOUT, MASK, CU, mask=True, **cap),
+    }
+    assert set(named) == set(off_policy.CORRECTIONS) - {"none"}
+    for name, function in named.items():
+        for cap in ({}, {"cap": 1.2}, {"cap": 2.9}, {"cap": 30.0}):
+            got = off_policy.weights(name, TRAINER, ROLLOUT, MASK, CU, **cap)
+            torch.testing.assert_close(got, function(**cap), atol=0, rtol=0)
+        torch.testing.assert_close(function(), function(cap=2.0), atol=0, rtol=0)
+    assert off_policy.weights("none", TRAINER, ROLLOUT, MASK, CU, cap=1.1).tolist() == [1.0] * 5
+
+
+def test_a_ratio_of_exactly_the_cap_stays():
+    same, cu_seqlens = torch.zeros(2, dtype=torch.float64), torch.tensor([0, 2], dtype=torch.int32)
+    mask = torch.ones(2, dtype=torch.bool)
+    assert off_policy.masked_weights(same, same, cap=1.0).tolist() == [1.0, 1.0]
+    assert off_policy.sequence_weights(same, same, mask, cu_seqlens, cap=1.0, mask=True).tolist() == [1.0, 1.0]
+
+
+def test_an_endless_ratio_stays_finite():
+    far = torch.tensor([500.0, 400.0])
+    cu_seqlens, mask = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+    for drop, want in ((False, 3.0), (True, 0.0)):
+        got = off_policy.sequence_weights(far, torch.zeros(2), mask, cu_seqlens, cap=3.0, mask=drop)
+        assert got.tolist() == [want, want]
+
+
 def test_mismatch_counts_trained_tokens_alone():
     got = off_policy.mismatch(TRAINER, ROLLOUT, MASK)
     gaps = [1.0, -0.5, math.log(3.0)]
@@ -59,7 +91,7 @@ def test_mismatch_counts_trained_tokens_alone():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=r"^the cap of importance weights must be a number at least 1, got 0.5"):
         off_policy.truncated_weights(TRAINER, ROLLOUT, cap=0.5)
-    with pytest.raises(ValueError, match="unknown off-policy correction"):
+    with pytest.raises(ValueError, match="unknown off-policy correction 'clip': use one of none, truncate"):
         off_policy.weights("clip", TRAINER, ROLLOUT, MASK, CU)

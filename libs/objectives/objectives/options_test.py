@@ -6,7 +6,7 @@ import math
 import pytest
 
 from objectives import GRPO, SFT
-from objectives.losses import OPTIONS, POLICY_LOSSES
+from objectives.losses import OPTIONS, POLICY_LOSSES, policy_gradient, register_policy_loss
 from objectives.off_policy import CORRECTIONS
 
 # Option: (the others it needs to have an effect, values that are good, values that are not).
@@ -40,7 +40,7 @@ def test_good_values_are_taken(name):
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, row in GRPO_OPTIONS.items() for value in row[2]])
 def test_bad_values_are_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         GRPO(**GRPO_OPTIONS[name][0], **{name: value})
 
 
@@ -83,10 +83,19 @@ def test_the_texts_name_the_fix():
         ({"aggregation": "constant"}, "needs max_tokens >= 1"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "use 'k2' or 'k3'"),
         ({"off_policy": "tis"}, "use one of none, truncate, mask, sequence_truncate, sequence_mask"),
-        ({"off_policy_cap": 3.0}, "it goes with an off_policy of truncate, mask"),
+        ({"off_policy_cap": 3.0}, "it goes with an off_policy of truncate, mask, sequence_truncate, sequence_mask$"),
+        ({"max_tokens": 3}, "max_tokens=3 has no effect: it goes with aggregation 'constant'$"),
+        ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect: it goes with a kl_coef above 0$"),
+        ({"policy_loss": "cispo", "dual_clip": 2.0}, "policy_loss 'cispo' takes clip_low, clip_high$"),
+        ({"aggregation": "mean"}, "unknown aggregation 'mean': use one of token, sequence, constant$"),
+        ({"kl_coef": 1.0, "kl_estimator": "k4"}, "unknown kl_estimator 'k4': use one of k1, k2, k3$"),
     ]:
         with pytest.raises(ValueError, match=text):
             GRPO(**options)
+    register_policy_loss("test-bare")(policy_gradient)
+    with pytest.raises(ValueError, match=r"policy_loss 'test-bare' takes none of these options$"):
+        GRPO(policy_loss="test-bare", clip_low=0.1)
+    del POLICY_LOSSES._entries["test-bare"]
 
 
 def test_required_keys_follow_the_options():

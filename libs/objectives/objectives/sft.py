@@ -23,22 +23,22 @@ class SFT:
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Nothing beyond input_ids and loss_mask."""
+        """Name nothing: input_ids and loss_mask suffice."""
         return ()
 
     @property
     def needs_entropy(self) -> bool:
-        """It does not."""
+        """Say no."""
         return False
 
     def zero_gradient_rows(self, batch: TensorDict | BatchView) -> Tensor:
-        """bool[B]: rows without a trained token."""
+        """Return bool[B], rows without a trained token."""
         return rows_without_gradient(batch, advantages=False)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `seqpack.Objective`; the metric is `nll`, the mean over tokens."""
+        """Compute what `seqpack.Objective` says; the metric is `nll`, the mean over tokens."""
         del entropy
         mask = trained_mask(batch)
         loss = aggregate(-log_probs, mask, batch.cu_seqlens, self.aggregation, totals.tokens, totals.sequences)

@@ -1,0 +1,177 @@
+"""What a run of mutmut found: verdicts by file, diffs of what survived, equivalent mutants, the table."""
+
+import ast
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Exit codes of pytest in a mutant's process, as mutmut stores them; None: not run.
+KILLED = frozenset({1, 3, -11, -9})
+TIMEOUT = frozenset({-24, 24, 36, 152, 255})
+UNTESTED = frozenset({5, 33})
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one function. `diff`: lines "-old" and "+new", without blanks around them."""
+
+    file: str
+    name: str
+    verdict: str
+    diff: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """A change that no test can notice, and why. `change`: the mutant's diff."""
+
+    file: str
+    change: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """The counts of one file; `total` without equivalent mutants, of which `measured` were run."""
+
+    file: str
+    total: int
+    measured: int
+    killed: int
+    timeout: int
+    survived: int
+    untested: int
+    equivalent: int
+
+    @property
+    def score(self) -> float | None:
+        """Share of the measured mutants that a test noticed; None where none was measured."""
+        return (self.killed + self.timeout) / self.measured if self.measured else None
+
+
+def verdict_of(code: int | None) -> str:
+    """killed, timeout, survived, untested (no test runs the function) or waiting (not run)."""
+    if code is None or code == 2:
+        return "waiting"
+    for verdict, codes in (("killed", KILLED), ("timeout", TIMEOUT), ("untested", UNTESTED)):
+        if code in codes:
+            return verdict
+    return "survived" if code == 0 else "killed"
+
+
+def read_mutants(place: Path, files: Mapping[str, str]) -> list[Mutant]:
+    """The mutants of a finished or stopped run in `place`; `files`: path in the copy -> path in the tree."""
+    found = []
+    for copied, file in files.items():
+        meta = place / "mutants" / f"{copied}.meta"
+        if not meta.exists():
+            continue
+        codes: dict[str, int | None] = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
+        functions = functions_of((place / "mutants" / copied).read_text(encoding="utf-8"))
+        for name, code in codes.items():
+            mangled = name.rpartition(".")[2]
+            original = functions.get(re.sub(r"__mutmut_\d+$", "__mutmut_orig", mangled), ())
+            found.append(Mutant(file, name, verdict_of(code), diff_of(original, functions.get(mangled, ()))))
+    return found
+
+
+def functions_of(source: str) -> dict[str, tuple[str, ...]]:
+    """The lines of every function by its name, without the one that names it."""
+    lines = source.splitlines()
+    return {
+        node.name: tuple(
+            re.sub(r"__mutmut_(orig|\d+)\b", "", line) for line in lines[node.lineno - 1 : node.end_lineno]
+        )
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def diff_of(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
+    """The lines that differ: "-old", "+new", without blanks around the code."""
+    lines = difflib.unified_diff(old, new, lineterm="", n=0)
+    return tuple(line[0] + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---"))
+
+
+def read_equivalents(path: Path) -> list[Equivalent]:
+    """The named equivalent mutants of a file like mutate_equivalent.toml; ValueError for one without a reason."""
+    if not path.exists():
+        return []
+    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
+    for entry in entries:
+        if not entry.get("reason", "").strip() or set(entry) != {"file", "change", "reason"}:
+            raise ValueError(f"{path}: an entry has file, change and reason, got {entry}")
+    return [Equivalent(entry["file"], tuple(entry["change"]), entry["reason"]) for entry in entries]
+
+
+def name_equivalents(mutants: Iterable[Mutant], known: Iterable[Equivalent]) -> list[Mutant]:
+    """The mutants, survivors that are known to be equivalent with that verdict."""
+    changes = {(entry.file, entry.change) for entry in known}
+    return [
+        Mutant(mutant.file, mutant.name, "equivalent", mutant.diff)
+        if mutant.verdict == "survived" and (mutant.file, mutant.diff) in changes
+        else mutant
+        for mutant in mutants
+    ]
+
+
+def stale(mutants: Sequence[Mutant], known: Iterable[Equivalent]) -> list[Equivalent]:
+    """Entries of mutated files that name no mutant, or one that a test kills: they should go."""
+    verdicts = {(mutant.file, mutant.diff): mutant.verdict for mutant in mutants}
+    files = {mutant.file for mutant in mutants}
+    return [
+        entry
+        for entry in known
+        if entry.file in files and verdicts.get((entry.file, entry.change)) not in ("equivalent", "waiting")
+    ]
+
+
+def rows_of(mutants: Iterable[Mutant]) -> list[Row]:
+    """A row a file, in the order of their names."""
+    by_file: dict[str, list[str]] = {}
+    for mutant in mutants:
+        by_file.setdefault(mutant.file, []).append(mutant.verdict)
+    rows = []
+    for file, verdicts in sorted(by_file.items()):
+        counts = {name: verdicts.count(name) for name in ("killed", "timeout", "survived", "untested", "equivalent")}
+        total = len(verdicts) - counts["equivalent"]
+        rows.append(Row(file=file, total=total, measured=total - verdicts.count("waiting"), **counts))
+    return rows
+
+
+def together(rows: Sequence[Row], name: str = "together") -> Row:
+    """The sum of rows."""
+    fields = ("total", "measured", "killed", "timeout", "survived", "untested", "equivalent")
+    return Row(name, *(sum(getattr(row, field) for row in rows) for field in fields))
+
+
+HEAD = "| file | mutants | measured | killed | timeout | survived | untested | equivalent | score | date |"
+RULE = "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+
+
+def line_of(row: Row, date: str) -> str:
+    """A row of the Markdown table."""
+    score = "" if row.score is None else f"{100 * row.score:.1f} %"
+    counts = (row.total, row.measured, row.killed, row.timeout, row.survived, row.untested, row.equivalent)
+    return f"| {row.file} | {' | '.join(map(str, counts))} | {score} | {date} |"
+
+
+def table(rows: Sequence[Row], date: str) -> str:
+    """The Markdown table of these rows, and of all of them together."""
+    return "\n".join([HEAD, RULE, *(line_of(row, date) for row in [*rows, together(rows, "**together**")])])
+
+
+def recorded(page: str, rows: Sequence[Row], date: str) -> str:
+    """The page with the table's lines of these files replaced or added, in the order of their names."""
+    lines = page.splitlines()
+    if RULE not in lines:
+        raise ValueError(f"the page has no table with the head {HEAD}")
+    begin = lines.index(RULE) + 1
+    end = next((i for i in range(begin, len(lines)) if not lines[i].startswith("|")), len(lines))
+    known = {line.split("|")[1].strip(): line for line in lines[begin:end]}
+    known |= {row.file: line_of(row, date) for row in rows}
+    return "\n".join([*lines[:begin], *(known[name] for name in sorted(known)), *lines[end:]]) + "\n"

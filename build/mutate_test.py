@@ -1,0 +1,271 @@
+"""Mutants end to end on a small library, and the parts: what is mutated, what counts, the table and the page."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import mutate
+import pytest
+from mutate_report import (
+    HEAD,
+    RULE,
+    Equivalent,
+    Mutant,
+    Row,
+    diff_of,
+    functions_of,
+    name_equivalents,
+    read_equivalents,
+    recorded,
+    rows_of,
+    stale,
+    table,
+    together,
+    verdict_of,
+)
+from mutate_tree import PRAGMA, files_of, groups_of, is_mutable, without_texts
+
+CODE = '''"""A toy."""
+
+
+def larger(a: int, b: int) -> int:
+    """The larger one."""
+    if a < 0 or b < 0:
+        raise ValueError(
+            "neither may be below 0, "
+            f"got {a + 1 - 1} and {b}"
+        )
+    return a if a > b else b
+'''
+STRONG = """import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy.numbers import larger
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_larger(a, b):
+    assert larger(a, b) == max(a, b)
+
+
+@pytest.mark.parametrize("pair", [(-1, 1), (1, -1)])
+def test_refused(pair):
+    with pytest.raises(ValueError):
+        larger(*pair)
+"""
+WEAK = """from toy.numbers import larger
+
+
+def test_larger():
+    assert larger(2, 1) == 2
+"""
+EQUIVALENT = """[[equivalent]]
+file = "libs/toy/toy/numbers.py"
+change = ["-return a if a > b else b", "+return a if a >= b else b"]
+reason = "of two equal numbers either is the larger one"
+"""
+
+
+def tree(folder: Path, test: str) -> Path:
+    """A tree with one library of one file."""
+    package = folder / "libs/toy/toy"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "numbers.py").write_text(CODE)
+    (package / "numbers_test.py").write_text(test)
+    (folder / "build").mkdir()
+    return folder
+
+
+def counts(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def measure(folder: Path, monkeypatch, capsys, *arguments: str) -> tuple[int, str, dict[str, list[str]]]:
+    """(status, what was printed, cells of the table by its first)."""
+    monkeypatch.setenv("BUILD_WORKSPACE_DIRECTORY", str(folder))
+    status = mutate.main(["libs/toy", *arguments])
+    out = capsys.readouterr().out
+    rows = [counts(line) for line in out.splitlines() if line.startswith("| ")]
+    return status, out, {row[0]: row[1:] for row in rows}
+
+
+def test_a_strong_test_kills_all_but_the_equivalent_one(tmp_path, monkeypatch, capsys):
+    folder = tree(tmp_path, STRONG)
+    (folder / "build/mutate_equivalent.toml").write_text(EQUIVALENT)
+    page = folder / "page.md"
+    page.write_text(f"# Page\n\n{HEAD}\n{RULE}\n\nThe end.\n")
+    status, out, rows = measure(folder, monkeypatch, capsys, "--record", "page.md")
+    total, measured, killed, timeout, survived, untested, equivalent, score, _ = rows["libs/toy/toy/numbers.py"]
+    assert status == 0
+    assert int(total) == int(measured) == int(killed) >= 6
+    assert (timeout, survived, untested, equivalent, score) == ("0", "0", "0", "1", "100.0 %")
+    assert "survived:" not in out
+    assert "not equivalent" not in out
+    assert f"| libs/toy/toy/numbers.py | {total} |" in page.read_text()
+    assert page.read_text().endswith("\n\nThe end.\n")
+
+
+def test_a_weak_test_leaves_survivors_and_says_which(tmp_path, monkeypatch, capsys):
+    folder = tree(tmp_path, WEAK)
+    (folder / "build/mutate_equivalent.toml").write_text(EQUIVALENT.replace(">= b else b", ">= b else c"))
+    status, out, rows = measure(folder, monkeypatch, capsys)
+    assert status == 0
+    assert int(rows["libs/toy/toy/numbers.py"][4]) >= 2
+    assert "    -if a < 0 or b < 0:\n    +if a < 0 and b < 0:" in out
+    assert "got" not in "".join(line for line in out.splitlines() if line.startswith("    "))
+    assert "mutate_equivalent.toml names a change that is not made or not equivalent: libs/toy/toy/numbers.py" in out
+
+
+def test_tests_that_fail_unchanged_are_an_error(tmp_path, monkeypatch, capsys):
+    status, out, _ = measure(tree(tmp_path, WEAK.replace("== 2", "== 3")), monkeypatch, capsys)
+    assert status == 1
+    assert "the tests fail on unchanged code" in out
+    assert "assert larger(2, 1) == 3" in out
+
+
+def test_no_time_is_no_failure(tmp_path, monkeypatch, capsys):
+    status, out, _ = measure(tree(tmp_path, STRONG), monkeypatch, capsys, "--minutes", "0")
+    assert status == 0
+    assert "out of time" in out
+
+
+def test_messages_are_left_alone():
+    marked = without_texts(CODE)
+    assert ast.dump(ast.parse(marked)) == ast.dump(ast.parse(CODE))
+    lines = [line for line in marked.splitlines() if PRAGMA in line]
+    assert [line.split("#")[0].strip() for line in lines] == [
+        "raise ValueError(",
+        '"neither may be below 0, "',
+        'f"got {a + 1 - 1} and {b}"',
+        ")",
+    ]
+    calls = 'def f():\n    x = 1 + 2\n    return No("a" + "b") if x else Yes("c")\n'
+    assert [PRAGMA in line for line in without_texts(calls).splitlines()] == [False, False, True]
+    inside = 'raise ValueError("""first\nsecond""")\n'
+    assert ast.dump(ast.parse(without_texts(inside))) == ast.dump(ast.parse(inside))
+
+
+def test_what_is_mutable():
+    yes = ["libs/a/a/b.py", "libs/a/a/room/b.py", "apps/x/step.py"]
+    no = ["libs/a/a/b_test.py", "libs/a/a/__init__.py", "libs/a/benchmarks/b.py", "libs/a/a/testing/b.py"]
+    no += ["libs/a/a/testing_b.py", "build/mutate.py", "libs/a/a/b.txt", "README.md", "libs/a/setup.py"]
+    assert all(is_mutable(Path(path)) for path in yes)
+    assert not any(is_mutable(Path(path)) for path in no)
+
+
+def test_files_and_groups(tmp_path):
+    top = tree(tmp_path, STRONG)
+    (top / "apps/x").mkdir(parents=True)
+    (top / "apps/x/step.py").write_text("")
+    files = files_of(top, ["libs", "libs/toy/toy/numbers.py", "apps"])
+    assert [str(file) for file in files] == ["libs/toy/toy/numbers.py", "apps/x/step.py"]
+    library, apps = groups_of(top, files, [Path("apps/y_test.py")])
+    assert (library.root, library.package) == (Path("libs/toy"), "toy")
+    assert (apps.root, apps.package) == (Path(), "apps")
+    assert [str(test) for test in library.tests] == ["libs/toy/toy/numbers_test.py", "apps/y_test.py"]
+    assert [str(test) for test in apps.tests] == ["apps/y_test.py"]
+    assert groups_of(top, files[:1], [Path("t_test.py")], beside=False)[0].tests == (Path("t_test.py"),)
+    with pytest.raises(ValueError, match=r"no test lies beside apps/x/step.py"):
+        groups_of(top, files[1:], [])
+    with pytest.raises(ValueError, match="build has no code to mutate"):
+        files_of(top, ["build"])
+
+
+def test_diffs_are_those_of_the_functions():
+    source = (
+        "def x_f__mutmut_orig(a):\n    return (a +\n      1)\n\n\ndef x_f__mutmut_2(a):\n    return (a -\n      1)\n"
+    )
+    functions = functions_of(source)
+    assert diff_of(functions["x_f__mutmut_orig"], functions["x_f__mutmut_2"]) == ("-return (a +", "+return (a -")
+
+
+def test_verdicts():
+    codes = {1: "killed", 3: "killed", -11: "killed", 0: "survived", 33: "untested", 36: "timeout", None: "waiting"}
+    assert {code: verdict_of(code) for code in codes} == codes
+    assert verdict_of(2) == "waiting"
+
+
+def mutant(verdict: str, file: str = "a.py", diff: tuple[str, ...] = ("-x", "+y")) -> Mutant:
+    return Mutant(file, "m", verdict, diff)
+
+
+def test_equivalents_do_not_count_and_are_named(tmp_path):
+    path = tmp_path / "known.toml"
+    assert read_equivalents(path) == []
+    path.write_text(EQUIVALENT)
+    (entry,) = read_equivalents(path)
+    assert entry.change[0].startswith("-return")
+    path.write_text(EQUIVALENT.replace("of two equal numbers either is the larger one", " "))
+    with pytest.raises(ValueError, match="file, change and reason"):
+        read_equivalents(path)
+    known = [Equivalent("a.py", ("-x", "+y"), "why"), Equivalent("a.py", ("-x", "+z"), "why")]
+    mutants = [mutant("survived"), mutant("survived", "b.py"), mutant("killed", diff=("-x", "+z"))]
+    named = name_equivalents(mutants, known)
+    assert [m.verdict for m in named] == ["equivalent", "survived", "killed"]
+    assert stale(named, known) == [known[1]]
+    assert stale([mutant("killed", "b.py")], known) == []
+    (first, second) = rows_of(named)
+    assert (first.total, first.measured, first.killed, first.equivalent, first.score) == (1, 1, 1, 1, 1.0)
+    assert (second.survived, second.score) == (1, 0.0)
+
+
+def test_the_table_adds_up():
+    verdicts = ["killed"] * 5 + ["timeout", "survived", "untested", "waiting", "waiting"]
+    rows = rows_of([mutant(v) for v in verdicts] + [mutant("killed", "b.py")])
+    assert rows[0] == Row("a.py", 10, 8, 5, 1, 1, 1, 0)
+    assert rows[0].score == 0.75
+    assert Row("c", 3, 0, 0, 0, 0, 0, 0).score is None
+    assert together(rows) == Row("together", 11, 9, 6, 1, 1, 1, 0)
+    lines = table(rows, "today").splitlines()
+    assert lines[:2] == [HEAD, RULE]
+    assert lines[2] == "| a.py | 10 | 8 | 5 | 1 | 1 | 1 | 0 | 75.0 % | today |"
+    assert lines[-1] == "| **together** | 11 | 9 | 6 | 1 | 1 | 1 | 0 | 77.8 % | today |"
+
+
+def test_a_page_keeps_its_other_rows():
+    row = Row("b.py", 2, 2, 2, 0, 0, 0, 0)
+    page = f"head\n\n{HEAD}\n{RULE}\n| c.py | old |\n| b.py | old |\n\nend\n"
+    got = recorded(page, [row], "today").splitlines()
+    assert got[4:7] == ["| b.py | 2 | 2 | 2 | 0 | 0 | 0 | 0 | 100.0 % | today |", "| c.py | old |", ""]
+    assert recorded(page, [row], "today") == recorded(recorded(page, [row], "today"), [row], "today")
+    with pytest.raises(ValueError, match="no table"):
+        recorded("nothing", [row], "today")
+
+
+def test_a_sample_is_even_and_fits():
+    names = [f"m{i}" for i in range(200)]
+    order = mutate.shuffled(names, 3)
+    assert sorted(order) == sorted(names)
+    assert order == mutate.shuffled(reversed(names), 3) != mutate.shuffled(names, 4)
+    assert mutate.fitting(order, dict.fromkeys(names, 0.5), 10.2) == 20
+    assert mutate.fitting(order, dict.fromkeys(names, 0.5), 0.0) == 0
+
+
+def test_changed_files_are_those_of_the_branch(tmp_path):
+    top = tree(tmp_path, STRONG)
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *words], cwd=top, check=True)
+
+    git("init", "-q", "-b", "main")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    git("checkout", "-qb", "branch")
+    (top / "libs/toy/toy/more.py").write_text("x = 1\n")
+    (top / "libs/toy/toy/more_test.py").write_text("x = 1\n")
+    (top / "README.md").write_text("x\n")
+    git("add", ".")
+    git("commit", "-qm", "two")
+    assert mutate.changed_files(top, "main") == ["libs/toy/toy/more.py"]
+    (top / "libs/toy/toy/more.py").unlink()
+    git("commit", "-qam", "three")
+    assert mutate.changed_files(top, "main") == []
+
+
+def test_nothing_asked_for_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BUILD_WORKSPACE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(mutate, "changed_files", lambda top, revision: [])
+    assert mutate.main(["--changed-since", "main"]) == 0
+    assert "nothing to mutate" in capsys.readouterr().out
+    assert mutate.main([]) == 2
