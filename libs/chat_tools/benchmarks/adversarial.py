@@ -4,8 +4,8 @@
 
 A text is a turn that breaks off somewhere, a unit repeated, and the rest of the turn (or of another place in it). Units
 are pairs and triples of the format's markers and of bits of values; random ones are tried and the dearest changed
-further, at 4,000 characters each. The dearest of them and the known ones (`chat_tools.testing.fuzzing.WORST`) are then
-measured at a million characters: processor time, the least of the rounds, whole and fed in pieces of 16 characters.
+further, at 4,000 characters each. The worst of them and of the known ones (`testing.fuzzing`) are then measured
+at a million characters: processor time, the least of the rounds, whole and fed in pieces of 16 characters.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""The command line: audit a chat template, look at rendered conversations, take a model's output apart."""
+"""The command line: audit a chat template, look at rendered conversations, take a model's output apart.
+
+A command imports what it needs when it runs, so that taking a text apart loads no renderer.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,11 @@ def load_tokenizer(directory: str) -> Any:
 def audit(options: argparse.Namespace) -> int:
     """Audit a template; 0 if the mask is safe, 1 if not."""
     from chat_tools.rendering.audit import audit_template
+    from chat_tools.rendering.stop_tokens import read_stop_tokens
 
-    report = audit_template(load_tokenizer(options.directory), **_template_options(options.option))
+    tokenizer = load_tokenizer(options.directory)
+    stops = read_stop_tokens(options.directory, tokenizer) or None
+    report = audit_template(tokenizer, stop_tokens=stops, **_template_options(options.option))
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0 if report.mask_safe else 1
 
@@ -34,9 +40,11 @@ def view(options: argparse.Namespace) -> int:
     """Show conversations of a file with their tokens coloured by mask."""
     from chat_tools.dataset import read_rows
     from chat_tools.rendering.render import render
+    from chat_tools.rendering.stop_tokens import read_stop_tokens
     from chat_tools.rendering.view import html_view, terminal_view
 
     tokenizer = load_tokenizer(options.directory)
+    stops = read_stop_tokens(options.directory, tokenizer) or None
     rendered = []
     for number, (place, row) in enumerate(read_rows([options.file])):
         if number == options.first + options.count:
@@ -45,13 +53,35 @@ def view(options: argparse.Namespace) -> int:
             if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
                 raise ValueError(f"{place}: the row has no list of 'messages'")
             extra = _template_options(options.option)
-            rendered.append(render(tokenizer, row["messages"], row.get("tools"), **extra))
+            rendered.append(render(tokenizer, row["messages"], row.get("tools"), stop_tokens=stops, **extra))
     if options.html:
         Path(options.html).write_text(html_view(rendered, Path(options.file).name), encoding="utf-8")
         print(f"wrote {options.html}: {len(rendered)} conversations")
     else:
         print("\n".join(terminal_view(r) for r in rendered))
     return 0
+
+
+def conformance(options: argparse.Namespace) -> int:
+    """Print one line for each real chat template; 0 if all conform."""
+    try:
+        from chat_tools.testing.conformance import HEAD, check_template, summary
+        from chat_tools.testing.real_templates import template_names
+    except ImportError as error:
+        raise ValueError("this needs transformers, tokenizers and jinja2: pip install transformers jinja2") from error
+    names = [name for name in template_names() if name.startswith(tuple(options.names or [""]))]
+    rows = []
+    print(HEAD)
+    for name in names:
+        row = check_template(name)
+        rows.append(row)
+        print(row, flush=True)
+        details = {"refused": row.refused, "problem": row.problems, "failure": row.failures}
+        for kind, texts in details.items() if options.verbose else ():
+            for text in texts:
+                print(f"    {kind}: {text}")
+    print(summary(rows))
+    return 1 if any(row.failures for row in rows) else 0
 
 
 def parse_command(options: argparse.Namespace) -> int:
@@ -100,6 +130,11 @@ def build_arguments() -> argparse.ArgumentParser:
     command.add_argument("--count", type=int, default=1, help="how many rows to show")
     command.add_argument("--option", action="append", default=[], help=help_option)
     command.set_defaults(run=view)
+
+    command = commands.add_parser("conformance", help="try the chat templates of real models that trl's wheel ships")
+    command.add_argument("names", nargs="*", help="beginnings of templates' names; all without them")
+    command.add_argument("--verbose", action="store_true", help="list refusals, problems and failures")
+    command.set_defaults(run=conformance)
 
     command = commands.add_parser("parse", help="take a model's output apart")
     command.add_argument("format", help="one of chat_tools.formats()")

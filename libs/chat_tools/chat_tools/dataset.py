@@ -18,6 +18,7 @@ from typing import Any
 from chat_tools.rendering.render import render
 from chat_tools.rendering.template import template_errors
 
+PROBLEM = "the mask is not proven"  # how the reason for skipping a row with `Rendered.problems` begins
 ROWS_A_TASK = 64
 ROWS_A_WORKER = 500  # fewer rows than this are not worth another process
 BYTES_A_WORKER = 700 << 20  # of memory: an interpreter with a tokenizer of a quarter million entries
@@ -28,13 +29,17 @@ class DatasetOptions:
     """How rows become tokens.
 
     `messages` and `tools` name the columns; either may hold lists or JSON text. Rows longer than `max_length` tokens
-    are skipped, and rows without a trained token; with `strict`, rows whose mask is not proven are skipped too.
+    are skipped, and rows without a trained token. With `strict` a row with `Rendered.problems` is skipped and counted
+    by the first of them: ids that are not the template's, a turn that could not be proven, calls that the template
+    leaves out. Without it such rows are kept, the turns in question untrained. A token that straddles a turn's border
+    is not trained and no problem. `stop_tokens` are those of the model, by text or id (`read_stop_tokens`).
     """
 
     messages: str = "messages"
     tools: str = "tools"
     max_length: int | None = None
     strict: bool = True
+    stop_tokens: tuple[str | int, ...] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,13 +160,15 @@ def tokenize_row(row: Any, tokenizer: Any, options: DatasetOptions) -> tuple[lis
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         return "a message without a role"
     try:
-        rendered = render(tokenizer, messages, tools or None, **options.template_options)
+        rendered = render(
+            tokenizer, messages, tools or None, stop_tokens=options.stop_tokens, **options.template_options
+        )
     except template_errors() as error:
         return f"the template refuses it: {error}"
     except (TypeError, ValueError) as error:  # content of a type that the template cannot join to text
         return f"it cannot be rendered: {type(error).__name__}: {error}"
     if options.strict and rendered.problems:
-        return f"the mask is not proven: {rendered.problems[0].partition(': ')[2] or rendered.problems[0]}"
+        return f"{PROBLEM}: {rendered.problems[0].partition(': ')[2] or rendered.problems[0]}"
     if options.max_length is not None and len(rendered.ids) > options.max_length:
         return f"longer than {options.max_length} tokens"
     if not any(rendered.assistant_mask):

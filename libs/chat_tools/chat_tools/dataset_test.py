@@ -6,6 +6,7 @@ import pytest
 from pyarrow import parquet
 
 from chat_tools.dataset import (
+    PROBLEM,
     DatasetOptions,
     DatasetReport,
     progress_bar,
@@ -129,3 +130,41 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys):
     show(1, 4)
     show(4, 4)
     assert "100%" in capsys.readouterr().err
+
+
+def test_a_straddling_token_drops_no_row(tmp_path):
+    """A history of empty thoughts, whose newlines are one token across the end of the prompt."""
+    tokenizer = tiny_tokenizer("thinking", marks=False)
+    path = tmp_path / "talks.jsonl"
+    rows = [{"messages": [TALK[0], {**TALK[1], "content": f"{i}"}]} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = DatasetReport()
+    examples = list(tokenize_dataset([path], tokenizer, workers=1, report=report))
+    assert render(tokenizer, TALK).straddling
+    assert (len(examples), report.kept, report.skipped) == (20, 20, {})
+
+
+def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_path):
+    tokenizer = tiny_tokenizer("harmony", marks=False)
+    call = {"function": {"name": "f", "arguments": {"a": "b"}}}
+    talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call, call]}, *TALK]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    report = DatasetReport()
+    assert list(tokenize_dataset([path], tokenizer, workers=1, report=report)) == []
+    assert dict(report.skipped) == {f"{PROBLEM}: the template leaves out some of its tool calls": 1}
+    (example,) = tokenize_dataset([path], tokenizer, DatasetOptions(strict=False), workers=1)
+    trained = [i for i, on in zip(example.ids, example.loss_mask, strict=True) if on]
+    assert tokenizer.decode(trained) == "<|channel|>final<|message|>hello<|return|>"
+
+
+def test_stop_tokens_reach_the_mask(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n")
+    with pytest.raises(ValueError, match="another model's"):
+        render(tiny_tokenizer("glm"), TALK, stop_tokens=[10**6])
+    report = DatasetReport()
+    assert not list(
+        tokenize_dataset([path], tiny_tokenizer("glm"), DatasetOptions(stop_tokens=(10**6,)), workers=1, report=report)
+    )
+    assert "another model's" in next(iter(report.skipped))

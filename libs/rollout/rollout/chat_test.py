@@ -3,7 +3,8 @@
 import pytest
 
 from chat_tools.parsing.parser import parse
-from chat_tools.rendering.render import extend, render
+from chat_tools.rendering.continuation import extend
+from chat_tools.rendering.render import render
 from rollout.arithmetic import calculator
 from rollout.chat import Chat, check_text_only
 from rollout.testing.chat import tiny_tokenizer

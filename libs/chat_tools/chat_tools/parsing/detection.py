@@ -71,6 +71,6 @@ def _written_calls(template: ChatTemplate) -> list[str]:
             continue
         except TypeError:  # what a template raises that joins text to a dict
             continue
-        regions, _ = find_regions(template, messages, text, False)
+        regions = find_regions(template, messages, text, False).regions
         texts += [text[r.start : r.end] for r in regions]
     return texts

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from chat_tools.parsing.detection import detect_format
-from chat_tools.rendering.masks import common_prefix, find_frame, find_regions
+from chat_tools.rendering.frames import find_frame
+from chat_tools.rendering.masks import CALLS_LEFT_OUT, find_regions
+from chat_tools.rendering.owners import common_prefix
 from chat_tools.rendering.render import render
-from chat_tools.rendering.template import ChatTemplate, Message, template_errors
+from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors, template_errors, tokens_as_text
 
 _CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "blue"}}}
 
@@ -105,31 +109,42 @@ class TemplateReport:
         return "\n".join(lines)
 
 
-def audit_template(tokenizer: Any, tools: Sequence[Any] | None = None, **options: Any) -> TemplateReport:
+def audit_template(
+    tokenizer: Any,
+    tools: Sequence[Any] | None = None,
+    *,
+    stop_tokens: Iterable[str | int] | None = None,
+    **options: Any,
+) -> TemplateReport:
     """Try a tokenizer's chat template on generated conversations, one feature at a time.
 
     Prefix-preserving: each rendering continues the one without its last message, and that one's generation prompt.
     Otherwise the tokens that were sampled are not those that a later rendering has, and `extend` is the way on. The
     mask is safe if it can be proven for every conversation, and agrees with the template's own marks if it has some.
     """
-    template = ChatTemplate(tokenizer, tools, options)
+    stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
+    template = ChatTemplate(tokenizer, tools, options, stops)
     divergences: list[Divergence] = []
     problems: list[str] = []
     notes: list[str] = []
-    for feature, messages in PROBES.items():
-        try:
-            found = list(_divergences(template, feature, messages))
-            trouble = _mask_problems(template, messages)
-        except template_errors() as error:
-            notes.append(f"{feature}: the template refuses it ({error})")
+    plain: Sequence[Message] = ()
+    for feature, probe in PROBES.items():
+        messages = _accepted(template, feature, probe, notes)
+        if messages is None:
             continue
+        found = list(_divergences(template, feature, messages))
+        trouble = _mask_problems(template, messages)
         for divergence in found:
             if divergence.cause not in {d.cause for d in divergences}:
                 divergences.append(divergence)
-        problems += [f"{feature}: {problem}" for problem in trouble]
-    frame = find_frame(template, _SAY)
+        problems += [f"{feature}: {problem}" for problem in trouble if not problem.endswith(CALLS_LEFT_OUT)]
+        if any(problem.endswith(CALLS_LEFT_OUT) for problem in trouble):
+            notes.append(f"{feature}: {CALLS_LEFT_OUT}; such a turn is a problem and not trained")
+        plain = plain or messages
+    say = plain[1] if plain else _SAY
+    frame = find_frame(template, say)
     end = frame.closing.rstrip()
-    notes += _notes(template, end)
+    notes += _notes(template, plain)
     return TemplateReport(
         prefix_preserving=not divergences,
         mask_safe=not problems,
@@ -143,6 +158,65 @@ def audit_template(tokenizer: Any, tools: Sequence[Any] | None = None, **options
         mask_problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _accepted(
+    template: ChatTemplate, feature: str, messages: Sequence[Message], notes: list[str]
+) -> Sequence[Message] | None:
+    """Return the conversation in the first form in which the template takes all of it; None, noted, if in none.
+
+    Calls' arguments are tried as values and as JSON text, the content beside calls as "" and as None, contents as
+    lists of parts.
+    """
+    refusal = ""
+    for form, changed in _forms(messages):
+        try:
+            texts = [template.text(changed[:n]) for n in range(1, len(changed) + 1)]
+            for n, message in enumerate(changed):
+                if message["role"] == "assistant":
+                    template.text(changed[:n], add_generation_prompt=True)
+        except rendering_errors() as error:
+            refusal = refusal or str(error)
+            continue
+        said = _shown(messages[-1])
+        if said is not None and said not in texts[-1]:
+            refusal = refusal or "it leaves out what is said"
+            continue
+        if form:
+            notes.append(f"{feature}: the template takes {form}")
+        return changed
+    notes.append(f"{feature}: the template refuses it ({refusal})")
+    return None
+
+
+def _shown(message: Message) -> str | None:
+    return str(message["content"]).strip() or None
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[tuple[str, list[Message]]]:
+    """Yield the forms in which templates want a conversation, each with its name."""
+    calls = any(message.get("tool_calls") for message in messages)
+    for as_text in (False, True) if calls else (False,):
+        for as_none in (False, True) if calls else (False,):
+            names = ["arguments as JSON text"] * as_text + ["None as the content beside calls"] * as_none
+            yield " and ".join(names), [_form(message, as_text, as_none) for message in messages]
+    yield (
+        "contents as lists of parts",
+        [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages],
+    )
+
+
+def _form(message: Message, as_text: bool, as_none: bool) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    changed = []
+    for call in calls:
+        function = call["function"]
+        changed.append(
+            {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}} if as_text else call
+        )
+    return {**message, "tool_calls": changed, "content": None if as_none else message["content"]}
 
 
 def _divergences(template: ChatTemplate, feature: str, messages: Sequence[Message]) -> Iterator[Divergence]:
@@ -197,26 +271,32 @@ def _cause(
 
 
 def _mask_problems(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
-    rendered = render(template.tokenizer, messages, template.tools, **template.options)
+    rendered = render(template.tokenizer, messages, template.tools, stop_tokens=template.stops, **template.options)
     problems = list(rendered.problems)
     if template.has_generation_marks:
-        regions, unproven = find_regions(template, messages, rendered.text, False)
-        problems += unproven
-        marked = {s.message: (s.start, s.end) for s in rendered.spans}
-        for region in regions:
-            if marked.get(region.message, (-1, -1)) != (region.start, region.end):
-                start, end = marked.get(region.message, (0, 0))
-                problems.append(
-                    f"message {region.message}: the template marks {rendered.text[start:end]!r}, "
-                    f"the model would write {rendered.text[region.start : region.end]!r}"
+        regions, unproven = find_regions(template, messages, rendered.text, False)[:2]
+        problems += [problem for problem in unproven if problem not in problems]
+        trained = {(span.message, span.start, span.end) for span in rendered.spans}
+        for message, start, _, end in regions:
+            if (message, start, end) not in trained:
+                marked = "".join(
+                    rendered.text[span.start : span.end] for span in rendered.spans if span.message == message
                 )
+                written = rendered.text[start:end]
+                problems.append(f"message {message}: the template marks {marked!r}, the model would write {written!r}")
     return problems
 
 
-def _notes(template: ChatTemplate, end: str) -> list[str]:
+def _notes(template: ChatTemplate, plain: Sequence[Message]) -> list[str]:
     notes = []
-    if not end:
-        notes.append("no token ends an assistant turn: training does not teach the model to stop")
+    if plain:
+        text = template.text(plain)
+        regions = find_regions(template, plain, text, False).regions
+        if all(region.end == region.body_end for region in regions):
+            notes.append("no token ends an assistant turn: training does not teach the model to stop")
+        elif regions[-1].end == regions[-1].body_end:
+            notes.append("no token ends the last turn of a conversation: training does not teach to stop there")
+        notes += _excess(template, plain)
     try:
         text = template.text([_ASK, _THINK])
     except template_errors():
@@ -224,6 +304,24 @@ def _notes(template: ChatTemplate, end: str) -> list[str]:
     if _THINK["reasoning_content"] not in text:
         notes.append("reasoning_content is not rendered: put the thinking into the content, or another key")
     return notes
+
+
+def _excess(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
+    """Name what the template's own marks hold beside what the model writes."""
+    if not template.has_generation_marks:
+        return []
+    out = template.apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    ours = render(template.tokenizer, messages, template.tools, stop_tokens=template.stops, **template.options)
+    if len(out["assistant_masks"]) != len(ours.ids):
+        return []
+    excess = [bool(theirs) and not own for theirs, own in zip(out["assistant_masks"], ours.assistant_mask, strict=True)]
+    runs = [[ours.ids[i] for i in run] for on, run in groupby(range(len(excess)), key=excess.__getitem__) if on]
+    texts = dict.fromkeys(repr(template.tokenizer.decode(run)) for run in runs)
+    return (
+        [f"the template's marks hold {', '.join(texts)} too, which the model does not write: not trained"]
+        if runs
+        else []
+    )
 
 
 def _demands_user(template: ChatTemplate) -> bool:

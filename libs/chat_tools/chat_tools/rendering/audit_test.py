@@ -39,11 +39,11 @@ def test_thinking_that_is_dropped_is_found():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_marks_that_agree_with_the_proof_are_safe(name):
-    """Only where the tokenizer joins the prompt's last newline to the turn's first one, the mask is not safe."""
     for marks in (True, False):
         report = audit_template(tiny_tokenizer(name, marks))
-        joined = [p for p in report.mask_problems if "joins" not in p and "would write" not in p]
-        assert not joined
+        assert report.mask_problems == ()
+        left_out = [note for note in report.notes if "leaves out some of its tool calls" in note]
+        assert bool(left_out) == (name == "harmony")  # which writes one call at most
         assert report.generation_marks == marks
 
 
@@ -68,3 +68,27 @@ def test_a_report_is_text_and_data():
     report = audit_template(tiny_tokenizer("thinking"))
     assert "prefix-preserving       NO" in str(report)
     json.dumps(report.to_dict())
+
+
+def test_marks_that_hold_more_than_the_model_writes_are_noted_and_not_trained():
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    report = audit_template(tiny_tokenizer("chatml", template=template))
+    assert report.mask_safe
+    assert any("marks hold '<|im_start|>assistant\\n', '\\n' too" in note for note in report.notes)
+
+
+def test_a_template_that_joins_text_to_arguments_gets_an_answer():
+    """DeepSeek-V3 takes the arguments of a call as JSON text, and raises Python's own error at anything else."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name + '(' + call.function.arguments + ')' }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    report = audit_template(tiny_tokenizer("chatml", template=template))
+    assert "tool result: the template takes arguments as JSON text" in report.notes
+    assert report.mask_safe

@@ -1,19 +1,34 @@
-"""Which characters of a rendered conversation the assistant wrote, proven by rendering it with other words.
+"""Which characters of a rendered conversation are trained: the regions of its assistant turns.
 
-A message is replaced by a text that stands nowhere else, and the conversation is rendered again: what the two
-renderings share before and after it is not the message's. The turn begins where the generation prompt ends, and ends
-with the template's end-of-turn token, since both are how the model will meet them.
+Strategy
+1. `owners` says whose each character is. An assistant turn's own characters, as long as nobody else's come between
+   them, are one piece (a Gemma 4 turn with calls has two: its results stand between its calls and its words).
+2. A region begins where the generation prompt ends (or as much of it as history keeps), looked for between the last
+   character of anybody else and the turn's first. Where the prompt is not found (a model that goes on after a result
+   in the same turn), it begins where the rendering of the messages before it, prompt included, ends.
+3. It ends with the first token that ends turns behind the piece's last character and before anybody else's. Without
+   one it ends where the rendering of the conversation up to this message ends.
+4. A turn whose region cannot be told so is not trained, and a problem says so.
+
+Invariants (tests): a region holds no character of another message; regions are in order and do not overlap; a region of
+a turn that ends with a stop token holds it; an injected marker in anybody's text moves no border.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from chat_tools.rendering.template import ChatTemplate, Message, content_like, template_errors, unused
-
-_REPLACED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+from chat_tools.rendering.frames import Frame, added_tokens, find_frame, token_start
+from chat_tools.rendering.owners import (
+    Owners,
+    Piece,
+    common_prefix,
+    find_by_difference,
+    find_owners,
+    texts_of,
+)
+from chat_tools.rendering.template import ChatTemplate, Message, template_errors
 
 
 class Region(NamedTuple):
@@ -25,155 +40,39 @@ class Region(NamedTuple):
     end: int
 
 
-class Frame(NamedTuple):
-    """What a template puts around an assistant turn: before it, the generation prompt; after it, the end of turn."""
+class Regions(NamedTuple):
+    """What assistants wrote in a rendering, in order; which turns could not be proven; whose every piece is.
 
-    prompt: str
-    closing: str
+    `stops_known` says that the model's stop tokens were given.
+    """
 
+    regions: list[Region]
+    problems: list[str]
+    owners: Owners
+    stops_known: bool = False
 
-def find_frame(template: ChatTemplate, like: Message) -> Frame:
-    """Find the frame by differences of renderings of a one-question conversation."""
-    mark = unused([])
-    question = {"role": "user", "content": content_like(like, "x")}
-    answer = {"role": "assistant", "content": content_like(like, mark)}
-    try:
-        asked = template.text([question])
-        prompted = template.text([question], add_generation_prompt=True)
-        answered = template.text([question, answer])
-    except template_errors():
-        return Frame("", "")
-    prompt = prompted[common_prefix(asked, prompted) :]  # the shorter one may have an end of its own
-    return Frame(prompt, answered.partition(mark)[2])
+    @property
+    def left_out(self) -> list[str]:
+        """Say which turns the template does not write whole."""
+        return [f"message {index}: {CALLS_LEFT_OUT}" for index in self.owners.without_calls]
 
 
-def common_prefix(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+CALLS_LEFT_OUT = "the template leaves out some of its tool calls"
 
 
-def common_suffix(a: str, b: str) -> int:
-    """Return the length of the common suffix."""
-    return common_prefix(a[::-1], b[::-1])
+class _Bounds(NamedTuple):
+    """A piece of a turn between what others own: nothing of it can lie outside `lower:upper`."""
+
+    piece: Piece
+    lower: int
+    upper: int
+    first: bool
+    last: bool
 
 
-def find_region(
-    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool, frame: Frame, lower: int
-) -> Region | str:
-    """Find what message `index` wrote in `text`, the rendering of all messages; or say why that cannot be proven."""
-    message, mark = messages[index], unused([text])
-    plain = {k: v for k, v in message.items() if k not in _REPLACED}
-    plain["content"] = content_like(message, mark)
-    found = _shared(template, messages, index, plain, text, prompted, mark)
-    if found is not None:
-        before, body_end = found
-        body_end, end = _turn_end(template.tokenizer, text, body_end, frame.closing)
-    if message.get("tool_calls") and (found is None or end > _next_begin(template, messages, index, text, prompted)):
-        # Without its calls the message changes how the results are rendered: keep them, with other arguments.
-        kept = {**plain, "tool_calls": [_renamed(call, mark) for call in message["tool_calls"]]}
-        found = _shared(template, messages, index, kept, text, prompted, mark)
-        if found is not None:
-            before, inner_end = found
-            body_end = end = _rendered_end(template, messages[: index + 1], text)
-            if end < inner_end or end > _next_begin(template, messages, index, text, prompted):
-                found = None
-    if found is None:
-        return f"message {index}: the template does not render its content apart from what follows"
-    start = _turn_start(text, before, frame.prompt, lower)
-    if start < lower:
-        return f"message {index}: its beginning cannot be told from the message before"
-    return Region(index, start, max(body_end, start), max(end, start))
-
-
-def _shared(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    index: int,
-    other: Message,
-    text: str,
-    prompted: bool,
-    mark: str,
-) -> tuple[int, int] | None:
-    """Render with another message in place of one; return the characters of `text` that are not in both renderings."""
-    try:
-        changed = template.text([*messages[:index], other, *messages[index + 1 :]], prompted)
-    except template_errors():
-        return None
-    before = common_prefix(text, changed)
-    after = common_suffix(text[before:], changed[before:])
-    return (before, len(text) - after) if mark in changed[before : len(changed) - after] else None
-
-
-def _next_begin(template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool) -> int:
-    """Return where the words of the next message begin."""
-    if index + 1 == len(messages):
-        return len(text)
-    mark = unused([text])
-    following = messages[index + 1]
-    other = {**{k: v for k, v in following.items() if k not in _REPLACED}, "content": content_like(following, mark)}
-    found = _shared(template, messages, index + 1, other, text, prompted, mark)
-    return found[0] if found is not None else 0
-
-
-def _rendered_end(template: ChatTemplate, messages: Sequence[Message], text: str) -> int:
-    """Return where a conversation's rendering ends in the rendering of a longer one; 0 if it is not in it."""
-    try:
-        shorter = template.text(messages)
-    except template_errors():
-        return 0
-    return len(text[: common_prefix(shorter, text)].rstrip())
-
-
-def _renamed(call: Any, mark: str) -> Any:
-    """Return the call with other arguments (and the id that a tool message may ask for)."""
-    function = call.get("function", call)
-    given = function.get("arguments")
-    changed = {**function, "arguments": dict.fromkeys(given or [mark], mark) if isinstance(given, dict) else mark}
-    return {**call, "function": changed} if "function" in call else changed
-
-
-def _turn_start(text: str, before: int, prompt: str, lower: int) -> int:
-    """Return where the generation prompt (or as much of it as history keeps) ends, at or near `before`."""
-    if not prompt:  # the turn begins without any header: white space before it is the model's
-        return lower + len(text[lower:before].rstrip())
-    at = text.rfind(prompt, lower, before + len(prompt))
-    if at >= 0:
-        return at + len(prompt)
-    for length in range(len(prompt) - 1, len(prompt) // 3, -1):
-        at = text.rfind(prompt[:length], lower, before)
-        if at >= 0:
-            return at + length
-    return before
-
-
-def _turn_end(tokenizer: Any, text: str, body_end: int, closing: str) -> tuple[int, int]:
-    """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
-    marker = closing.rstrip()
-    specials = sorted(filter(None, getattr(tokenizer, "all_special_tokens", ())), key=len, reverse=True)
-    tokens = "|".join(map(re.escape, specials))
-    if specials and (run := re.match(f"(?:{tokens})+", marker)):  # the tokens up to the separator
-        marker = run.group()
-    if marker and text.startswith(marker, body_end):
-        return body_end, body_end + len(marker)
-    if marker:  # history or a call may close a turn with another token, whose last characters are the same
-        for token in specials:
-            at = text.rfind(token, max(body_end - len(token) + 1, 0), body_end + len(token))
-            if at >= 0:
-                return at, at + len(token)
-    return body_end, body_end
-
-
-def find_regions(
-    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool
-) -> tuple[list[Region], list[str]]:
-    """Find the regions of all assistant messages, in order, and say which could not be proven."""
+def find_regions(template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool) -> Regions:
+    """Find the regions of all assistant messages in `text`, the rendering of the messages."""
+    owners = find_owners(template, messages, text, prompted)
     regions: list[Region] = []
     problems: list[str] = []
     frame: Frame | None = None
@@ -181,10 +80,114 @@ def find_regions(
         if message.get("role") != "assistant":
             continue
         frame = frame or find_frame(template, message)
-        lower = regions[-1].end if regions else 0
-        found = find_region(template, messages, index, text, prompted, frame, lower)
+        found = _turn(template, messages, index, text, prompted, frame, owners)
         if isinstance(found, str):
             problems.append(found)
         else:
-            regions.append(found)
-    return regions, problems
+            regions += found
+    regions.sort(key=lambda region: region.start)
+    for index in owners.unknown:
+        if messages[index].get("role") != "assistant":
+            regions = _without(regions, texts_of(messages[index]), text)
+            problems.append(f"message {index}: where the template writes it cannot be told")
+    return Regions(regions, problems, owners, template.stops is not None)
+
+
+def _turn(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    prompted: bool,
+    frame: Frame,
+    owners: Owners,
+) -> list[Region] | str:
+    """Find the regions of one assistant message; or say why they cannot be proven."""
+    if index in owners.without_calls:
+        return f"message {index}: {CALLS_LEFT_OUT}"
+    pieces = owners.of(index) or find_by_difference(template, messages, index, text, prompted)
+    if index in owners.unknown or pieces is None:
+        return f"message {index}: the template does not render its content apart from what follows"
+    others = [piece for piece in owners.pieces if piece.message != index]
+    regions: list[Region] = []
+    for bounds in _bounded(pieces, others, len(text)):
+        if any(piece.start < bounds.piece.end and piece.end > bounds.piece.start for piece in others):
+            return f"message {index}: the template does not render its content apart from what follows"
+        start = _start(template, messages, index, text, frame, bounds)
+        if start is None:
+            return f"message {index}: its beginning cannot be told from the message before"
+        body_end, end = _end(template, messages, index, text, frame, bounds)
+        regions.append(Region(index, start, max(body_end, start), max(end, start)))
+    return regions
+
+
+def _bounded(pieces: Sequence[Piece], others: Sequence[Piece], length: int) -> list[_Bounds]:
+    """Join the pieces of a turn between which nobody else owns a character, and say what lies around them."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        between = joined and any(joined[-1].end <= other.start < piece.start for other in others)
+        if joined and not between:
+            joined[-1] = Piece(joined[-1].start, piece.end, piece.message)
+        else:
+            joined.append(piece)
+    return [
+        _Bounds(
+            piece,
+            max((other.end for other in others if other.end <= piece.start), default=0),
+            min((other.start for other in others if other.start >= piece.end), default=length),
+            number == 0,
+            number == len(joined) - 1,
+        )
+        for number, piece in enumerate(joined)
+    ]
+
+
+def _start(
+    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, frame: Frame, bounds: _Bounds
+) -> int | None:
+    """Return where the generation prompt (or as much of it as history keeps) ends; None if that cannot be told."""
+    piece, lower, _, first, _ = bounds
+    if not first or lower == piece.start:
+        return piece.start
+    if not frame.prompt and frame.opening and text.startswith(frame.opening, lower, piece.start):
+        return lower + len(frame.opening)  # the turn begins without any header
+    for length in frame.prompt_cuts:
+        if 3 * length < len(frame.prompt):
+            break
+        at = text.rfind(frame.prompt[:length], lower, piece.start)
+        if at >= 0:
+            return at + length
+    try:
+        before = template.text(messages[:index], add_generation_prompt=True)
+    except template_errors():
+        return None if frame.prompt else piece.start
+    pieces = find_owners(template, messages[:index], before, True).pieces
+    tail = before[max((owned.end for owned in pieces), default=0) :]
+    here = text[lower : piece.start]
+    shared = token_start(here, common_prefix(tail, here), added_tokens(template.tokenizer))
+    return lower + shared if shared else None
+
+
+def _end(
+    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, frame: Frame, bounds: _Bounds
+) -> tuple[int, int]:
+    """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
+    piece, _, upper, _, last = bounds
+    stop = frame.first_stop(text, piece.end, upper)
+    if stop is not None:
+        return stop
+    if not last:
+        return piece.end, piece.end
+    try:
+        shorter = template.text(messages[: index + 1])
+    except template_errors():
+        return piece.end, piece.end
+    shared = token_start(text, common_prefix(shorter, text), added_tokens(template.tokenizer))
+    end = len(text[: min(shared, upper)].rstrip())
+    return max(end, piece.end), max(end, piece.end)
+
+
+def _without(regions: Sequence[Region], texts: Sequence[str], text: str) -> list[Region]:
+    """Leave out the regions in which a line of one of the texts stands."""
+    lines = [line.strip() for given in texts for line in given.splitlines() if line.strip()]
+    return [r for r in regions if not any(line in text[r.start : r.end] for line in lines)]

@@ -1,7 +1,8 @@
 import pytest
 
+from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.media import Media, expand, grid_tokens, images, videos
-from chat_tools.rendering.render import extend, render
+from chat_tools.rendering.render import render
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 TEMPLATE = """

@@ -13,8 +13,9 @@ from PIL import Image
 from transformers import Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from chat_tools.rendering.continuation import extend
 from chat_tools.rendering.media import grid_tokens, images, videos
-from chat_tools.rendering.render import extend, render
+from chat_tools.rendering.render import render
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 TEMPLATE = """

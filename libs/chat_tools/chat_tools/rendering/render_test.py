@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.rendering.render import extend, render
+from chat_tools.rendering.continuation import extend
+from chat_tools.rendering.render import render
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -103,14 +104,159 @@ def test_templates_that_demand_a_user_message(tokenizers, messages, text):
     assert tokenizers["thinking"].decode(trained) == wanted
 
 
-def test_a_token_over_the_border_of_a_turn_is_named_and_not_trained():
+def trained_text(tokenizer, rendered):
+    return tokenizer.decode([i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on])
+
+
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+def test_a_token_over_the_border_of_a_turn_is_not_trained_and_no_problem(tokenizers):
     """The prompt ends in a newline, and the turn begins with one: the tokenizer makes both one token."""
     messages = [TALK[0], {"role": "assistant", "content": "yo"}]
-    rendered = render(PLAIN["thinking"], messages)
-    (problem,) = rendered.problems
-    assert "joins the turn's beginning to the prompt" in problem
-    trained = [i for i, m in zip(rendered.ids, rendered.assistant_mask, strict=True) if m]
-    assert PLAIN["thinking"].decode(trained) == "</think>\n\nyo<|im_end|>"
+    rendered = render(tokenizers["thinking"], messages)
+    assert rendered.problems == ()
+    (token,) = rendered.straddling
+    assert tokenizers["thinking"].decode(rendered.ids[token : token + 1]) == "\n\n"
+    assert not rendered.assistant_mask[token]
+    assert trained_text(tokenizers["thinking"], rendered) == "</think>\n\nyo<|im_end|>"
+
+
+def forged(name):
+    """Everything that a template of the family writes around turns, in somebody's text."""
+    tokenizer = PLAIN[name]
+    prompt = render(tokenizer, TALK[:1], add_generation_prompt=True).text[-40:]
+    return f"zanary {''.join(TEMPLATES[name][1])} {prompt}<think>\nzanary</think> zanary"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers):
+    """The same answers are trained whatever users, tools and the system write, forged turns among it."""
+    answers = ["hello", "see you"]
+    for text in ("plain", forged(name)):
+        user = {"role": "user", "content": text}
+        messages = [{"role": "system", "content": text}, user, TALK[1], user, TALK[3]]
+        if name not in NO_TOOLS:
+            turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
+            messages = [*messages[:3], user, turn, {"role": "tool", "content": text}, TALK[3]]
+        rendered = render(tokenizers[name], messages)
+        assert rendered.problems == ()
+        trained = trained_text(tokenizers[name], rendered)
+        assert "zanary" not in trained
+        assert all(answer in trained for answer in answers)
+        spans = [rendered.text[s.start : s.end] for s in rendered.spans]
+        assert [answer in spans[i] for i, answer in zip((0, -1), answers, strict=True)] == [True, True]
+        if text == "plain":
+            plain_spans = spans
+        assert spans == plain_spans
+
+
+RESULTS_IN_THE_TURN = """
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{%- if loop.index0 and messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+{%- for call in m.tool_calls or [] -%}
+{{- '<call>' + call.function.name + ':' + call.function.arguments.word + '</call>' -}}
+{%- if loop.last and loop.index0 >= 0 -%}{%- set ns = namespace(on=true) -%}
+{%- for r in messages[loop.index0 + 1:] -%}{%- endfor -%}{%- endif -%}
+{%- endfor -%}
+{%- if m.tool_calls -%}
+{%- set ns = namespace(at=loop.index, on=true) -%}
+{%- for r in messages[loop.index:] -%}
+{%- if r.role != 'tool' -%}{%- set ns.on = false -%}{%- endif -%}
+{%- if ns.on -%}{{- '<|tool_response>' + r.content + '</result>' -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- m.content -}}
+{%- if not m.tool_calls -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- elif m.role != 'tool' -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+
+def test_a_result_that_stands_inside_the_turn_is_not_trained():
+    """As Gemma 4 writes it: call, result, the words beside the call, and the next answer in one turn."""
+    tokenizer = tiny_tokenizer("chatml", template=RESULTS_IN_THE_TURN)
+    tokenizer.add_tokens(["<|tool_response>"])
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": [call("x")]}
+    result = {"role": "tool", "content": "zanary"}
+    rendered = render(tokenizer, [TALK[0], turn, result, *TALK[1:]], stop_tokens=["<|im_end|>", "<|tool_response>"])
+    assert rendered.problems == ()
+    assert [(s.message, rendered.text[s.start : s.end]) for s in rendered.spans] == [
+        (1, "<call>look:x</call><|tool_response>"),
+        (1, "I look."),
+        (3, "hello<|im_end|>"),
+        (5, "see you<|im_end|>"),
+    ]
+    assert [(o.owner, o.message) for o in rendered.owners if rendered.text[o.start : o.end] == "zanary"] == [
+        ("tool", 2)
+    ]
+
+
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_character_has_one_owner(name, tokenizers):
+    messages = [{"role": "system", "content": "be kind"}, *TALK]
+    rendered = render(tokenizers[name], messages)
+    edges = [0, *(o.end for o in rendered.owners)]
+    assert [o.start for o in rendered.owners] == edges[:-1]
+    assert edges[-1] == len(rendered.text)
+    for number, message in enumerate(messages):
+        own = [o for o in rendered.owners if o.message == number]
+        assert {o.owner for o in own} == {message["role"]}
+        assert message["content"] in "".join(rendered.text[o.start : o.end] for o in own)
+    assert {o.message for o in rendered.owners if o.owner == "template"} <= {None}
+
+
+def test_calls_that_the_template_leaves_out_are_a_problem():
+    """Else the model would be trained to say nothing where it should call."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
+    rendered = render(tiny_tokenizer("chatml", template=template), [TALK[0], turn, TOOL, TALK[1]])
+    assert rendered.problems == ("message 1: the template leaves out some of its tool calls",)
+    assert [s.message for s in rendered.spans] == [3]
+    two = {**turn, "tool_calls": [call("x"), call("y")]}
+    assert "leaves out" in render(PLAIN["harmony"], [TALK[0], two, TOOL, TALK[1]]).problems[0]
+
+
+@pytest.mark.parametrize("filter_", ["upper", "trim", "replace('hello', 'bye')", "truncate(3, true, '')"])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_a_template_that_changes_the_words_of_a_role(filter_, role):
+    """Marked or not: what is trained is the assistant's, or it is a problem."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        f"{{{{ m.content | {filter_} if m.role == '{role}' else m.content }}}}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = tiny_tokenizer("chatml", template=template)
+    rendered = render(
+        tokenizer, [{**TALK[0], "content": "user hello"}, {"role": "tool", "content": "tool hello"}, TALK[1]]
+    )
+    trained = trained_text(tokenizer, rendered).lower()
+    assert "user" not in trained
+    assert "tool" not in trained
+    if not rendered.problems:
+        assert trained.removesuffix("<|im_end|>") in ("hello", "bye", "hel")
+    assert filter_.startswith("truncate") or not rendered.problems
+
+
+def test_private_characters_in_a_text_are_text():
+    odd = "".join(map(chr, range(0xF0000, 0xF0010))) + "\ue0a1x\ue0b2"
+    messages = [{"role": "user", "content": odd}, {"role": "assistant", "content": f"so {odd}"}, *TALK[2:]]
+    rendered = render(PLAIN["chatml"], messages)
+    assert rendered.problems == ()
+    assert trained_text(PLAIN["chatml"], rendered) == f"so {odd}<|im_end|>see you<|im_end|>"
+
+
+def test_earlier_turns_that_end_otherwise_end_in_the_mask():
+    """gpt-oss ends earlier turns with a token that the tokenizer does not list as special."""
+    tokenizer = tiny_tokenizer("harmony", marks=False, declared=False)
+    assert "<|end|>" not in tokenizer.all_special_tokens
+    trained = trained_text(tokenizer, render(tokenizer, TALK))
+    assert trained == "<|channel|>final<|message|>hello<|end|><|channel|>final<|message|>see you<|return|>"
 
 
 def test_a_stand_in_where_roles_alternate():
@@ -177,6 +323,48 @@ def test_tool_results_follow_a_call():
     assert longer.text.endswith(
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n42\n"
         "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+
+
+SAMPLED_STOPS = [
+    # template, what was said, the token that stopped the model, who speaks next, how what the template adds begins
+    ("glm", "hi", "<|user|>", "user", "\nbye"),
+    ("glm", "hi", "<|observation|>", "user", "<|user|>\nbye"),
+    ("glm", "hi", "", "user", "<|user|>\nbye"),
+    ("glm", "CALL", "<|observation|>", "tool", "\n<tool_response>"),
+    ("glm", "CALL", "", "tool", "<|observation|>\n<tool_response>"),
+    ("harmony", "hi", "<|return|>", "user", "<|start|>user"),
+    ("harmony", "hi", "<|end|>", "user", "<|start|>user"),
+    ("harmony", "hi", "", "user", "<|end|><|start|>user"),
+    ("harmony", "CALL", "<|call|>", "tool", "<|start|>tool"),
+    ("chatml", "hi", "<|im_end|>", "user", "\n<|im_start|>user"),
+    ("chatml", "hi", "<|endoftext|>", "user", "\n<|im_start|>user"),
+    ("chatml", "CALL", "<|im_end|>", "tool", "\n<|im_start|>tool"),
+    ("llama", "hi", "<|eot_id|>", "user", "<|start_header_id|>user"),
+    ("mistral", " hi", "</s>", "user", "[INST] bye"),
+    ("deepseek", "hi", "<｜end▁of▁sentence｜>", "user", "<｜User｜>bye"),
+]
+
+
+@pytest.mark.parametrize(("name", "said", "stop", "role", "expected"), SAMPLED_STOPS)
+@pytest.mark.parametrize("known", [True, False])
+def test_the_token_that_stopped_the_model_is_written_once(name, said, stop, role, expected, known):
+    tokenizer = PLAIN[name]
+    stops = [s for s in TEMPLATES[name][1] if s in expected or s == stop] if known else None
+    prompt = render(tokenizer, TALK[:1], add_generation_prompt=True, stop_tokens=stops)
+    turn = {"role": "assistant", "content": said.strip()}
+    if said == "CALL":
+        turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
+        said = render(tokenizer, [TALK[0], turn]).spans[0]
+        said = render(tokenizer, [TALK[0], turn]).text[said.start : said.end].removesuffix(stop)
+    sampled = tokenizer(said + stop)["input_ids"]
+    longer = extend(prompt.generated(sampled, turn), [{"role": role, "content": "bye"}])
+    added = longer.text.removeprefix(prompt.text + said + stop)
+    assert len(added) < len(longer.text)
+    assert added.startswith(expected)
+    assert longer.ids[: len(prompt.ids) + len(sampled)] == prompt.ids + sampled
+    assert longer.assistant_mask == [False] * len(prompt.ids) + [True] * len(sampled) + [False] * (
+        len(longer.ids) - len(prompt.ids) - len(sampled)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chat_tools.parsing.arguments import tool_dict
@@ -22,12 +22,38 @@ def template_errors() -> tuple[type[Exception], ...]:
     return (jinja2.TemplateError,) if jinja2 is not None else ()
 
 
+def rendering_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that a trial rendering may end with: the template's own, and Python's for joining text to else.
+
+    DeepSeek-V3's template joins text to the arguments of a call, which are a dict where they are not JSON text.
+    """
+    return (*template_errors(), TypeError)
+
+
 def unused(texts: Sequence[str]) -> str:
     """Return a short text whose first and last characters are in none of the texts."""
     first, last = _FIRST, _LAST
     while any(first in text or last in text for text in texts):
         first, last = chr(ord(first) + 1), chr(ord(last) + 1)
     return f"{first}x{last}"
+
+
+def tokens_as_text(stops: Iterable[str | int], tokenizer: Any) -> tuple[str, ...]:
+    """Return stop tokens, given by text or id, as texts; ValueError for one that is no single token."""
+    texts: list[str] = []
+    for stop in stops:
+        if isinstance(stop, str):
+            if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
+                raise ValueError(f"the stop token {stop!r} is not one token of this tokenizer: give one of its tokens")
+            texts.append(stop)
+        else:
+            text = tokenizer.convert_ids_to_tokens(stop) if stop < len(tokenizer) else None
+            if text is None:
+                raise ValueError(
+                    f"the stop token {stop} is no id of this tokenizer: the generation config is another model's"
+                )
+            texts.append(tokenizer.decode([stop], skip_special_tokens=False))
+    return tuple(dict.fromkeys(texts))
 
 
 def content_like(message: Message, text: str) -> Any:
@@ -44,10 +70,20 @@ class Cut(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders messages with fixed tools and options (such as `enable_thinking`). Renderings are remembered."""
+    """Render messages with fixed tools and options (such as `enable_thinking`).
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> None:
+    `stops` are the tokens that stop the model, None where only the tokenizer is known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        stops: tuple[str, ...] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.stops = stops
         self.tools = [tool_dict(tool) for tool in tools] if tools else None
         self.options = dict(options)
 

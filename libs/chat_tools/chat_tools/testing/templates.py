@@ -124,11 +124,13 @@ GEMMA = """
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
 """
 
-# A turn has no end marker of its own: the next one's header ends it.
+# A turn has no end marker of its own: the token with which the next one begins ends it, and is the model's.
 GLM = """
 {{- '[gMASK]<sop>' -}}
 {%- for m in messages -%}
-{%- if m.role == 'tool' -%}{{- '<|observation|>\n<tool_response>\n' + m.content + '\n</tool_response>' -}}
+{%- set begun = loop.previtem is defined and loop.previtem.role == 'assistant' -%}
+{%- if m.role == 'tool' -%}
+{{- ('' if begun else '<|observation|>') + '\n<tool_response>\n' + m.content + '\n</tool_response>' -}}
 {%- elif m.role == 'assistant' -%}
 {{- '<|assistant|>\n' -}}{%- generation -%}{{- m.content -}}
 {%- for call in m.tool_calls or [] -%}
@@ -137,8 +139,11 @@ GLM = """
 {{- '<arg_key>' + key + '</arg_key>\n<arg_value>' -}}
 {{- (value if value is string else value | tojson) + '</arg_value>\n' -}}
 {%- endfor -%}{{- '</tool_call>' -}}
-{%- endfor -%}{%- endgeneration -%}
-{%- else -%}{{- '<|' + m.role + '|>\n' + m.content -}}{%- endif -%}
+{%- endfor -%}
+{%- if loop.nextitem is defined -%}
+{{- '<|' + ('observation' if loop.nextitem.role == 'tool' else loop.nextitem.role) + '|>' -}}
+{%- endif -%}{%- endgeneration -%}
+{%- else -%}{{- ('' if begun else '<|' + m.role + '|>') + '\n' + m.content -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}
 """

@@ -26,24 +26,25 @@ def _model() -> Any:
     return backend.to_str()
 
 
-def tiny_tokenizer(name: str, marks: bool = True, template: str | None = None) -> Any:
+def tiny_tokenizer(name: str, marks: bool = True, template: str | None = None, declared: bool = True) -> Any:
     """Make a byte-level BPE tokenizer of some 400 tokens with a family's special tokens and chat template.
 
     Without `marks`, the template loses its generation marks; `template` is a Jinja text in place of the family's.
+    Unless `declared`, the markers are added tokens that the tokenizer does not list as special, as gpt-oss's `<|end|>`.
     """
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     source, specials = TEMPLATES[name]
     backend = Tokenizer.from_str(_model())
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
+    backend.add_special_tokens([AddedToken(t, special=declared, normalized=False) for t in specials])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in WORDS])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=specials[0],
         bos_token=specials[0],
         eos_token=specials[-1],
-        extra_special_tokens=list(specials),
+        extra_special_tokens=list(specials) if declared else None,
         clean_up_tokenization_spaces=False,
     )
     source = source if template is None else template

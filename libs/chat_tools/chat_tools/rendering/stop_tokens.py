@@ -1,0 +1,26 @@
+"""The tokens that stop a model, as its checkpoint names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chat_tools.rendering.template import tokens_as_text
+
+
+def read_stop_tokens(source: str | Path | Mapping[str, Any] | Any, tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens that stop a model: `eos_token_id` of its generation config, as texts.
+
+    `source` is the model's folder (its generation_config.json is read), the config as a dict, or an object with
+    `eos_token_id`; a folder without the file, or a config without the entry, gives (). ValueError for ids that the
+    tokenizer does not have.
+    """
+    config: Any = source
+    if isinstance(source, str | Path):
+        path = Path(source) / "generation_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
+    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    return tokens_as_text(ids, tokenizer)
