@@ -69,9 +69,13 @@ def test_the_terminal_shows_each_token_by_its_mask():
 
 
 def test_commands(folder, tmp_path, capsys, monkeypatch):
-    assert main(["audit", str(folder), "--option", "enable_thinking=false"]) == 1
+    assert main(["audit", str(folder), "--option", "enable_thinking=false"]) == 0
+    assert "training mask           safe" in capsys.readouterr().out
+    short = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content[:3] }}{% endgeneration %}{% endfor %}"
+    tiny_tokenizer("chatml", template=short).save_pretrained(tmp_path / "short")
+    assert main(["audit", str(tmp_path / "short")]) == 1
     assert "training mask           NOT SAFE" in capsys.readouterr().out
-    assert main(["audit", str(folder), "--json"]) == 1
+    assert main(["audit", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "hermes"
     assert (
         main(["view", str(folder), str(folder / "talks.jsonl"), "--html", str(tmp_path / "v.html"), "--count", "2"])
