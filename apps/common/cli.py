@@ -13,6 +13,7 @@ import tyro
 from apps.common.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.flags import as_type, changed, flag, flag_type, leaves
 from apps.common.hints import hints
+from apps.common.plan.brief_help import help_flags
 from apps.common.run_dir import newest_run
 
 C = TypeVar("C")
@@ -57,7 +58,9 @@ class CommandLine(Generic[C]):
         flags = [word for word in argv if word != "--print-config"]
         types = {"recipe": Literal[tuple(self.recipes)], **self.types}
         kind = flag_type(self.kind, self.owned, types)
-        config = as_type(tyro.cli(kind, default=as_type(default, kind), args=flags, prog=self.prog), self.kind)
+        args, registry = help_flags(flags)
+        found = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, registry=registry)
+        config = as_type(found, self.kind)
         if "--resume" in argv:
             self._refuse_changes(config, default)
         if len(flags) < len(argv):

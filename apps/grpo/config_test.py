@@ -8,7 +8,6 @@ from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.registry import recipes
 from engines import EngineConfig
-from objectives import GRPO
 from rollout import Sampling
 
 RECIPES = {name: recipe.config for name, recipe in recipes().items()}
@@ -47,7 +46,6 @@ def test_flags_reach_into_every_group():
         ({"engine": EngineConfig(temperature=0.5)}, "--sampling.temperature"),
         ({"sampling": Sampling(seed=1)}, "--seed"),
         ({"sampling": Sampling(greedy=True)}, "must differ"),
-        ({"objective": GRPO(kl_coef=0.1)}, "reference policy"),
         ({"group_size": 1}, "siblings"),
         ({"steps": 0}, "--steps must be at least 1"),
         ({"mini_batches": 0}, "--mini-batches must be at least 1"),

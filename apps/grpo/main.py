@@ -9,19 +9,22 @@ from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
-from apps.common.cli import CommandLine, main
+from apps.common import cli
+from apps.common.cli import CommandLine
 from apps.common.config_file import write_config
 from apps.common.flags import changed, flag
 from apps.common.hints import GRPO as PEERS
 from apps.common.model_files import check_model_directory
+from apps.common.plan.command import answer_without_running
+from apps.common.plan.work import Work
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.checks import check_machine, check_model, check_prompts
-from apps.grpo.config import OWNED, GrpoConfig
+from apps.grpo.config import NOT_YET, OWNED, GrpoConfig
 from apps.grpo.recipe import Recipe
-from apps.grpo.registry import recipes, runnable
+from apps.grpo.registry import recipes, runnable, work_of
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
 from objectives.advantages import ESTIMATORS
@@ -38,7 +41,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         recipes={name: recipe.config for name, recipe in recipes().items()},
         runs=RUNS,
         real="math",
-        owned=OWNED,
+        owned=OWNED | NOT_YET,
         types={"advantage": Literal[tuple(ESTIMATORS)], "objective.policy_loss": Literal[tuple(POLICY_LOSSES)]},
         peers=PEERS,
         fixed=("recipe", "model", "warm_start"),
@@ -99,5 +102,15 @@ def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
     return from_rank_0(run_dir / "model")
 
 
+def main(argv: Sequence[str]) -> None:
+    """Plan or run what the command line asks for."""
+
+    def works() -> list[Work]:
+        return [work_of(recipe.config) for recipe in recipes().values()]
+
+    answer_without_running(argv, works, lambda rest: work_of(configure(rest)))
+    run(configure(argv))
+
+
 if __name__ == "__main__":
-    main(lambda: run(configure(sys.argv[1:])))
+    cli.main(lambda: main(sys.argv[1:]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.plan.origin import Origin
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Conversation, Tasks
 
@@ -23,3 +24,5 @@ class Recipe:
     """(directory, seed) -> the directory, with a model to start from where there is no --model."""
     demonstrations: Callable[[GrpoConfig, int], list[Conversation]] | None = None
     """(config, step) -> the conversations that step of a warm start imitates; without it there is no warm start."""
+    origin: Origin | None = None
+    """The launch script that the recipe restates, with its model's sizes; None for a recipe of our own."""

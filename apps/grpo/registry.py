@@ -1,5 +1,9 @@
 """The recipes by name: every file of `apps/grpo/recipes` is one."""
 
+import os
+
+from apps.common.plan.ready import refuse_unready
+from apps.common.plan.work import Work
 from apps.common.recipes import load_recipes
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -10,6 +14,31 @@ def recipes() -> dict[str, Recipe]:
     return load_recipes("apps.grpo.recipes", Recipe)
 
 
+def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
+    """What the plan of a configuration is made of; `recipe` as in `runnable`.
+
+    Raises:
+        ValueError: there is no recipe of that name.
+    """
+    recipe = recipe or _registered(config.recipe)
+    return Work(
+        app="grpo",
+        recipe=config.recipe,
+        engine=config.engine,
+        cluster=config.cluster,
+        processes=config.processes,
+        steps=config.steps,
+        rows=config.prompts,
+        group=config.group_size,
+        mini_batches=config.mini_batches,
+        epochs=config.epochs,
+        longest=config.max_episode_tokens,
+        reference_policy=config.objective.kl_coef > 0,
+        needs_model=recipe.make_model is None,
+        origin=recipe.origin,
+    )
+
+
 def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
     """The registered recipe of a configuration, or the one given, as far as it can do what is asked.
 
@@ -17,6 +46,7 @@ def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
         ValueError: there is none of that name, it can only be planned, or the configuration asks it for what it lacks.
     """
     recipe = recipe or _registered(config.recipe)
+    refuse_unready(work_of(config, recipe), os.environ)
     if recipe.make_tasks is None:
         raise ValueError(f"recipe {config.recipe!r} cannot be run yet: --plan says what it lacks")
     if config.model is None and recipe.make_model is None:

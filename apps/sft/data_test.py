@@ -112,7 +112,9 @@ ROWS = st.sampled_from([*YES_NO[:12], LONG, UNASKED])
 def test_counts_add_up_and_no_conversation_is_on_both_sides(tmp_path, rows, held_out):
     config = DataConfig(max_tokens=100, eval_share=0.3)
     if held_out is not None:
-        config = replace(config, data=tmp_path / "a.jsonl", eval_data=write(tmp_path / "eval.jsonl", held_out))
+        config = DataConfig(
+            max_tokens=100, data=tmp_path / "a.jsonl", eval_data=write(tmp_path / "eval.jsonl", held_out)
+        )
     usable = {json.dumps(row) for row in rows if row not in (LONG, UNASKED)}
     path = write(tmp_path / "a.jsonl", rows)
     held = {json.dumps(row) for row in held_out or [] if row not in (LONG, UNASKED)}

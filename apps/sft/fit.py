@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from tensordict import TensorDict
 
+from apps.common.divergence import check_metrics
 from engines import TrainEngine
 from seqpack import Objective
 
@@ -18,6 +19,11 @@ def fit(
     """Train on `batch_at(step)` for step in start..steps-1; yields (steps done, metrics) after each.
 
     The caller logs, evaluates and saves between the steps, and ends early by not asking for more.
+
+    Raises:
+        DivergenceError: a metric of a step is no finite number.
     """
     for step in range(start, steps):
-        yield step + 1, engine.train_batch(batch_at(step), objective)
+        metrics = engine.train_batch(batch_at(step), objective)
+        check_metrics(step + 1, metrics)
+        yield step + 1, metrics

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.sft.main import run
-from apps.sft.recipes import RECIPES
+from apps.sft.recipes import quickstart
 
 
 def small(run_dir, **changes):
-    base = RECIPES["quickstart"]
+    base = quickstart.RECIPE.config
     data = replace(base.data, demonstrations=256)
     settings = {"steps": 6, "batch_size": 16, "eval_every": 3, "save_every": 3, "data": data} | changes
     return replace(base, run_dir=run_dir, **settings)
@@ -65,7 +65,7 @@ def test_a_users_own_file_is_used(tmp_path):
     ]
     path = tmp_path / "talks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = replace(RECIPES["quickstart"].data, data=path, messages_column="talk")
+    data = replace(quickstart.RECIPE.config.data, data=path, messages_column="talk")
     run(small(tmp_path / "run", steps=1, data=data))
     assert not (tmp_path / "run" / "demonstrations.jsonl").exists()
     with pytest.raises(ValueError, match="--messages-column"):

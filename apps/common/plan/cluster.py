@@ -1,0 +1,218 @@
+"""Settings of runs over many devices: layout, pools, rollout, schedule, offload, media. Defaults are one process."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args
+
+Placement = Literal["colocated", "separate"]
+Mode = Literal["sync", "one_step_off", "fully_async"]
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """How the model is spread over the training ranks; context parallelism is --engine.context-parallel's."""
+
+    tp: int = 1
+    """Tensor parallelism: ranks that share each matrix."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks a pipeline rank holds (interleaved schedule)."""
+    ep: int = 1
+    """Expert parallelism: ranks that share the experts of a layer."""
+    etp: int = 1
+    """Tensor parallelism within an expert."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; without it the layers are split evenly."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_layers")
+        if self.pp == 1 and (self.vpp > 1 or self.first_stage_layers or self.last_stage_layers):
+            raise ValueError("vpp, first_stage_layers and last_stage_layers have no effect with one stage: raise pp")
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Which machines there are. `--processes` is the number of ranks on each."""
+
+    nodes: int = 1
+    """Machines that train."""
+    placement: Placement = "colocated"
+    """Training and sampling take turns on the same devices, or each has its own."""
+    rollout_nodes: int = 0
+    """Machines that sample, where the placement is "separate"."""
+    device_memory_gib: float | None = None
+    """Memory of a device; the plan holds weights, gradients and optimizer states against it."""
+    collective_timeout_seconds: int | None = None
+    """How long a collective may take; torch's default where it is not given."""
+
+    def __post_init__(self) -> None:
+        _choice(self, "placement", Placement)
+        _at_least(self, 1, "nodes", "collective_timeout_seconds")
+        _at_least(self, 0, "rollout_nodes")
+        if self.device_memory_gib is not None and not 0 < self.device_memory_gib < 4096:
+            raise ValueError(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")
+        if (self.placement == "separate") != (self.rollout_nodes > 0):
+            raise ValueError('placement "separate" needs rollout_nodes above 0, and "colocated" has none of its own')
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """The sampling engine and its spread over devices."""
+
+    engine: Literal["native", "vllm"] = "native"
+    """"native" samples with the training framework itself."""
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    """Experts are spread over tp x dp ranks or not at all."""
+    memory_share: float = 0.0
+    """Share of device memory that the engine takes for weights and cache; 0 leaves it to the engine."""
+    max_model_tokens: int | None = None
+    """Longest sequence that the engine accepts; without it prompt and response together."""
+    max_batched_tokens: int | None = None
+    """Tokens of one forward pass of the engine."""
+    chunked_prefill: bool = False
+    prefix_cache: bool = False
+    cuda_graph_sizes: tuple[int, ...] = ()
+    """Batch sizes whose decoding is captured as graphs."""
+
+    def __post_init__(self) -> None:
+        _choice(self, "engine", Literal["native", "vllm"])
+        _at_least(self, 1, "tp", "dp", "ep", "max_model_tokens", "max_batched_tokens")
+        if not 0 <= self.memory_share < 1:
+            raise ValueError(f"memory_share must lie in [0, 1), got {self.memory_share}")
+        if any(size < 1 for size in self.cuda_graph_sizes):
+            raise ValueError(f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}")
+        if self.ep not in (1, self.tp * self.dp):
+            raise ValueError(
+                f"rollout ep must be 1 or tp x dp = {self.tp * self.dp}, got {self.ep}: set it to {self.tp * self.dp}"
+            )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who waits for whom between sampling and training."""
+
+    mode: Mode = "sync"
+    """Sampling then training; training on the batch before; or a queue between the two."""
+    staleness_threshold: float = 0.0
+    """Share of a step's samples that may come from older weights (fully_async)."""
+    parameter_sync_step: int = 1
+    """Optimizer steps between two transfers of weights (fully_async)."""
+    required_batches: int = 1
+    """Mini-batches of prompts that an optimizer step waits for (fully_async)."""
+    partial_rollout: bool = False
+    """Interrupt generation for new weights and go on with the same tokens (fully_async)."""
+
+    def __post_init__(self) -> None:
+        _choice(self, "mode", Mode)
+        _at_least(self, 1, "parameter_sync_step", "required_batches")
+        if not 0 <= self.staleness_threshold < 100:
+            raise ValueError(f"staleness_threshold must lie in [0, 100), got {self.staleness_threshold}")
+        queue = (self.staleness_threshold, self.parameter_sync_step, self.required_batches, self.partial_rollout)
+        if self.mode != "fully_async" and queue != (0.0, 1, 1, False):
+            raise ValueError(
+                "staleness_threshold, parameter_sync_step, required_batches and partial_rollout have no effect with "
+                f"mode {self.mode!r}: use mode 'fully_async'"
+            )
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What is kept in host memory while it is not needed."""
+
+    parameters: bool = False
+    """While sampling."""
+    gradients: bool = False
+    """While sampling."""
+    optimizer: bool = False
+    """While sampling."""
+    optimizer_on_host: bool = False
+    """Optimizer states live on the host and its step runs there."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer and self.optimizer_on_host:
+            raise ValueError("optimizer has no effect with optimizer_on_host, which keeps it on the host anyway")
+
+
+@dataclass(frozen=True)
+class Media:
+    """What samples hold beyond text."""
+
+    images_column: str | None = None
+    """Column of a prompt file that holds a list of images."""
+
+    def __post_init__(self) -> None:
+        if self.images_column == "":
+            raise ValueError("images_column must name a column, or be left out")
+
+
+@dataclass(frozen=True)
+class Router:
+    """Training of a mixture's router; None keeps the coefficients of the model's own config."""
+
+    aux_loss_coef: float | None = None
+    """Of the load-balancing loss."""
+    z_loss_coef: float | None = None
+    """Of the squared log-partition of the router's logits."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and not 0 <= value < 10:
+                raise ValueError(f"{item.name} must lie in [0, 10), got {value}")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything that a run on one process does without."""
+
+    layout: TrainLayout = field(default_factory=TrainLayout)
+    pools: Pools = field(default_factory=Pools)
+    rollout: RolloutLayout = field(default_factory=RolloutLayout)
+    schedule: Schedule = field(default_factory=Schedule)
+    offload: Offload = field(default_factory=Offload)
+    media: Media = field(default_factory=Media)
+    router: Router = field(default_factory=Router)
+    environment: tuple[str, ...] = ()
+    """Environment variables that the recipe owns, as NAME=value; set before anything is imported."""
+
+    def __post_init__(self) -> None:
+        names = [entry.partition("=")[0] for entry in self.environment]
+        for entry, name in zip(self.environment, names, strict=True):
+            if "=" not in entry or not name.isidentifier() or not entry.isascii() or " " in entry:
+                raise ValueError(f"environment entries are NAME=value without blanks, got {entry!r}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"environment names a variable twice: {', '.join(names)}")
+
+
+def _at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _choice(config: Any, name: str, choices: Any) -> None:
+    value = getattr(config, name)
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
+
+
+def changed_fields(cluster: Cluster) -> list[str]:
+    """Dotted names of the fields that are not at their defaults, in order of definition."""
+    return _changed(cluster, Cluster(), "")
+
+
+def _changed(config: Any, default: Any, prefix: str) -> list[str]:
+    found: list[str] = []
+    for item in fields(config):
+        value, usual = getattr(config, item.name), getattr(default, item.name)
+        name = prefix + item.name
+        if is_dataclass(value):
+            found += _changed(value, usual, f"{name}.")
+        elif value != usual:
+            found.append(name)
+    return found

@@ -1,0 +1,33 @@
+"""The commands that start a planned run, node by node."""
+
+from apps.common.plan.work import Work
+
+
+def launch_lines(work: Work) -> list[str]:
+    """One command for a single process or machine, torchrun on every node, or Ray where pools are separate."""
+    variables = "".join(f"{entry} " for entry in work.cluster.environment)
+    flags = f"--recipe {work.recipe}" + (" --model DIR --data FILE" if work.needs_model else "")
+    nodes = work.cluster.pools.nodes
+    if work.cluster.schedule.mode != "sync" or work.cluster.pools.placement == "separate":
+        return _ray_lines(work, variables, flags)
+    if nodes == 1:
+        return [f"{variables}bazel run //apps/{work.app} -- {flags} --processes {work.processes}"]
+    where = f"on each node r of 0..{nodes - 1}, HEAD being node 0, with the same folder on all:"
+    command = (
+        f"{variables}torchrun --nnodes {nodes} --nproc-per-node {work.processes} --node-rank r "
+        f"--master-addr HEAD --master-port 29500 -m apps.{work.app}.main {flags} --run-dir RUN"
+    )
+    return [where, command]
+
+
+def _ray_lines(work: Work, variables: str, flags: str) -> list[str]:
+    pools = work.cluster.pools
+    lines = []
+    for pool, nodes in (("train", pools.nodes), ("rollout", pools.rollout_nodes)):
+        resources = f"--resources '{{\"{pool}\": {work.processes}}}'"
+        if pool == "train":
+            lines += ["on the first training node, HEAD:", f"{variables}ray start --head --port 6379 {resources}"]
+            nodes -= 1
+        if nodes:
+            lines += [f"on each of {nodes} more {pool} nodes:", f"{variables}ray start --address HEAD:6379 {resources}"]
+    return [*lines, "then on HEAD:", f"{variables}bazel run //apps/{work.app} -- {flags} --run-dir RUN"]

@@ -1,0 +1,284 @@
+"""A run's plan as data and as text: every figure is derived, every problem comes with its fix."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from apps.common.plan.batches import BatchPlan, bubble_share, plan_batches, span
+from apps.common.plan.grid import DENSE, EXPERT, Grid
+from apps.common.plan.launch_lines import launch_lines
+from apps.common.plan.memory import GIB, fsdp_bytes, held_by_stage, megatron_bytes
+from apps.common.plan.model_shape import ModelShape, count_parameters
+from apps.common.plan.needs import Need, needs_of
+from apps.common.plan.stages import split_layers
+from apps.common.plan.work import Work
+from engines.capability import No
+
+
+@dataclass
+class Plan:
+    """Titled lines, problems with their fixes, and needs with their answers."""
+
+    title: str
+    sections: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[Need]:
+        """The needs that are answered with No."""
+        return [need for need in self.needs if isinstance(need.answer, No)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether the run can be started today."""
+        return not self.problems and not self.missing
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for name, rows in self.sections.items():
+            lines += [f"{name if i == 0 else '':<10}{row}" for i, row in enumerate(rows)]
+        lines += [f"PROBLEM   {problem}" for problem in self.problems]
+        lines += _grouped(self.missing)
+        state = "can be run" if self.ready else "cannot be run yet"
+        return "\n".join([*lines, f"{state}: {len(self.problems)} problems, {len(self.missing)} capabilities missing"])
+
+
+def make_plan(work: Work) -> Plan:
+    """Derive everything from the settings; what does not work out becomes a problem, and the rest goes on."""
+    plan = Plan(_title(work))
+    shape = work.origin.shape if work.origin else None
+    grid = _try(plan, lambda: work.grid)
+    layers: list[int] | None = None
+    if shape is not None:
+        plan.sections["Model"] = _model(shape)
+        layers = _layers(plan, work, shape)
+        _heads(plan, work, shape)
+    plan.sections["Ranks"] = _ranks(work, grid)
+    batches = None if grid is None else _batches(plan, work, grid)
+    if layers is not None and grid is not None and batches is not None:
+        _stages(plan, work, grid, layers, batches)
+    if shape is not None and grid is not None and layers is not None:
+        _memory(plan, work, shape, grid, layers)
+    if work.app == "grpo":
+        _rollout(plan, work, shape)
+        _schedule(plan, work)
+    _data(plan, work)
+    plan.sections["Launch"] = launch_lines(work)
+    if work.origin is not None:
+        plan.sections["Deviates"] = list(work.origin.deviations) or ["in nothing"]
+    plan.needs = needs_of(work)
+    return plan
+
+
+def _try(plan: Plan, derive: Callable[[], Grid]) -> Grid | None:
+    try:
+        return derive()
+    except ValueError as error:
+        plan.problems.append(str(error))
+        return None
+
+
+def _title(work: Work) -> str:
+    origin = work.origin
+    return f"{work.recipe}: {work.app.upper()}, {work.steps} steps" + (f", after {origin.script}" if origin else "")
+
+
+def _model(shape: ModelShape) -> list[str]:
+    count = count_parameters(shape)
+    kinds = f"{shape.layers} layers"
+    if shape.linear_layers:
+        kinds += f" ({shape.full_attention_layers} of full attention, {shape.linear_layers} gated delta nets)"
+    mlp = f"{shape.experts} experts, {shape.experts_per_token} a token" if shape.experts else "dense"
+    return [
+        f"{shape.name}: {count.total / 1e9:.1f}B parameters, {count.active / 1e9:.1f}B active (text part); {mlp}",
+        f"{kinds}, hidden {shape.hidden}, {shape.heads} heads over {shape.kv_heads} of keys and values; {shape.source}",
+    ]
+
+
+def _ranks(work: Work, grid: Grid | None) -> list[str]:
+    pools = work.cluster.pools
+    lines = [f"{pools.nodes} nodes x {work.processes} = {work.ranks} train, {pools.placement}"]
+    if pools.rollout_nodes:
+        lines[0] += f"; {pools.rollout_nodes} nodes x {work.processes} = {work.rollout_ranks} sample"
+    if grid is None:
+        return lines
+    lines.append(" x ".join(f"{axis} {grid.size(axis)}" for axis in DENSE))
+    if grid.ep > 1 or grid.etp > 1:
+        lines.append("experts: " + " x ".join(f"{axis} {grid.size(axis)}" for axis in EXPERT))
+    if work.dynamic:
+        lines.append(f"1 to {work.ranks} ranks share a sequence, chosen for each micro-batch")
+    for axis in ("tp", "cp", "pp", "ep"):
+        if grid.size(axis) > 1:
+            first = grid.groups(axis)[0]
+            where = "within a node" if all(_one_node(group, work) for group in grid.groups(axis)) else "across nodes"
+            lines.append(f"first {axis} group: {_listed(first)} ({where})")
+    return lines
+
+
+def _one_node(group: tuple[int, ...], work: Work) -> bool:
+    return len({rank // work.processes for rank in group}) == 1
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def _layers(plan: Plan, work: Work, shape: ModelShape) -> list[int] | None:
+    layout = work.cluster.layout
+    try:
+        split = split_layers(shape.layers, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    except ValueError as error:
+        plan.problems.append(str(error))
+        return None
+    return [sum(stage) for stage in split]
+
+
+def _heads(plan: Plan, work: Work, shape: ModelShape) -> None:
+    layout = work.cluster.layout
+    counted = {"heads": shape.heads, "key-value heads": shape.kv_heads}
+    if shape.linear_layers:
+        counted |= {"delta-net key heads": shape.linear_key_heads, "delta-net value heads": shape.linear_value_heads}
+    for name, count in counted.items():
+        if count % layout.tp:
+            plan.problems.append(
+                f"{count} {name} do not divide over tp = {layout.tp}: lower tp to a divisor of {count}"
+            )
+    if layout.tp > 1:
+        shares = ", ".join(f"{count // layout.tp} {name}" for name, count in counted.items())
+        plan.sections["Each rank"] = [shares]
+    if layout.ep > 1 or layout.etp > 1:
+        if not shape.experts:
+            plan.problems.append("ep and etp are for mixtures of experts, this model is dense: leave both at 1")
+        elif shape.experts % layout.ep:
+            plan.problems.append(
+                f"{shape.experts} experts do not divide over ep = {layout.ep}: choose ep from the divisors of "
+                f"{shape.experts}"
+            )
+        elif shape.expert_intermediate % layout.etp:
+            plan.problems.append(f"experts of width {shape.expert_intermediate} do not divide over etp: lower etp")
+        else:
+            text = f"{shape.experts // layout.ep} of {shape.experts} experts a layer"
+            plan.sections.setdefault("Each rank", []).append(text)
+
+
+def _batches(plan: Plan, work: Work, grid: Grid) -> BatchPlan | None:
+    sharing, dp = (work.ranks, 1) if work.dynamic else (work.context_parallel, grid.dp)
+    tokens = work.engine.max_tokens_per_rank
+    try:
+        batches = plan_batches(work.rows * work.group, work.mini_batches, dp, work.longest, sharing * tokens)
+    except ValueError as error:
+        plan.problems.append(str(error))
+        return None
+    rows = f"{work.rows} prompts x {work.group} answers" if work.app == "grpo" else f"{work.rows} conversations"
+    lines = [f"{rows} = {batches.sequences} sequences of at most {work.longest} tokens a step"]
+    sizes = [sum(ranks) for ranks in batches.rank_sequences]
+    steps = work.mini_batches * work.epochs
+    lines.append(f"{steps} optimizer steps on it, each on {span(sizes)} sequences")
+    if work.dynamic:
+        least = -(-work.longest // tokens)
+        lines.append(f"micro-batches of {tokens} tokens a rank; the longest sequence takes {least} ranks")
+    else:
+        each = span([count for ranks in batches.rank_sequences for count in ranks])
+        lines.append(
+            f"{each} sequences a data-parallel rank; {batches.sequences_per_micro_batch} at full length in a "
+            f"micro-batch of {tokens} tokens a rank: at most {span(batches.micro_batches)} micro-batches"
+        )
+    plan.sections["Batch"] = lines
+    return batches
+
+
+def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int], batches: BatchPlan) -> None:
+    if grid.pp == 1:
+        return
+    chunks = work.cluster.layout.vpp
+    fewest = min(batches.micro_batches)
+    waits = bubble_share(fewest, grid.pp, chunks)
+    lines = [f"{' + '.join(map(str, layers))} layers over {grid.pp} stages"]
+    if chunks > 1:
+        lines[0] += f", in {chunks} chunks each"
+    lines.append(f"a stage waits {waits:.0%} of the time with {fewest} micro-batches")
+    if chunks > 1 and fewest % grid.pp:
+        plan.problems.append(
+            f"{fewest} micro-batches are no multiple of pp = {grid.pp}, which the interleaved schedule needs: choose "
+            "another batch size, or vpp 1"
+        )
+    plan.sections["Stages"] = lines
+
+
+def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[int]) -> None:
+    on_host = work.cluster.offload.optimizer_on_host
+    if work.engine.backend == "megatron":
+        needed = max(megatron_bytes(held, grid, on_host) for held in held_by_stage(shape, grid, layers)) / GIB
+    else:
+        master = 4 if work.engine.master_dtype == "float32" else 2
+        needed = fsdp_bytes(shape, work.ranks, master, on_host) / GIB
+    states = "weights and gradients" if on_host else "weights, gradients and optimizer states"
+    line = f"{needed:.1f} GiB of {states} on the fullest rank, activations on top"
+    memory = work.cluster.pools.device_memory_gib
+    if memory is not None:
+        line += f"; the device has {memory:g}"
+        if needed >= memory:
+            plan.problems.append(
+                f"{needed:.0f} GiB of {states} do not fit a device of {memory:g} GiB: use more nodes"
+                + ("" if on_host else ", or offload.optimizer_on_host")
+            )
+    plan.sections["Memory"] = [line]
+
+
+def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
+    rollout = work.cluster.rollout
+    size = rollout.tp * rollout.dp
+    lines = [f"{rollout.engine}: tp {rollout.tp} x dp {rollout.dp}, ep {rollout.ep}"]
+    if work.rollout_ranks % size:
+        plan.problems.append(
+            f"{work.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --cluster.rollout.tp "
+            "or the number of nodes"
+        )
+    elif rollout.engine != "native":
+        lines[0] += f"; {work.rollout_ranks // size} replicas over {work.rollout_ranks} devices"
+    accepted = rollout.max_model_tokens
+    if accepted is not None and accepted < work.longest:
+        plan.problems.append(
+            f"the sampling engine accepts {accepted} tokens, a sequence may have {work.longest}: raise "
+            "--cluster.rollout.max-model-tokens"
+        )
+    if shape is not None and shape.heads % rollout.tp:
+        plan.problems.append(f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it")
+    plan.sections["Rollout"] = lines
+
+
+def _schedule(plan: Plan, work: Work) -> None:
+    schedule = work.cluster.schedule
+    if schedule.mode == "sync":
+        return
+    lines: list[str] = [schedule.mode]
+    if schedule.mode == "fully_async":
+        required = -(-work.rows // work.mini_batches) * schedule.required_batches
+        most = int(required * (schedule.staleness_threshold + 1) * schedule.parameter_sync_step)
+        lines[0] += f": an optimizer step takes {required} groups, weights move every {schedule.parameter_sync_step}"
+        lines.append(f"at most {most} groups are in flight or waiting, then sampling pauses")
+        if schedule.partial_rollout:
+            lines.append("generation is interrupted for new weights and goes on: log-probs of several versions mix")
+    plan.sections["Schedule"] = lines
+
+
+def _data(plan: Plan, work: Work) -> None:
+    origin = work.origin
+    if origin is None:
+        return
+    taken = work.steps * work.rows
+    line = f"{origin.dataset}: {work.steps} steps take {taken} rows"
+    if origin.dataset_rows is not None:
+        line += f", {taken / origin.dataset_rows:.1f} passes over {origin.dataset_rows}"
+        if work.rows > origin.dataset_rows:
+            plan.problems.append(f"a step takes {work.rows} rows and the data has {origin.dataset_rows}: lower it")
+    plan.sections["Data"] = [line, *origin.remarks]
+
+
+def _grouped(missing: list[Need]) -> list[str]:
+    """One line a reason, with all that lacks for it."""
+    reasons: dict[str, list[str]] = {}
+    for need in missing:
+        assert isinstance(need.answer, No)
+        reasons.setdefault(need.answer.reason, []).append(need.feature)
+    return [f"MISSING   {', '.join(features)}: No({reason})" for reason, features in reasons.items()]

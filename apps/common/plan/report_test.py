@@ -1,0 +1,171 @@
+"""Problems come with a fix, needs with an answer, and nothing of the cluster is ever ignored by a run."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router, Schedule, TrainLayout
+from apps.common.plan.model_shape import ModelShape
+from apps.common.plan.origin import Origin
+from apps.common.plan.ready import refuse_unready
+from apps.common.plan.report import make_plan
+from apps.common.plan.table import recipe_table
+from apps.common.plan.work import Work
+from engines import EngineConfig
+
+SHAPE = ModelShape(
+    "mixture", "qwen3_moe", "here", layers=12, hidden=64, heads=8, kv_heads=2, head_dim=8, vocab=128, experts=16,
+    experts_per_token=2, expert_intermediate=32,
+)  # fmt: skip
+ORIGIN = Origin("a script", SHAPE, "rows", 100)
+PLAIN = Work("grpo", "plain", EngineConfig(device="cpu"), Cluster(), 1, steps=10, rows=8, longest=64, group=4)
+LARGE = replace(PLAIN, recipe="large", engine=EngineConfig(backend="megatron"), processes=8, origin=ORIGIN)
+
+
+def with_layout(work, **sizes):
+    return replace(work, cluster=replace(work.cluster, layout=TrainLayout(**sizes)))
+
+
+def test_a_plain_run_is_ready_and_not_refused():
+    assert make_plan(PLAIN).ready
+    refuse_unready(PLAIN, {})
+
+
+@pytest.mark.parametrize(
+    ("work", "problem"),
+    [
+        (with_layout(LARGE, tp=3), r"8 ranks are no multiple .* use 6 or 9 ranks"),
+        (with_layout(LARGE, tp=8), r"2 key-value heads do not divide over tp = 8: lower tp"),
+        (with_layout(LARGE, pp=8), r"12 layers do not divide over 8 stages: set first_stage_layers"),
+        (with_layout(LARGE, ep=5), r"lower ep to one of"),
+        (replace(with_layout(LARGE, ep=3), processes=3), r"16 experts do not divide over ep = 3"),
+        (with_layout(replace(LARGE, rows=7, group=1), pp=4, vpp=3), r"no multiple of pp = 4.*vpp 1"),
+        (replace(LARGE, longest=20_000), r"does not fit a micro-batch of 16384: raise --engine.max-tokens-per-rank"),
+        (replace(LARGE, mini_batches=40), r"32 sequences are too few for 40 mini-batches"),
+        (replace(LARGE, rows=200), r"a step takes 200 rows and the data has 100"),
+        (
+            replace(LARGE, cluster=Cluster(rollout=RolloutLayout("vllm", tp=3))),
+            r"8 sampling devices are no multiple .*change --cluster.rollout.tp",
+        ),
+        (
+            replace(LARGE, cluster=Cluster(rollout=RolloutLayout("vllm", max_model_tokens=32))),
+            r"accepts 32 tokens, a sequence may have 64: raise --cluster.rollout.max-model-tokens",
+        ),
+        (
+            replace(LARGE, cluster=Cluster(pools=Pools(device_memory_gib=0.001))),
+            r"do not fit a device of 0.001 GiB: use more nodes, or offload.optimizer_on_host",
+        ),
+    ],
+)
+def test_a_problem_is_told_with_its_fix_and_refused_when_run(work, problem):
+    plan = make_plan(work)
+    assert any(re.search(problem, found) for found in plan.problems), plan.problems
+    assert "PROBLEM" in str(plan)
+    with pytest.raises(ValueError, match="can't be run with these settings"):
+        refuse_unready(work, {})
+
+
+CHANGES = {
+    "--cluster.layout.tp 2": Cluster(layout=TrainLayout(tp=2)),
+    "--cluster.layout.pp 2": Cluster(layout=TrainLayout(pp=2)),
+    "--cluster.layout.vpp 2": Cluster(layout=TrainLayout(pp=2, vpp=2)),
+    "--cluster.layout.ep 2": Cluster(layout=TrainLayout(ep=2)),
+    "--cluster.layout.etp 2": Cluster(layout=TrainLayout(etp=2)),
+    "--cluster.layout.first-stage-layers 6": Cluster(layout=TrainLayout(pp=2, first_stage_layers=6)),
+    "--cluster.layout.last-stage-layers 6": Cluster(layout=TrainLayout(pp=2, last_stage_layers=6)),
+    "--cluster.pools.nodes 2": Cluster(pools=Pools(nodes=2)),
+    "--cluster.pools.placement separate": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
+    "--cluster.pools.rollout-nodes 1": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
+    "--cluster.pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
+    "--cluster.pools.collective-timeout-seconds 9": Cluster(pools=Pools(collective_timeout_seconds=9)),
+    "--cluster.rollout.engine vllm": Cluster(rollout=RolloutLayout(engine="vllm")),
+    "--cluster.rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
+    "--cluster.rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
+    "--cluster.rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
+    "--cluster.rollout.memory-share 0.5": Cluster(rollout=RolloutLayout(memory_share=0.5)),
+    "--cluster.rollout.max-model-tokens 99": Cluster(rollout=RolloutLayout(max_model_tokens=99)),
+    "--cluster.rollout.max-batched-tokens 99": Cluster(rollout=RolloutLayout(max_batched_tokens=99)),
+    "--cluster.rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
+    "--cluster.rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
+    "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
+    "--cluster.schedule.mode one_step_off": Cluster(schedule=Schedule("one_step_off")),
+    "--cluster.schedule.staleness-threshold 0.5": Cluster(schedule=Schedule("fully_async", 0.5)),
+    "--cluster.schedule.parameter-sync-step 2": Cluster(schedule=Schedule("fully_async", parameter_sync_step=2)),
+    "--cluster.schedule.required-batches 2": Cluster(schedule=Schedule("fully_async", required_batches=2)),
+    "--cluster.schedule.partial-rollout True": Cluster(schedule=Schedule("fully_async", partial_rollout=True)),
+    "--cluster.offload.parameters True": Cluster(offload=Offload(parameters=True)),
+    "--cluster.offload.gradients True": Cluster(offload=Offload(gradients=True)),
+    "--cluster.offload.optimizer True": Cluster(offload=Offload(optimizer=True)),
+    "--cluster.offload.optimizer-on-host True": Cluster(offload=Offload(optimizer_on_host=True)),
+    "--cluster.media.images-column images": Cluster(media=Media("images")),
+    "--cluster.router.aux-loss-coef 0.1": Cluster(router=Router(aux_loss_coef=0.1)),
+    "--cluster.router.z-loss-coef 0.1": Cluster(router=Router(z_loss_coef=0.1)),
+}
+
+
+@pytest.mark.parametrize("flag", CHANGES)
+@pytest.mark.parametrize("app", ["grpo", "sft"])
+def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):
+    work = replace(PLAIN, app=app, processes=4, cluster=CHANGES[flag])
+    features = [need.feature for need in make_plan(work).missing]
+    assert flag in features
+    with pytest.raises(ValueError, match=r"recipe 'plain' can't be run .*; --plan says all"):
+        refuse_unready(work, {})
+
+
+def test_the_changes_above_are_of_every_field():
+    names = {flag.split()[0] for flag in CHANGES}
+    cluster_test_fields = {
+        f"--cluster.{group}.{name}".replace("_", "-")
+        for group in ("layout", "pools", "rollout", "schedule", "offload", "media", "router")
+        for name in vars(getattr(Cluster(), group))
+    }
+    assert names == cluster_test_fields
+
+
+def test_variables_must_be_set_by_whoever_starts_the_program():
+    work = replace(PLAIN, cluster=Cluster(environment=("A=1", "B=2")))
+    assert "A=1 B=2 bazel run" in str(make_plan(work))
+    with pytest.raises(ValueError, match="start the program with B=2 in front"):
+        refuse_unready(work, {"A": "1", "B": "3"})
+    refuse_unready(work, {"A": "1", "B": "2", "C": ""})
+
+
+def test_a_reference_policy_is_missing_by_name():
+    with pytest.raises(ValueError, match="reference policy is not supported"):
+        refuse_unready(replace(PLAIN, reference_policy=True), {})
+
+
+def test_ray_starts_separate_pools_and_torchrun_several_nodes():
+    apart = replace(LARGE, cluster=Cluster(pools=Pools(nodes=2, placement="separate", rollout_nodes=3)))
+    text = str(make_plan(apart))
+    assert "on each of 1 more train nodes" in text
+    assert "on each of 3 more rollout nodes" in text
+    together = str(make_plan(replace(LARGE, cluster=Cluster(pools=Pools(nodes=2)))))
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --node-rank r" in together
+
+
+SIZE = st.sampled_from([1, 2, 3, 4])
+
+
+@given(SIZE, SIZE, SIZE, SIZE, st.integers(1, 4), st.integers(1, 60), st.sampled_from(["fsdp2", "megatron"]))
+def test_any_settings_can_be_planned(tp, pp, ep, etp, nodes, rows, backend):
+    layout = TrainLayout(tp=tp, pp=pp, ep=ep, etp=etp)
+    cluster = Cluster(layout=layout, pools=Pools(nodes=nodes, device_memory_gib=80))
+    work = replace(LARGE, engine=EngineConfig(backend=backend), cluster=cluster, rows=rows)
+    plan = make_plan(work)
+    text = str(plan)
+    assert f"{len(plan.problems)} problems, {len(plan.missing)} capabilities missing" in text
+    assert all(problem in text for problem in plan.problems)
+    assert ("can be run:" in text) == plan.ready
+    assert all(name in text for name in ("Model", "Ranks", "Launch", "Data"))
+
+
+def test_the_table_counts_what_runs():
+    table = recipe_table([PLAIN, LARGE])
+    assert table.splitlines()[-1] == "2 recipes, 1 can be run today"
+    assert "| plain |" in table
+    assert "| large | mixture | megatron | 8" in table

@@ -1,0 +1,58 @@
+"""What a plan is made of: the settings of an app's run, in the terms that both apps share."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from apps.common.plan.cluster import Cluster
+from apps.common.plan.grid import Grid, make_grid
+from apps.common.plan.origin import Origin
+from engines import EngineConfig
+from engines.config import parse_context_parallel
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run. A step takes `rows` prompts or conversations, `group` sequences of each, of at most `longest` tokens."""
+
+    app: Literal["grpo", "sft"]
+    recipe: str
+    engine: EngineConfig
+    cluster: Cluster
+    processes: int
+    steps: int
+    rows: int
+    longest: int
+    group: int = 1
+    mini_batches: int = 1
+    epochs: int = 1
+    reference_policy: bool = False
+    needs_model: bool = True
+    origin: Origin | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train."""
+        return self.processes * self.cluster.pools.nodes
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Devices that sample: those that train, unless the pools are separate."""
+        pools = self.cluster.pools
+        return self.processes * (pools.rollout_nodes if pools.placement == "separate" else pools.nodes)
+
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that always share a sequence; 1 where they are chosen anew for each micro-batch."""
+        size = parse_context_parallel(self.engine.context_parallel)
+        return 1 if size == "dynamic" else size
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the ranks that share a sequence are chosen for each micro-batch."""
+        return parse_context_parallel(self.engine.context_parallel) == "dynamic"
+
+    @property
+    def grid(self) -> Grid:
+        """The training ranks by axis; ValueError where the sizes do not divide."""
+        layout = self.cluster.layout
+        return make_grid(self.ranks, tp=layout.tp, cp=self.context_parallel, pp=layout.pp, ep=layout.ep, etp=layout.etp)

@@ -1,0 +1,57 @@
+"""The recipes by name: every file of `apps/sft/recipes` is one."""
+
+import os
+
+from apps.common.plan.ready import refuse_unready
+from apps.common.plan.work import Work
+from apps.common.recipes import load_recipes
+from apps.sft.config import SftConfig
+from apps.sft.recipe import Recipe
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name."""
+    return load_recipes("apps.sft.recipes", Recipe)
+
+
+def work_of(config: SftConfig) -> Work:
+    """What the plan of a configuration is made of.
+
+    Raises:
+        ValueError: there is no recipe of that name.
+    """
+    recipe = _recipe(config.recipe)
+    return Work(
+        app="sft",
+        recipe=config.recipe,
+        engine=config.engine,
+        cluster=config.cluster,
+        processes=config.processes,
+        steps=config.steps,
+        rows=config.batch_size,
+        longest=config.data.max_tokens,
+        needs_model=not recipe.synthetic,
+        origin=recipe.origin,
+    )
+
+
+def runnable(config: SftConfig) -> Recipe:
+    """The recipe of a configuration.
+
+    Raises:
+        ValueError: there is none of that name, it can only be planned, or it lacks a model or data.
+    """
+    recipe = _recipe(config.recipe)
+    refuse_unready(work_of(config), os.environ)
+    if not recipe.synthetic:
+        for name, given in (("model", config.model), ("data", config.data.data)):
+            if given is None:
+                raise ValueError(f"recipe {config.recipe!r} has no {name} of its own: add --{name}")
+    return recipe
+
+
+def _recipe(name: str) -> Recipe:
+    known = recipes()
+    if name not in known:
+        raise ValueError(f"no recipe {name!r}; there are {', '.join(known)}")
+    return known[name]

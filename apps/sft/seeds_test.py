@@ -1,0 +1,59 @@
+"""The recipes that restate launch scripts: they plan without a problem, keep the values, and name what lacks."""
+
+import pytest
+
+from apps.common.plan.grid import Grid
+from apps.common.plan.model_shape import count_parameters
+from apps.common.plan.report import make_plan
+from apps.sft.main import main
+from apps.sft.registry import recipes, runnable, work_of
+
+SEEDS = {name: recipe for name, recipe in recipes().items() if recipe.origin is not None}
+
+
+def test_every_script_has_its_recipe():
+    assert set(SEEDS) == {"qwen3-5-397b-a17b-megatron", "qwen3-30b-a3b-dynamic-cp"}
+
+
+def test_the_397b_script():
+    config = SEEDS["qwen3-5-397b-a17b-megatron"].config
+    work = work_of(config)
+    assert work.grid == Grid(tp=2, cp=1, dp=16, pp=4, etp=1, ep=32, edp=1)
+    assert (config.batch_size, config.data.max_tokens, config.save_every) == (128, 2048, 500)
+    engine = config.engine
+    assert (engine.lr, engine.min_lr_ratio, engine.warmup_steps) == (2e-5, 0.1, 10)
+    assert (engine.betas, engine.weight_decay, engine.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
+    assert make_plan(work).sections["Stages"][0] == "15 + 15 + 15 + 15 layers over 4 stages"
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("qwen3-5-397b-a17b-megatron", 397, 17), ("qwen3-30b-a3b-dynamic-cp", 30.5, 3.3)]
+)
+def test_the_parameters_are_those_that_the_name_promises(name, total, active):
+    count = count_parameters(SEEDS[name].origin.shape)
+    assert count.total == pytest.approx(total * 1e9, rel=0.01)
+    assert count.active == pytest.approx(active * 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_it_is_planned_and_refused_by_name(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--recipe", name, "--plan"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "PROBLEM" not in text
+    assert "MISSING" in text
+    with pytest.raises(ValueError, match=f"recipe '{name}' can't be run .*--plan says all"):
+        runnable(SEEDS[name].config)
+
+
+def test_a_longer_conversation_takes_more_ranks():
+    text = str(make_plan(work_of(SEEDS["qwen3-30b-a3b-dynamic-cp"].config)))
+    assert "1 to 8 ranks share a sequence" in text
+    assert "the longest sequence takes 4 ranks" in text
+
+
+def test_the_list_counts(capsys):
+    with pytest.raises(SystemExit):
+        main(["--recipe", "list"])
+    assert capsys.readouterr().out.splitlines()[-1] == "4 recipes, 2 can be run today"
