@@ -11,10 +11,12 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 import tyro
 
 from apps.common.config_file import CONFIG_NAME, dump_config, load_config
+from apps.common.divergence import DivergenceError
 from apps.common.flags import as_type, changed, flag, flag_type, leaves
 from apps.common.hints import hints
 from apps.common.plan.brief_help import help_flags
 from apps.common.run_dir import newest_run
+from engines import NonFiniteError
 
 C = TypeVar("C")
 
@@ -110,11 +112,14 @@ def user_directory() -> None:
 
 
 def main(run: Callable[[], Any]) -> None:
-    """Call `run`; a user's error (ValueError) ends the program with one line and status 2, Ctrl-C with status 130."""
+    """Call `run`; a user's error (ValueError) ends the program with one line and status 2, a run that diverged with
+    status 1, Ctrl-C with status 130."""
     try:
         run()
     except ValueError as error:
         _refuse(str(error))
+    except (NonFiniteError, DivergenceError) as error:
+        _refuse(str(error), status=1)
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"{stop or 'stopped'}\n")
         raise SystemExit(130) from None
@@ -129,6 +134,6 @@ def _peek(argv: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(message: str, status: int = 2) -> NoReturn:
     sys.stderr.write(f"error: {' '.join(message.split())}\n")
-    raise SystemExit(2)
+    raise SystemExit(status)

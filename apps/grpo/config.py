@@ -36,10 +36,9 @@ OWNED = {
     "sampling.greedy": "answers of one group must differ",
     "sampling.top_k": _WHOLE_VOCABULARY,
     "sampling.top_p": _WHOLE_VOCABULARY,
-    "objective.kl_estimator": _NO_REFERENCE,
 }
 """Fields of the libraries' settings that have no flag here, and why."""
-NOT_YET = {"objective.kl_coef": _NO_REFERENCE}
+NOT_YET = {"objective.kl_coef": _NO_REFERENCE, "objective.kl_estimator": _NO_REFERENCE}
 """Fields that have no flag either, but recipes that can only be planned set them; a run is refused."""
 
 

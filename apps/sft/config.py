@@ -12,7 +12,6 @@ from engines import EngineConfig
 from engines.config import parse_context_parallel
 from objectives import SFT
 
-
 OWNED = {
     "engine.model": "use --model",
     "engine.temperature": "supervised training has none",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from tensordict import TensorDict
 
-from apps.common.divergence import check_metrics
 from engines import TrainEngine
 from seqpack import Objective
 
@@ -21,9 +20,7 @@ def fit(
     The caller logs, evaluates and saves between the steps, and ends early by not asking for more.
 
     Raises:
-        DivergenceError: a metric of a step is no finite number.
+        engines.NonFiniteError: a loss or gradient is not finite, see `EngineConfig.on_nonfinite`.
     """
     for step in range(start, steps):
-        metrics = engine.train_batch(batch_at(step), objective)
-        check_metrics(step + 1, metrics)
-        yield step + 1, metrics
+        yield step + 1, engine.train_batch(batch_at(step), objective)

@@ -7,8 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from apps.sft.main import run
+from apps.common import cli
+from apps.common.divergence import DivergenceError
+from apps.sft.main import main, run
 from apps.sft.recipes import quickstart
+from engines import NonFiniteError
 
 
 def small(run_dir, **changes):
@@ -19,7 +22,11 @@ def small(run_dir, **changes):
 
 
 def weights(directory):
-    return dict(AutoModelForCausalLM.from_pretrained(directory / "export").named_parameters())
+    return weights_of(directory / "export")
+
+
+def weights_of(directory):
+    return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,8 @@ def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
     run(replace(half, steps=6, resume=True))
     expected, found = weights(run_dir), weights(tmp_path)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+    start = weights_of(tmp_path / "model")
+    assert all(not torch.equal(start[name], found[name]) for name in expected)
 
 
 def test_two_ranks_come_to_the_same_model(finished, tmp_path):
@@ -70,3 +79,20 @@ def test_a_users_own_file_is_used(tmp_path):
     assert not (tmp_path / "run" / "demonstrations.jsonl").exists()
     with pytest.raises(ValueError, match="--messages-column"):
         run(small(tmp_path / "other", steps=1, data=replace(data, messages_column="chat")))
+
+
+def test_a_run_that_diverges_ends_with_an_error_and_without_an_export(tmp_path, capsys):
+    argv = ["--steps", "3", "--batch-size", "8", "--demonstrations", "64", "--engine.lr", "1e30"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(lambda: main([*argv, "--run-dir", str(tmp_path / "run"), "--engine.warmup-steps", "0"]))
+    assert stop.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "run" / "export").exists()
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_loss_far_above_guessing_ends_the_run_though_it_is_a_number(tmp_path):
+    engine = replace(quickstart.RECIPE.config.engine, lr=30.0, warmup_steps=0)
+    with pytest.raises((DivergenceError, NonFiniteError)):
+        run(small(tmp_path, engine=engine, steps=2, eval_every=1))
+    assert not (tmp_path / "export").exists()

@@ -41,7 +41,7 @@ def train(config: SftConfig, conversations: Conversations, model: Path, run_dir:
     """Run one rank's part from start to end; every rank calls it.
 
     Raises:
-        DivergenceError: the loss or a gradient is no number any more; checkpoints stay, there is no export.
+        DivergenceError, engines.NonFiniteError: the run diverged; checkpoints stay, there is no export.
     """
     begun = time.perf_counter()
     init_rank(config.threads, config.seed)

@@ -1,0 +1,31 @@
+"""What can be known to fail is refused before a process is started."""
+
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from apps.common.model_files import longest_sequence
+from apps.sft.data import Conversations
+
+
+def check_sizes(
+    conversations: Conversations, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse conversations that the model has no positions for, and a tokenizer of another model.
+
+    Raises:
+        ValueError: with the file or flag to change.
+    """
+    longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
+    here = max(len(sample["input_ids"]) for sample in (*conversations.train, *conversations.held_out))
+    if longest is not None and here > longest:
+        raise ValueError(
+            f"a conversation has {here} tokens, {directory} has {longest} positions (max_position_embeddings): lower "
+            f"--max-tokens to {longest}"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: they don't "
+            "belong together"
+        )
