@@ -70,12 +70,12 @@ def shard(packed: PackedBatch, cp_rank: int, cp_size: int, layout: Layout = "con
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, got {cp_rank}")
     sharding = Sharding(packed.geometry.cu_seqlens, cp_size, layout)
-    index = torch.as_tensor(sharding.stream_index(cp_rank), device=packed.position_ids.device)
+    index = torch.as_tensor(sharding.stream_index(cp_rank), device=packed.positions.device)
     values = {
         key: value.index_select(packed.token_dims[key], index) if key in packed.token_dims else value
         for key, value in packed.values.items()
     }
-    return Shard(values, packed.position_ids[index], index, sharding, cp_rank)
+    return Shard(values, packed.positions[index], index, sharding, cp_rank)
 
 
 def unshard(

@@ -91,5 +91,5 @@ def test_shards_put_together_are_the_stream(made: DynamicPlan) -> None:
         parts = [shard(packed, rank, size, made.layout) for rank in range(size)]
         for key, dim in (("input_ids", 0), ("features", 1)):
             assert torch.equal(unshard([p.values[key] for p in parts], parts[0].sharding, dim=dim), packed.values[key])
-        assert torch.equal(unshard([p.position_ids for p in parts], parts[0].sharding), packed.position_ids)
+        assert torch.equal(unshard([p.position_ids for p in parts], parts[0].sharding), packed.positions)
         assert all(torch.equal(p.values["reward"], packed.values["reward"]) for p in parts)

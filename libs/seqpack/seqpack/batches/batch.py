@@ -1,18 +1,22 @@
 """Build and check the batch that all libraries exchange, a TensorDict of jagged tensors (`seqpack.batches.schema`)."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from seqpack.batches.dicts import build, is_tensordict, leaves, size_of
 from seqpack.batches.jagged import Ragged, is_jagged, jagged, ragged
+from seqpack.batches.layout import parts_of
 from seqpack.batches.schema import MEDIA_KEYS, SAMPLE_KEYS, TOKEN_KEYS
 from seqpack.batches.view import BatchView
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+Batch: TypeAlias = "TensorDict | BatchView | dict[str, Any] | Sequence[Mapping[str, Any]]"
+"""What is taken for a batch: see `view_batch`."""
 
 __all__ = ["check_batch", "jagged", "lengths", "make_batch", "view_batch"]
 
@@ -25,6 +29,14 @@ def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
     tensors become one dense value a sample, everything else (text, messages) stays as it is. Raises ValueError
     naming the sample and key that do not fit.
     """
+    columns = columns_of(samples)
+    batch = build(columns, len(samples))
+    check_batch(batch)
+    return batch
+
+
+def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of `make_batch`: jagged and dense tensors, and lists of what is neither."""
     if not samples:
         raise ValueError("make_batch needs at least one sample")
     keys = list(samples[0])
@@ -33,51 +45,63 @@ def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
             raise ValueError(f"sample {index} and sample 0 disagree on the keys {sorted(set(sample) ^ set(keys))}")
     if "input_ids" not in keys:
         raise ValueError("samples need the key 'input_ids'")
-    batch = build({key: _column(key, [sample[key] for sample in samples]) for key in keys}, len(samples))
-    check_batch(batch)
-    return batch
+    return {key: _column(key, [sample[key] for sample in samples]) for key in keys}
 
 
-def lengths(batch: "TensorDict | BatchView") -> list[int]:
+def lengths(batch: Batch) -> list[int]:
     """Return the number of tokens of each sample."""
     if isinstance(batch, BatchView):
         return list(batch.lengths)
-    return _input_ids(batch).lengths
+    return _input_ids(dict(_columns(batch)[0]).get("input_ids")).lengths
 
 
-def check_batch(batch: "TensorDict | BatchView") -> None:
+def check_batch(batch: Batch) -> None:
     """Raise ValueError naming the key that breaks the schema: type, layout, lengths, or a trained first token."""
     view_batch(batch)
 
 
-def view_batch(batch: "TensorDict | BatchView") -> BatchView:
+def view_batch(batch: Batch) -> BatchView:
     """Check the batch as `check_batch` does and return it taken apart, so that nobody need do that twice.
 
-    A view is returned as it is: it was checked when it was made.
+    `batch`: a TensorDict; or, where tensordict is not installed, a sequence of samples as `make_batch` takes them or a
+    dict of their columns (jagged tensors, dense ones, lists). A view is returned as it is: it was checked when it was
+    made. Per-token tensors that torch labelled ragged along another dimension, as it does where all lengths are equal,
+    are laid out by the lengths of `input_ids`.
     """
     if isinstance(batch, BatchView):
         return batch
-    if not is_tensordict(batch):
-        raise ValueError(f"a batch is a TensorDict, got {type(batch).__name__}")
-    size = size_of(batch)
-    ids = _input_ids(batch)
+    entries, size = _columns(batch)
+    columns = dict(entries)
+    ids = _input_ids(columns.get("input_ids"))
     sizes = ids.lengths
-    if len(sizes) != size:
+    if size is not None and len(sizes) != size:
         raise ValueError(f"input_ids holds {len(sizes)} samples, the batch {size}")
     for index, length in enumerate(sizes):
         if length < 1:
             raise ValueError(f"sample {index} of input_ids is empty")
-    columns: dict[str, Any] = {}
-    for key, value in leaves(batch):
-        columns[key] = value if not is_jagged(value) else ids if key == "input_ids" else ragged(value)
+    for key, value in columns.items():
+        columns[key] = ids if key == "input_ids" else parts_of(key, value, sizes) if is_jagged(value) else value
         _check_entry(key, columns[key], sizes)
     if "loss_mask" in columns:
         _check_first_tokens(columns["loss_mask"])
     return BatchView(tuple(sizes), columns, ids.values.device)
 
 
-def _input_ids(batch: "TensorDict") -> Ragged:
-    ids = batch.get("input_ids")
+def _columns(batch: Any) -> tuple[Iterable[tuple[str, Any]], int | None]:
+    """Return (key, value) of the batch, and how many samples it says to have."""
+    if is_tensordict(batch):
+        return leaves(batch), size_of(batch)
+    if isinstance(batch, dict):
+        return batch.items(), None
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and all(isinstance(s, Mapping) for s in batch):
+        return columns_of(batch).items(), len(batch)
+    raise ValueError(
+        "a batch is a TensorDict, a view of one, a dict of columns or a sequence of samples, "
+        f"got {type(batch).__name__}"
+    )
+
+
+def _input_ids(ids: Any) -> Ragged:
     if ids is None:
         raise ValueError("the batch has no key 'input_ids'")
     if not is_jagged(ids):
@@ -91,6 +115,10 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
     expected = TOKEN_KEYS.get(key) or SAMPLE_KEYS.get(key)
     parts = value if isinstance(value, Ragged) else None
     tensor = value if parts is None else parts.values
+    if isinstance(value, list) and len(value) != len(sizes):
+        raise ValueError(f"{key} has {len(value)} values for {len(sizes)} samples")
+    if isinstance(value, Tensor) and key not in SAMPLE_KEYS and value.shape[:1] != (len(sizes),):
+        raise ValueError(f"{key} has shape {tuple(value.shape)}, its first dimension must be the {len(sizes)} samples")
     if expected is not None and (not isinstance(tensor, Tensor) or tensor.dtype != expected):
         raise ValueError(f"{key} must be a tensor of {expected}, got {getattr(tensor, 'dtype', type(value).__name__)}")
     if key in TOKEN_KEYS and parts is None:
@@ -105,6 +133,8 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
     if len(parts.lengths) != len(sizes):
         raise ValueError(f"{key} holds {len(parts.lengths)} samples, input_ids {len(sizes)}")
     if key in MEDIA_KEYS:
+        if parts.dim:
+            raise ValueError(f"{key} is ragged along dimension {parts.dim} of a sample, media are along their first")
         return
     if parts.dim != parts.values.dim() - 1 and key in TOKEN_KEYS:
         raise ValueError(

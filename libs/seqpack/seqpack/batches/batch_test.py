@@ -4,9 +4,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from seqpack.batches.batch import check_batch, lengths, make_batch
+from seqpack.batches.batch import check_batch, lengths, make_batch, view_batch
 from seqpack.batches.dicts import check_version
 from seqpack.batches.jagged import jagged, samples_of
+from seqpack.batches.packed import pack_sequences, unpack_tokens
 
 
 def sample(n: int, **more: object) -> dict[str, object]:
@@ -36,6 +37,42 @@ def test_schema_types_and_layout() -> None:
     assert [len(m) for m in batch["messages"]] == [3, 3, 1]
     assert samples_of(batch["position_ids"])[2].shape == (3, 1)
     check_batch(pickle.loads(pickle.dumps(batch.consolidate())))
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [3, 3, 3], [4], [1], [1, 1], [2, 5]])
+def test_what_torch_labelled_by_equal_lengths_is_laid_out_by_the_tokens(lengths: list[int]) -> None:
+    samples = [
+        {
+            "input_ids": torch.arange(n) + 10 * i,
+            "position_ids": torch.arange(3 * n).view(3, n) + 10 * i,
+            "advantages": torch.rand(n),
+            "hidden": torch.rand(n, 2),
+            "features": torch.rand(2, 3, n),
+        }
+        for i, n in enumerate(lengths)
+    ]
+    dims = {"position_ids": 1, "advantages": 0, "hidden": 0, "features": 2}
+    built = {k: torch.nested.as_nested_tensor([s[k] for s in samples], layout=torch.jagged) for k in samples[0]}
+    for batch in (TensorDict(built, [len(lengths)]), built):
+        view = view_batch(batch)
+        packed = pack_sequences(batch)
+        for key, dim in dims.items():
+            assert (view.parts(key).dim, view.parts(key).lengths) == (dims[key], lengths)
+            assert torch.equal(view.flat(key), torch.cat([s[key] for s in samples], dim))
+            assert torch.equal(packed.values[key], view.flat(key))
+        back = samples_of(unpack_tokens(packed, packed.values["position_ids"]))
+        assert all(torch.equal(a, s["position_ids"]) for a, s in zip(back, samples, strict=True))
+
+
+def test_a_batch_needs_no_tensordict() -> None:
+    samples = [sample(3, text="a"), sample(2, text="b")]
+    batch = make_batch(samples)
+    for other in (samples, {"text": ["a", "b"], **{k: batch[k] for k in ("input_ids", "loss_mask", "reward")}}):
+        assert lengths(other) == [3, 2]
+        left, right = pack_sequences(other, [1, 0]), pack_sequences(batch, [1, 0])
+        assert left.extras == right.extras == {"text": ["b", "a"]}
+        assert left.values.keys() == right.values.keys()
+        assert all(torch.equal(left.values[key], right.values[key]) for key in left.values)
 
 
 def test_media_have_lengths_of_their_own() -> None:
@@ -69,6 +106,7 @@ def test_first_token_is_never_trained() -> None:
         ({"input_ids": jagged([torch.zeros(0).long(), torch.zeros(2).long()])}, "sample 0 of input_ids is empty"),
         ({"input_ids": torch.zeros(2, 3).long()}, "input_ids is not jagged"),
         ({"position_ids": jagged([torch.zeros(2, 3).long(), torch.zeros(2, 2).long()])}, "position_ids must be"),
+        ({"pixel_values": jagged([torch.zeros(3, 2), torch.zeros(3, 4)])}, "pixel_values is ragged along dimension 1"),
         ({"position_ids": jagged([torch.zeros(3, 3).long(), torch.zeros(2, 3).long()], 0)}, "ragged along dimension 0"),
         ({"advantages": jagged([torch.zeros(1, 3), torch.zeros(1, 2)])}, r"advantages must be \(B, j\)"),
         ({"hidden": jagged([torch.zeros(3, 4), torch.zeros(1, 4)], 0)}, "sample 1 has 1 values of hidden for 2"),
@@ -80,8 +118,16 @@ def test_check_batch_names_the_key(values: dict[str, object], words: str) -> Non
 
 
 def test_check_batch_takes_what_is_no_batch() -> None:
-    with pytest.raises(ValueError, match="a batch is a TensorDict, got dict"):
+    for nothing in ("text", 3, [1, 2], torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match="a batch is a TensorDict, a view of one, a dict of columns or a sequence"):
+            check_batch(nothing)
+    with pytest.raises(ValueError, match="no key 'input_ids'"):
         check_batch({})
+    ids = jagged([torch.zeros(3).long(), torch.zeros(2).long()])
+    with pytest.raises(ValueError, match="text has 3 values for 2 samples"):
+        check_batch({"input_ids": ids, "text": ["a", "b", "c"]})
+    with pytest.raises(ValueError, match=r"note has shape \(3, 1\), its first dimension must be the 2 samples"):
+        check_batch({"input_ids": ids, "note": torch.zeros(3, 1)})
     with pytest.raises(ValueError, match=r"batch_size \[B\]"):
         check_batch(TensorDict({}, batch_size=[]))
     with pytest.raises(ValueError, match="no key 'input_ids'"):

@@ -1,6 +1,8 @@
 """The edge to tensordict: an optional package, imported where it is used, and refused when it is too old."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
 
 OLDEST = (0, 15)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Metadata of a whole batch (`TensorDict.set_non_tensor`), not of its samples: every part of the batch keeps it."""
+
+    value: Any
 
 
 def require_tensordict() -> Any:
@@ -36,7 +45,7 @@ def check_version(version: str) -> None:
 
 def is_tensordict(x: object) -> bool:
     """Tell whether `x` is a TensorDict (and not one of its non-tensor leaves)."""
-    if isinstance(x, Tensor | Sequence):
+    if isinstance(x, Tensor | Sequence) or "tensordict" not in sys.modules:  # without the package there is none
         return False
     tensordict = require_tensordict()
     return isinstance(x, tensordict.TensorDictBase) and not tensordict.is_non_tensor(x)
@@ -50,11 +59,11 @@ def size_of(td: "TensorDictBase") -> int:
 
 
 def leaf(td: "TensorDictBase", key: str) -> Any:
-    """Return the value under `key`: a tensor, a TensorDict, or the list of per-sample Python values."""
+    """Return the value under `key`: a tensor, a TensorDict, a list of per-sample Python values, or `Shared`."""
     value = td.get(key)
     if isinstance(value, Tensor) or is_tensordict(value):
         return value
-    return list(value.tolist())
+    return Shared(value.data) if isinstance(value, require_tensordict().NonTensorData) else list(value.tolist())
 
 
 def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
@@ -63,18 +72,20 @@ def leaves(td: "TensorDictBase") -> Iterable[tuple[str, Any]]:
 
 
 def build(values: Mapping[str, Any], size: int, device: torch.device | None = None) -> "TensorDict":
-    """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are.
+    """Make a TensorDict with batch_size [size]; lists become per-sample values, kept as they are, `Shared` metadata.
 
     `device` is the one that the TensorDict declares: one that declares none is consolidated on the host, wherever its
     tensors lie.
     """
     tensordict = require_tensordict()
-    wrapped = {k: _stack(tensordict, v) if isinstance(v, list) else v for k, v in values.items()}
+    wrapped = {k: _wrapped(tensordict, v, size) for k, v in values.items()}
     return tensordict.TensorDict(wrapped, batch_size=[size], device=device)
 
 
 def take(x: Any, indices: list[int]) -> Any:
     """Return the samples at `indices` of a tensor, a jagged tensor, a list or a TensorDict of them."""
+    if isinstance(x, Shared):
+        return x
     if isinstance(x, list):
         return [x[i] for i in indices]
     if not isinstance(x, Tensor):
@@ -86,5 +97,9 @@ def take(x: Any, indices: list[int]) -> Any:
     return x.index_select(0, torch.tensor(indices, dtype=torch.int64, device=x.device))
 
 
-def _stack(tensordict: Any, values: list[Any]) -> Any:
-    return tensordict.NonTensorStack(*[tensordict.NonTensorData(value) for value in values])
+def _wrapped(tensordict: Any, value: Any, size: int) -> Any:
+    if isinstance(value, Shared):
+        return tensordict.NonTensorData(value.value, batch_size=[size])
+    if isinstance(value, list):
+        return tensordict.NonTensorStack(*[tensordict.NonTensorData(item) for item in value])
+    return value

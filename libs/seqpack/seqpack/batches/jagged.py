@@ -6,7 +6,7 @@ everything is read back through the public `values()`, `offsets()`, `lengths()` 
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +106,31 @@ def flattened(parts: Ragged) -> Tensor:
         return parts.values
     pieces = [parts.values.narrow(parts.dim, s, n) for s, n in zip(parts.starts, parts.lengths, strict=True)]
     return torch.cat(pieces, dim=parts.dim) if pieces else parts.values.narrow(parts.dim, 0, 0)
+
+
+def settled(parts: Ragged, lengths: Sequence[int], dim: int | None = None) -> Ragged:
+    """Return the parts ragged along the dimension in which the samples have these lengths.
+
+    torch names the first dimension of a sample where all samples are alike (equal lengths, or one row), so that a label
+    says nothing; what must be ragged is known from `input_ids`. `dim` (of a sample, may be negative) is the dimension
+    that is expected; None: the labelled one where it has the lengths, else the last that has. Unchanged where no
+    dimension has the lengths, which is for the caller to refuse.
+    """
+    if not parts.lengths or len(parts.lengths) != len(lengths):
+        return parts
+    wanted = parts.dim if dim is None else dim % parts.values.dim()
+    if parts.dim == wanted and parts.lengths == list(lengths):
+        return parts
+    sizes = [list(parts.values.shape) for _ in parts.lengths]
+    for size, length in zip(sizes, parts.lengths, strict=True):
+        size[parts.dim] = length
+    fitting = [d for d in range(parts.values.dim()) if all(s[d] == n for s, n in zip(sizes, lengths, strict=True))]
+    chosen = max(fitting, default=None) if dim is None else wanted if wanted in fitting else None
+    if chosen is None or chosen == parts.dim:
+        return parts
+    pieces = [parts.values.narrow(parts.dim, s, n) for s, n in zip(parts.starts, parts.lengths, strict=True)]
+    starts = [0, *accumulate(lengths)][:-1]
+    return Ragged(torch.cat(pieces, dim=chosen), starts, list(lengths), chosen)
 
 
 def select(x: Tensor, indices: Sequence[int]) -> Tensor:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from seqpack.batches.batch import view_batch
-from seqpack.batches.dicts import build
+from seqpack.batches.batch import Batch, view_batch
+from seqpack.batches.dicts import Shared, build
 from seqpack.batches.jagged import Ragged, jagged_from_values
 from seqpack.batches.schema import MEDIA_KEYS
 from seqpack.batches.view import BatchView
@@ -26,21 +26,27 @@ class PackedBatch:
     `values`: per-token tensors of T tokens along their token dimension (the last: (T,) or (4, T), unless
     `token_dims` says otherwise), per-sample tensors (n, ...), media concatenated along dimension 0. `cu_seqlens`:
     int32 boundaries; alignment padding belongs to its sequence, a trailing bucket pad is one more sequence.
-    `max_seqlen`: the longest stretch between two boundaries. `position_ids`: int64 (T,), from 0 in each sequence.
-    `lengths`: the n true lengths. `indices`: the rows of the source batch. `extras`: per-sample Python values by
-    key.
+    `max_seqlen`: the longest stretch between two boundaries. `positions`: int64 (T,), a token's place in its sequence,
+    from 0; what the model gets is `position_ids`. `lengths`: the n true lengths. `indices`: the rows of the source
+    batch. `extras`: per-sample Python values by key. `metadata`: values of the whole batch by key.
     """
 
     values: dict[str, Tensor]
     cu_seqlens: Tensor
     max_seqlen: int
-    position_ids: Tensor
+    positions: Tensor
     lengths: tuple[int, ...]
     indices: tuple[int, ...]
     geometry: PackedGeometry
     token_dims: dict[str, int] = field(default_factory=dict)
     media_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
     extras: dict[str, list[Any]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Positions for the model: the batch's own `position_ids`, (T,) or (axes, T), else `positions`."""
+        return self.values.get("position_ids", self.positions)
 
     @property
     def num_sequences(self) -> int:
@@ -63,9 +69,7 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return this row with every tensor on `device`."""
         moved = {key: value.to(device) for key, value in self.values.items()}
-        return replace(
-            self, values=moved, cu_seqlens=self.cu_seqlens.to(device), position_ids=self.position_ids.to(device)
-        )
+        return replace(self, values=moved, cu_seqlens=self.cu_seqlens.to(device), positions=self.positions.to(device))
 
     def with_values(self, **tokens: Tensor) -> "PackedBatch":
         """Return this row with more (or other) per-token tensors, each with T tokens along its last dimension."""
@@ -79,7 +83,7 @@ class PackedBatch:
 
 
 def pack_sequences(
-    batch: "TensorDict | BatchView",
+    batch: Batch,
     indices: Sequence[int] | None = None,
     align: int = 1,
     bucket: int | Sequence[int] | None = None,
@@ -88,15 +92,16 @@ def pack_sequences(
 ) -> PackedBatch:
     """Pack the samples at `indices` (all when None) into one row; `unpack_sequences` is its exact inverse.
 
-    `align` and `bucket` as in `packed_geometry`. `keys` chooses what to carry (everything when None). Padding is 0
-    (False in the masks), or the value that `pad_values` names for a key. Raises ValueError as `check_batch` does,
-    and for keys that are missing.
+    `batch`: a TensorDict, a `BatchView`, or what `view_batch` takes in their place, which needs no tensordict. `align`
+    and `bucket` as in `packed_geometry`. `keys` chooses what to carry (everything when None). Padding is 0 (False in
+    the masks), or the value that `pad_values` names for a key. Raises ValueError as `check_batch` does, and for keys
+    that are missing.
     """
     return _pack(view_batch(batch), indices, align, bucket, keys, pad_values)
 
 
 def pack_each(
-    batch: "TensorDict | BatchView",
+    batch: Batch,
     rows: Iterable[Sequence[int]],
     align: int = 1,
     bucket: int | Sequence[int] | None = None,
@@ -131,10 +136,13 @@ def _pack(
     token_dims: dict[str, int] = {}
     media_lengths: dict[str, tuple[int, ...]] = {}
     extras: dict[str, list[Any]] = {}
+    metadata: dict[str, Any] = {}
     for key, value in columns.items():
         if key not in wanted:
             continue
-        if isinstance(value, list):
+        if isinstance(value, Shared):
+            metadata[key] = value.value
+        elif isinstance(value, list):
             extras[key] = [value[i] for i in rows]
         elif isinstance(value, Tensor):
             values[key] = value.index_select(0, torch.tensor(rows, dtype=torch.int64, device=value.device))
@@ -148,13 +156,14 @@ def _pack(
         values=values,
         cu_seqlens=torch.tensor(geometry.cu_seqlens, dtype=torch.int32, device=batch.device),
         max_seqlen=geometry.max_seqlen,
-        position_ids=_positions(geometry).to(batch.device),
+        positions=_positions(geometry).to(batch.device),
         lengths=geometry.lengths,
         indices=tuple(rows),
         geometry=geometry,
         token_dims=token_dims,
         media_lengths=media_lengths,
         extras=extras,
+        metadata=metadata,
     )
 
 
@@ -172,7 +181,7 @@ def unpack_tokens(packed: PackedBatch, values: Tensor, token_dim: int = -1) -> T
 
 def unpack_sequences(packed: PackedBatch) -> "TensorDict":
     """Return the batch of the row's samples, in the row's order, without any padding."""
-    out: dict[str, Any] = dict(packed.extras)
+    out: dict[str, Any] = {**packed.extras, **{key: Shared(value) for key, value in packed.metadata.items()}}
     for key, value in packed.values.items():
         if key in packed.token_dims:
             out[key] = unpack_tokens(packed, value, packed.token_dims[key])

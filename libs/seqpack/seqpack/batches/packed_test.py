@@ -79,8 +79,8 @@ def test_example_row() -> None:
     assert packed.values["loss_mask"].tolist() == [False, True, False, True, True, False, False, False]
     assert packed.cu_seqlens.tolist() == [0, 2, 6, 8]
     assert packed.cu_seqlens.dtype == torch.int32
-    assert packed.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0, 1]
-    assert packed.position_ids.dtype == torch.int64
+    assert packed.positions.tolist() == packed.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0, 1]
+    assert packed.positions.dtype == torch.int64
     assert packed.max_seqlen == 4
     assert packed.num_sequences == 2
     assert packed.token_mask.tolist() == [True] * 5 + [False] * 3
@@ -126,6 +126,26 @@ def test_packing_each_is_packing_one_after_another(monkeypatch: pytest.MonkeyPat
     for call in (lambda: pack_each(batch, rows), lambda: pack_sequences(batch, [0])):
         with pytest.raises(ValueError, match="loss_mask of sample 0 trains the first token"):
             call()  # at once, not when the first row is taken
+
+
+def test_position_ids_are_those_of_the_batch_where_it_has_them() -> None:
+    packed = pack_sequences(batch_of([3, 1]))
+    assert packed.position_ids is packed.values["position_ids"]
+    assert packed.positions.tolist() == [0, 1, 2, 0]
+    plain = pack_sequences(batch_of([3, 1]), keys=["input_ids"])
+    assert plain.position_ids is plain.positions
+    moved = packed.with_values(position_ids=packed.positions + 7)
+    assert moved.position_ids.tolist() == [7, 8, 9, 7]
+    assert moved.to("cpu").positions.tolist() == [0, 1, 2, 0]
+
+
+def test_metadata_of_the_batch_goes_with_the_row_and_comes_back() -> None:
+    batch = batch_of([3, 1])
+    batch.set_non_tensor("temperature", 0.7)
+    packed = pack_sequences(batch, [1])
+    assert packed.metadata == {"temperature": 0.7}
+    assert "temperature" not in packed.extras
+    assert unpack_sequences(packed)["temperature"] == 0.7
 
 
 def test_keys_and_device() -> None:

@@ -48,7 +48,7 @@ class BatchView:
 
     `lengths`: tokens of each sample. `columns`: by key the parts of a jagged tensor (sample i of a per-token key is
     `parts.values.narrow(parts.dim, parts.starts[i], lengths[i])`), a dense tensor, a list of per-sample Python
-    values, or a nested TensorDict. `device`: where `input_ids` lies.
+    values, a nested TensorDict, or `Shared` metadata. `device`: where `input_ids` lies.
     """
 
     lengths: tuple[int, ...]

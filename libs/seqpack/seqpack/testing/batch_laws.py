@@ -103,9 +103,11 @@ def check_batches_padded_and_back(device: str = "cpu") -> None:
     assert dense["position_ids"].shape == (3, 3, 4)
     assert dense["position_ids"][1, :, 1:].eq(0).all()
     assert torch.equal(dense["grid"], batch["grid"])
-    back = from_padded(dense, [3, 1, 2])
-    assert_same(unbind(back["input_ids"]), [r["input_ids"] for r in rows], device)
-    assert_same(unbind(back["position_ids"]), [r["position_ids"] for r in rows], device)
-    assert back["hidden"].shape == (3, 4, 2)  # not a key of the schema: named, it is cut as well
+    assert dense["nested", "x"].shape == (3, 4)
+    assert_samples(from_padded(dense, batch), rows, device)  # keys outside the schema and nested ones as well
+    by_name = from_padded(dense, [3, 1, 2], keys=["input_ids", "position_ids"])
+    assert_same(unbind(by_name["input_ids"]), [r["input_ids"] for r in rows], device)
+    assert_same(unbind(by_name["position_ids"]), [r["position_ids"] for r in rows], device)
+    assert by_name["hidden"].shape == (3, 4, 2)
     cut = from_padded(dense, [3, 1, 2], 0, keys=["hidden"])
     assert_same(unbind(cut["hidden"]), [r["hidden"] for r in rows], device)

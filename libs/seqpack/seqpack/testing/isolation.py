@@ -226,7 +226,7 @@ class _Rows:
             values={"input_ids": tokens},
             cu_seqlens=cu,
             max_seqlen=self.geometry.max_seqlen,
-            position_ids=positions,
+            positions=positions,
             lengths=self.geometry.lengths,
             indices=tuple(range(len(ids))),
             geometry=self.geometry,
