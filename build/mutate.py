@@ -5,8 +5,8 @@
     ./bazelw run //build:mutate -- --changed-since main --minutes 10        what a branch changed, as CI does
 
 mutmut makes the mutants and runs, for each, the tests that reach its function. Where `--minutes` do not suffice for
-all, an even random sample is run: `measured` in the table says how many. Changes of an error's text are not made; those
-that no test can notice are named, with a reason each, in mutate_equivalent.toml.
+all, an even random sample is run: `measured` in the table says how many. Changes of an error's text and of a zip's
+`strict` do not count; those that no test can notice are named, with a reason each, in mutate_equivalent.toml.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from mutate_report import (
     Row,
     diff_of,
     functions_of,
+    is_own_check,
     name_equivalents,
     read_equivalents,
     recorded,
@@ -178,6 +179,15 @@ def test_diffs_are_those_of_the_functions():
     )
     functions = functions_of(source)
     assert diff_of(functions["x_f__mutmut_orig"], functions["x_f__mutmut_2"]) == ("-return (a +", "+return (a -")
+
+
+def test_strict_of_a_zip_does_not_count():
+    old = "-for a, b in zip(x, y, strict=True):"
+    for new in ("zip(x, y, strict=False)", "zip(x, y, strict=None)", "zip(x, y, )"):
+        assert is_own_check((old, f"+for a, b in {new}:"))
+    for new in ("zip(x, strict=True)", "zip(x, None, strict=True)", "zip(y, x, strict=True)"):
+        assert not is_own_check((old, f"+for a, b in {new}:"))
+    assert not is_own_check(())
 
 
 def test_verdicts():

@@ -66,7 +66,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 def reinforce_plus_plus(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """Return (reward - mean of the batch) / (std of the batch + eps): REINFORCE++ (arXiv 2501.03262), no groups."""
-    return grpo(rewards, torch.zeros_like(rewards, dtype=torch.int64), eps=eps)
+    return grpo(rewards, torch.zeros_like(rewards), eps=eps)
 
 
 def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -77,8 +77,10 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """
     rows = list(loss_mask.unbind())
     if advantages.ndim != 1 or advantages.shape[0] != len(rows):
-        shape = tuple(advantages.shape)
-        raise ValueError(f"advantages must have one number for each of the {len(rows)} rows of loss_mask, got {shape}")
+        raise ValueError(
+            f"advantages must have one number for each of the {len(rows)} rows of loss_mask, "
+            f"got {tuple(advantages.shape)}"
+        )
     return jagged([torch.where(mask, value, 0.0) for mask, value in zip(rows, advantages.float(), strict=True)])
 
 
@@ -180,8 +182,10 @@ def _reinforce_plus_plus(batch: TensorDict) -> Tensor:
 def _check(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return rewards in float64, group numbers made dense, and the size of each group (float64)."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
-        shapes = f"{tuple(rewards.shape)} and {tuple(groups.shape)}"
-        raise ValueError(f"rewards and groups must be one-dimensional and of one length, got {shapes}")
+        raise ValueError(
+            "rewards and groups must be one-dimensional and of one length, "
+            f"got {tuple(rewards.shape)} and {tuple(groups.shape)}"
+        )
     value = rewards.detach().to(torch.float64)
     if not bool(torch.isfinite(value).all()):
         row = int((~torch.isfinite(value)).nonzero()[0])

@@ -184,8 +184,10 @@ def test_the_names_are_the_choices():
     assert all(name == estimator.name for name, estimator in ESTIMATORS.items())
     with pytest.raises(ValueError, match="unknown advantage 'gae': use one of grpo, dr_grpo"):
         estimate(batch(), "gae")
-    with pytest.raises(ValueError, match=r"or the advantage reinforce_plus_plus$"):
+    with pytest.raises(ValueError, match=r"at least 2, or the advantage reinforce_plus_plus$"):
         ESTIMATORS["dr_grpo"].check_group_size(1)
+    with pytest.raises(ValueError, match=r"at least 2$"):
+        ESTIMATORS["dr_grpo"].check_group_size(0)
 
 
 def test_keys_that_are_missing_are_named():
@@ -221,6 +223,10 @@ def test_an_estimator_from_outside_needs_no_other_edit(register):
     with pytest.raises(ValueError, match="registered already"):
         register("test-short")(short)
     assert short(data).tolist() == [0.5, -0.25, 3.0]
+    register("test-alone", min_group_size=1)(short)
+    with pytest.raises(ValueError, match=r"at least 3, or the advantage reinforce_plus_plus or test-alone$"):
+        ESTIMATORS.named("test-short").check_group_size(1)
+    ESTIMATORS.named("test-alone").check_group_size(1)
 
 
 def test_an_estimator_may_give_a_number_a_token(register):

@@ -202,7 +202,7 @@ def aggregate(
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the sum of each packed sequence: f[T], i32[n+1] -> f[n]; differentiable."""
-    lengths = cu_seqlens.diff().to(torch.int64)
+    lengths = cu_seqlens.diff()
     sequences = torch.arange(lengths.numel(), device=values.device)
     owner = torch.repeat_interleave(sequences, lengths, output_size=values.numel())  # no wait for the device
     return values.new_zeros(lengths.numel()).index_add(0, owner, values)

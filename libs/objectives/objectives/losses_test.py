@@ -53,19 +53,18 @@ def test_cispo_equals_the_formula(rows, bounds):
 
 
 def test_ppo_gradient_is_zero_exactly_where_clipped():
-    ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5, 9.0], dtype=torch.float64)
-    advantage = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5, 9.0, 0.9, 1.1], dtype=torch.float64)
+    advantage = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     new = ratio.log().requires_grad_()
     got = losses.ppo_clip(new, torch.zeros_like(ratio), advantage, 0.2, 0.2, dual_clip=3.0)
     got.loss.sum().backward()
     # With A > 0 only a ratio above the range is cut; with A < 0 only one below it, and the dual bound cuts the far one.
-    want = torch.where(torch.tensor([0, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool), 0.0, -ratio * advantage)
+    want = torch.where(torch.tensor([0, 0, 0, 0, 1, 1, 0, 1, 0, 0], dtype=torch.bool), 0.0, -ratio * advantage)
     torch.testing.assert_close(new.grad, want)
     torch.testing.assert_close(got.metrics["ratio"], ratio)
     assert not got.metrics["ratio"].requires_grad
-    assert got.metrics["clip/high"].tolist() == [False, False, False, False, True, False, False, False]
-    assert got.metrics["clip/low"].tolist() == [False, False, False, False, False, True, False, False]
-    assert got.metrics["clip/dual"].tolist() == [False] * 7 + [True]
+    for name, token in {"clip/high": 4, "clip/low": 5, "clip/dual": 7}.items():
+        assert got.metrics[name].nonzero().flatten().tolist() == [token]
 
 
 def test_a_zero_advantage_is_never_counted_as_clipped():
@@ -81,6 +80,9 @@ def test_a_ratio_on_the_bound_is_not_clipped():
         metrics = kind(zero, zero, advantage, clip_low=0.0, clip_high=0.0).metrics
         assert not metrics["clip/low"].any()
         assert not metrics["clip/high"].any()
+    two = torch.full((1,), 2.0, dtype=torch.float64).log()
+    assert two.exp() == 2
+    assert not losses.ppo_clip(two, torch.zeros(1), -torch.ones(1), dual_clip=2.0).metrics["clip/dual"].any()
 
 
 def test_no_gradient_reaches_the_old_policy_or_the_advantage():
@@ -141,6 +143,13 @@ def test_nothing_trained_is_zero_not_nan():
     for how in losses.AGGREGATIONS:
         assert float(losses.aggregate(VALUES, torch.zeros_like(MASK), CU, how, 0, 0, max_tokens=5)) == 0.0
         assert float(losses.aggregate(VALUES[:0], MASK[:0], CU[:1], how, 7, 3, max_tokens=5)) == 0.0
+
+
+@pytest.mark.parametrize(("how", "want"), [("token", 7.0), ("sequence", 7.0), ("constant", 7.0 / 5)])
+def test_a_single_trained_token_is_the_loss(how, want):
+    one, mask = torch.tensor([9.0, 7.0], dtype=torch.float64), torch.tensor([False, True])
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+    assert float(losses.aggregate(one, mask, cu_seqlens, how, 1, 1, max_tokens=5)) == want
 
 
 def test_sequence_sums_of_any_layout():
@@ -229,6 +238,7 @@ def test_a_loss_from_outside_needs_no_other_edit():
     objective = GRPO(policy_loss="test-gspo", clip_high=0.5, aggregation="sequence")
     assert objective.required_keys == ("advantages", "marker")
     assert "test-gspo" in tuple(POLICY_LOSSES)
+    assert POLICY_LOSSES["test-gspo"].scales_with_advantage is False
     tokens = tokens_of(torch.full((7,), 2.0, dtype=torch.float64))
     packed = tokens.batch.with_values(old_log_probs=tokens.old_log_probs, advantages=tokens.advantages)
     loss, metrics = objective(tokens.log_probs, None, packed, Totals(5, 2))

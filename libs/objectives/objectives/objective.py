@@ -29,4 +29,4 @@ def rows_without_gradient(batch: TensorDict | BatchView, advantages: bool) -> Te
 
 def pair(values: Tensor, mask: Tensor) -> Tensor:
     """Return (sum over the mask, count of the mask), a metric."""
-    return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().to(values.dtype)]).detach()
+    return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum()]).detach()

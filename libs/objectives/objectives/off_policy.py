@@ -47,7 +47,7 @@ def sequence_weights(
     log_ratio = sequence_sums(gap, cu_seqlens).clamp(max=60.0)  # exp(60) is finite in float32 and beyond any cap
     ratio = torch.exp(log_ratio)
     weight = torch.where(ratio <= cap, ratio, 0.0) if mask else ratio.clamp(max=cap)
-    return torch.repeat_interleave(weight, cu_seqlens.diff().to(torch.int64), output_size=gap.numel())
+    return torch.repeat_interleave(weight, cu_seqlens.diff(), output_size=gap.numel())
 
 
 def weights(
@@ -77,7 +77,7 @@ def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Te
     trainer).
     """
     gap = torch.where(loss_mask, (trainer_log_probs - rollout_log_probs).detach(), 0.0)
-    count = loss_mask.sum().to(gap.dtype)
+    count = loss_mask.sum()
     size = gap.abs()
     largest = size.max() if size.numel() else size.new_zeros(())
     return {

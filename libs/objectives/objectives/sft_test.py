@@ -52,5 +52,5 @@ def test_it_needs_nothing_more():
 
 @pytest.mark.parametrize("aggregation", ["constant", "mean", "", None])
 def test_other_aggregations_are_refused(aggregation):
-    with pytest.raises(ValueError, match="use one of token, sequence"):
+    with pytest.raises(ValueError, match=r"^unknown aggregation of SFT .*: use one of token, sequence$"):
         SFT(aggregation=aggregation)
