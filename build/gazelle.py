@@ -80,10 +80,16 @@ def imports(tree: ast.AST) -> set[tuple[str, str]]:
 
 
 @cache
+def imports_of(path: Path) -> frozenset[tuple[str, str]]:
+    """The imports of a file."""
+    return frozenset(imports(ast.parse(path.read_text())))
+
+
+@cache
 def exports(path: Path) -> dict[str, str]:
     """name -> module of a lazy `__init__.py`, its `_EXPORTS`."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
+    text = path.read_text()
+    for node in ast.parse(text).body if "_EXPORTS" in text else ():
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and target.id == "_EXPORTS":
@@ -145,12 +151,12 @@ def target_of(path: Path, root: Path) -> str:
 
 def is_bare(path: Path) -> bool:
     """Whether a file imports and exports nothing."""
-    return not exports(path) and not registered(path) and not imports(ast.parse(path.read_text()))
+    return not exports(path) and not registered(path) and not imports_of(path)
 
 
 def wanted_by(path: Path, readme: Path | None) -> set[tuple[str, str]]:
     """The imports of a file, of the modules that a lazy facade hands out, and of a README that it runs."""
-    wanted = imports(ast.parse(path.read_text()))
+    wanted = set(imports_of(path))
     if path.name == "__init__.py":
         wanted |= {(module, "") for module in exports(path).values()}
     for block in re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.M | re.S) if readme else ():

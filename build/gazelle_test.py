@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gazelle import Tree, exports, generate
+from gazelle import Tree, exports, generate, imports_of
 
 PEAK = """load("//build:defs.bzl", "library", "module", "module_test", "requirement")
 
@@ -99,6 +99,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text(text)
     monkeypatch.chdir(tmp_path)
     exports.cache_clear()
+    imports_of.cache_clear()
     return tmp_path
 
 
@@ -124,6 +125,7 @@ def test_a_registry_needs_every_file_of_its_folder(house: Path) -> None:
     """A package that reads its `__path__` imports by name what a new file adds; its tests are not part of it."""
     (house / "libs/peak/peak/rooms/__init__.py").write_text("import pkgutil\nLIST = pkgutil.iter_modules(__path__)\n")
     exports.cache_clear()
+    imports_of.cache_clear()
     text = generate(Tree(), "libs/peak")
     assert (
         'module(\n    name = "rooms",\n    srcs = ["peak/rooms/__init__.py"],\n    deps = [\n'
