@@ -209,7 +209,8 @@ class Engine:
         """Read what `save` wrote, by this or another number of ranks. ValueError for a checkpoint of another model."""
         self._check_onloaded()
         state = self.executor.state()
-        facts = load_checkpoint(Path(directory), state)
+        parts = self.groups.pipeline if self.groups.layout.pp > 1 else None
+        facts = load_checkpoint(Path(directory), state, parts)
         self.executor.load_state(state)
         self.step = int(facts["step"])
         self.guard = FiniteGuard(self.config, skipped=int(facts.get("skipped_steps", 0)))

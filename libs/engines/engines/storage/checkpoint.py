@@ -34,11 +34,12 @@ def save_checkpoint(directory: Path, state: dict[str, Any], facts: Mapping[str, 
     _barrier()
 
 
-def load_checkpoint(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+def load_checkpoint(directory: Path, state: dict[str, Any], parts: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Read into `state` in place what `save_checkpoint` wrote, and return its facts. Collective.
 
-    Weights and optimizer fit any world size; random states are restored on the same one. ValueError for a directory
-    that is none, or one whose tensors are not those of `state`.
+    Weights and optimizer fit any world size; random states are restored on the same one. `parts`: the ranks whose
+    states together hold the model (the stages of a pipeline), where one rank's does not. ValueError for a directory
+    that is no checkpoint, or one whose tensors are not those of the model.
     """
     found = existing(directory)
     if not (found / _FACTS).is_file():
@@ -46,7 +47,7 @@ def load_checkpoint(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads((found / _FACTS).read_text())
     if "optimizer" in state and not facts["optimizer"]:
         raise ValueError(f"{directory} holds no optimizer: load it into an engine built with trainable=False")
-    _check_tensors(found, state["model"])
+    _check_tensors(found, _shapes(state["model"], parts))
     dcp.load(state, checkpoint_id=str(found))
     if facts["world_size"] == _world_size():
         _set_random_state(torch.load(found / f"random_{_rank()}.pt"))
@@ -54,7 +55,17 @@ def load_checkpoint(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _check_tensors(directory: Path, model: Mapping[str, torch.Tensor]) -> None:
+def _shapes(model: Mapping[str, torch.Tensor], parts: dist.ProcessGroup | None) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the model, by name."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    if parts is None:
+        return own
+    every: list[Any] = [None] * dist.get_world_size(parts)
+    dist.all_gather_object(every, own, group=parts)
+    return {name: shape for shapes in every for name, shape in shapes.items()}
+
+
+def _check_tensors(directory: Path, model: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError naming the first tensor that checkpoint and model do not share, or whose shapes differ."""
     entries = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     saved = {
@@ -68,11 +79,11 @@ def _check_tensors(directory: Path, model: Mapping[str, torch.Tensor]) -> None:
             f"{directory} is a checkpoint of another model: {name} is in {sides[0]} and not in {sides[1]}; build the "
             "engine from the model that was trained"
         )
-    for name, tensor in model.items():
-        if saved[name] != tuple(tensor.shape):
+    for name, shape in model.items():
+        if saved[name] != shape:
             raise ValueError(
                 f"{directory} is a checkpoint of another model: {name} has shape {saved[name]} in the checkpoint and "
-                f"{tuple(tensor.shape)} in this model; build the engine from the model that was trained"
+                f"{shape} in this model; build the engine from the model that was trained"
             )
 
 
