@@ -1,4 +1,4 @@
-"""Capabilities as code: Yes with what showed it, or No with the reason, before any device is touched."""
+"""Capabilities as code: Yes with the test that showed it, or No with the reason, before any device is touched."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from engines.config import EngineConfig
 
 @dataclass(frozen=True)
 class Yes:
-    """Supported; `evidence` names the test that ran it."""
+    """Supported; `evidence` names the test that showed it, as FILE::FUNCTION under this package."""
 
     evidence: str
 
@@ -26,25 +26,27 @@ class No:
 
 
 FSDP2: dict[str, Yes | No] = {
-    "packed": Yes("step_test: packed equals padded, loss and gradients"),
-    "padded": Yes("step_test: packed equals padded, loss and gradients"),
-    "cpu": Yes("step_test"),
-    "cuda": Yes("cuda_test on an H200, cuda_four_test on four"),
+    "packed": Yes("step_test.py::test_packed_equals_padded_in_any_micro_batches"),
+    "padded": Yes("step_test.py::test_packed_equals_padded_in_any_micro_batches"),
+    "cpu": Yes("step_test.py::test_steps_equal_a_plain_loop"),
+    "cuda": Yes("cuda_test.py::test_float32_equals_the_cpu"),
     "npu": No("no Ascend device was at hand: nothing ran on one yet"),
-    "data_parallel": Yes("step_two_test: two processes equal one"),
-    "context_parallel": Yes("context_parallel_test: static and dynamic equal one process, on 2 and 4 ranks"),
+    "data_parallel": Yes("step_two_test.py::test_same_curve"),
+    "context_parallel": Yes("parallel/context_parallel_test.py::test_same_curves_scores_and_weights"),
     "tensor_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
-    "moe": Yes("packing/model_test: Qwen3.5 MoE is isolated when packed"),
+    "moe": Yes("packing/model_test.py::test_isolated"),
     "expert_parallel": No("experts are sharded like other weights, not placed"),
-    "bfloat16": Yes("step_test: a bfloat16 step"),
-    "gradient_checkpointing": Yes("step_test: same gradients"),
-    "tied_weights": Yes("checkpoint_test: save, load and save_hf with tied weights"),
-    "offload": Yes("step_test: offload and onload"),
+    "bfloat16": Yes("step_test.py::test_bfloat16_compute_with_float32_weights"),
+    "gradient_checkpointing": Yes("step_test.py::test_gradient_checkpointing_recomputes_the_layers"),
+    "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
+    "offload": Yes("step_test.py::test_offload_and_onload"),
+    "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
+    "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
     "lora": No("adapters are not implemented yet"),
     "async_save": No("save() waits for the disk"),
     "vision": No("text models only: batches with images are refused"),
-    "multi_axis_positions": Yes("packing/model_test: MRoPE positions of a batch reach the rotary embedding"),
+    "multi_axis_positions": Yes("packing/model_test.py::test_multi_axis_positions_reach_the_rotary_embedding"),
 }
 
 
@@ -53,7 +55,7 @@ def supports(config: EngineConfig, feature: str) -> Yes | No:
     if feature == "megatron":
         return No("the megatron backend is not implemented yet; use backend='fsdp2'")
     if feature == "fsdp2":
-        return Yes("step_test")
+        return FSDP2["cpu"]
     if feature not in FSDP2:
         raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted([*FSDP2, 'fsdp2', 'megatron']))}")
     if config.backend == "megatron":

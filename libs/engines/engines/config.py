@@ -60,11 +60,13 @@ class EngineConfig:
         for name in ("max_tokens_per_rank", "logit_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lr", "warmup_steps", "eps", "weight_decay"):
+        for name in ("lr", "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature} (for greedy answers use 1.0 here)")
+        if self.eps <= 0:
+            raise ValueError(f"eps must be above 0, got {self.eps}: a gradient of zero would divide by it")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -1,5 +1,11 @@
 """Configuration, learning rates, capabilities, weight pieces and metric sums: everything that needs no model."""
 
+import ast
+import math
+import sys
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,24 +16,74 @@ from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.schedule import learning_rate
 from engines.weights.pieces import assemble, pieces
 
+BAD = {
+    "backend": ["fsdp", None, 1],
+    "device": ["gpu", ""],
+    "batching": ["rows", "Packed"],
+    "dtype": ["float16", "bf16"],
+    "master_dtype": ["float16"],
+    "lr_schedule": ["wsd"],
+    "on_nonfinite": ["ignore", True],
+    "context_parallel": ["static", "static:0", "static:-1", "static:x", "on", 2, None],
+    "model": [7],
+    "max_tokens_per_rank": [0, -1, 2.0, True, "16", math.nan],
+    "logit_chunk": [0, 1.5],
+    "warmup_steps": [-1, 1.0],
+    "total_steps": [0, -3, 2.5],
+    "temperature": [0.0, -1.0, math.nan, math.inf, "1", True],
+    "lr": [-1e-9, math.nan, math.inf, None],
+    "min_lr_ratio": [-0.1, 1.1, math.nan],
+    "betas": [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), [0.9, 0.98], 0.9],
+    "eps": [0.0, -1e-8, math.nan],
+    "weight_decay": [-1.0, math.nan, math.inf],
+    "grad_clip": [0.0, -1.0, math.nan, math.inf],
+    "skip_zero_gradient_rows": [1, "yes", None],
+    "gradient_checkpointing": ["false"],
+    "reshard_after_forward": [0],
+}
+
+
+def test_every_field_refuses_what_cannot_work():
+    """By name, for every field there is, in a schedule in which each field matters."""
+    assert BAD.keys() == {field.name for field in fields(EngineConfig)}
+    schedule = {"lr_schedule": "cosine", "total_steps": 10}
+    for name, values in BAD.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                EngineConfig(**{**schedule, name: value})
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "fsdp"}, "backend must be one of 'fsdp2', 'megatron'"),
-        ({"batching": "rows"}, "batching"),
-        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"grad_clip": 0.0}, "grad_clip"),
-        ({"lr_schedule": "cosine"}, "total_steps"),
-        ({"lr_schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "total_steps"),
-        ({"min_lr_ratio": 0.1}, "no effect"),
-        ({"context_parallel": "static"}, "static:N"),
+        ({"backend": "fsdp"}, "backend must be one of 'fsdp2', 'megatron', got 'fsdp'"),
+        ({"lr_schedule": "cosine"}, "needs total_steps above warmup_steps"),
+        ({"lr_schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "needs total_steps above warmup_steps"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio has no effect with lr_schedule 'constant'"),
+        ({"total_steps": 5}, "total_steps has no effect with lr_schedule 'constant'"),
+        ({"temperature": 0}, r"temperature must be above 0, got 0 \(for greedy answers use 1.0 here\)"),
+        ({"grad_clip": math.inf}, "grad_clip must be a finite number, got inf"),
     ],
 )
-def test_settings_that_cannot_work(options, message):
+def test_refusals_say_the_fix(options, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**options)
+
+
+@given(
+    st.sampled_from(["lr", "weight_decay", "eps", "temperature", "grad_clip", "min_lr_ratio"]),
+    st.floats(allow_nan=True, allow_infinity=True),
+)
+def test_a_number_that_is_accepted_is_one_that_works(name, value):
+    options = {"lr_schedule": "linear", "total_steps": 4, name: value}
+    lowest = 5e-324 if name in ("temperature", "grad_clip", "eps") else 0.0
+    highest = 1.0 if name == "min_lr_ratio" else sys.float_info.max
+    if not lowest <= value <= highest:
+        with pytest.raises(ValueError, match=name):
+            EngineConfig(**options)
+        return
+    config = EngineConfig(**options)
+    assert all(math.isfinite(learning_rate(config, step)) for step in range(6))
 
 
 def test_context_parallel_values():
@@ -47,13 +103,20 @@ def test_learning_rates_by_hand():
 
 
 def test_every_capability_answers_with_its_ground():
-    config = EngineConfig()
+    """A Yes names a test that is there; a No says why."""
+    config, here = EngineConfig(), Path(__file__).parent
     for feature in FSDP2:
         answer = supports(config, feature)
         assert isinstance(answer, (Yes, No))
         assert bool(answer) == isinstance(answer, Yes)
-        assert (answer.evidence if isinstance(answer, Yes) else answer.reason).strip()
+        if isinstance(answer, Yes):
+            file, _, function = answer.evidence.partition("::")
+            tree = ast.parse((here / file).read_text())
+            assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, answer
+        else:
+            assert len(answer.reason.split()) > 3
         assert not supports(EngineConfig(backend="megatron"), feature)
+    assert supports(config, "fsdp2")
     assert not supports(config, "megatron")
     with pytest.raises(ValueError, match="known are"):
         supports(config, "teleport")
