@@ -1,8 +1,8 @@
 """Megatron-Core over the groups of plans, float64 on gloo processes: equal to Megatron's own layers, one sequence at a
 time, and to its own static context parallelism.
 
-Megatron's delta net computes in float32 whatever the weights are, so that hybrids agree with it to float32, and among
-plans to float64.
+What Megatron computes in float32 whatever the weights are (its output gate, its delta net) is kept in float64 in both
+(`_Float64Stays`): float32 rounds an element by its place in a tensor, from another place on for each vector width.
 """
 
 import subprocess
@@ -166,9 +166,9 @@ def test_attention_is_exact_under_every_plan(ranks: list[tuple]) -> None:
     assert len(ranks[0][0]) == 1 + 6 * 3 + 3 * 2 + 2
     for rank in ranks:
         for name, row in rank[0].items():
-            bound = 1e-6 if name == "schedule" else 1e-10  # Megatron's own loss goes through float32
-            assert Difference(*row).loss <= bound, (name, row)
-            assert Difference(*row).worst <= bound, (name, row)
+            # Megatron's own schedule adds up the ranks' token counts and scales gradients in float32.
+            bound = 1e-6 if name == "schedule" else 1e-10
+            assert max(Difference(*row).loss, Difference(*row).worst) <= bound, (name, row)
 
 
 def test_hybrids_are_exact_under_every_plan(ranks: list[tuple]) -> None:
@@ -176,7 +176,7 @@ def test_hybrids_are_exact_under_every_plan(ranks: list[tuple]) -> None:
     assert len(ranks[0][2]) == 1 + 3 * 3 + 1
     for rank in ranks:
         for name, row in rank[1].items():
-            assert max(Difference(*row).loss, Difference(*row).worst) <= 1e-5, (name, row)
+            assert max(Difference(*row).loss, Difference(*row).worst) <= 1e-10, (name, row)
         for name, row in rank[2].items():
             assert max(Difference(*row).loss, Difference(*row).worst) <= 1e-10, (name, row)
 

@@ -54,7 +54,7 @@ def without_cuda() -> Iterator[None]:
     devices, none about what is tested: tensors are made on torch.cuda.current_device(), in the schedules on "cuda";
     random numbers come from a tracker of CUDA states (Megatron's tracker for inference does nothing); GatedDeltaNet
     refuses to be built where fla is missing, though its deterministic mode needs of it only the l2norm, given here from
-    its definition.
+    its definition. And float64 models compute in float64 throughout (see `_Float64Stays`).
     """
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -68,6 +68,7 @@ def without_cuda() -> Iterator[None]:
         mock.patch.object(gated_delta_net, "HAVE_FLA", True),
         mock.patch.object(gated_delta_net, "l2norm", l2norm, create=True),
         _CudaMeansCpu(),
+        _Float64Stays(),
     ):
         yield
 
@@ -79,6 +80,24 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class _Float64Stays(TorchFunctionMode):
+    """`x.float()` and `x.to(torch.float32)` widen, and leave float64 as it is.
+
+    Megatron computes its output gate (`torch.sigmoid(gate.float())`) and its gated delta net in float32 whatever the
+    weights are. In float32 an element's last bit depends on its place in the tensor: vectorized loops compute whole
+    vectors by one formula and what is left over by another, with AVX-512 from other places on than with AVX2. A shard
+    puts tokens elsewhere than a whole sequence does, so that only float64 tells a wrong exchange from that rounding.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        named = kwargs.get("dtype") is torch.float32 or torch.float32 in args[1:]
+        narrows = func is torch.Tensor.float or (func is torch.Tensor.to and named)
+        if narrows and args[0].dtype == torch.float64:
+            return args[0]
         return func(*args, **kwargs)
 
 
@@ -97,6 +116,9 @@ def build(tiny: Tiny, method: Method | None, cp_size: int = 1) -> Any:
     spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
     torch.manual_seed(3)
     model = GPTModel(config, spec, tiny.vocab, 4096, position_embedding_type="rope", rotary_base=100)
+    # A table in float64 too: the cosine of a float32 angle may depend on its place, as `_Float64Stays` says.
+    rotary = model.rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq.to(torch.promote_types(tiny.dtype, torch.float32))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
