@@ -8,22 +8,36 @@ from dyncp.planning.types import DynamicPlan
 
 
 def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -> None:
-    """ValueError on every rank, naming the odd ones, unless all hold a plan of the same hash. Eight bytes a rank."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    """ValueError on every rank, naming the odd ones, unless all hold a plan of the same hash, made for this world.
+
+    Collective over `group`, eight bytes a rank; a rank that never calls it makes the others raise after the group's
+    timeout. `ProcessGroups.prepare` calls it.
+    """
+    if not dist.is_initialized():
+        if plan.world_size > 1:
+            raise ValueError(f"the plan is for {plan.world_size} ranks, and torch.distributed is not initialised")
         return
     world = dist.get_world_size(group)
-    if world != plan.world_size:
-        raise ValueError(f"the plan is for {plan.world_size} ranks, this process group has {world}")
-    number = int.from_bytes(bytes.fromhex(plan.hash), "big", signed=True)
-    mine = torch.tensor([number], dtype=torch.int64, device=communication_device(group))
-    hashes = gathered(mine, group).tolist()
-    common = max(set(hashes), key=lambda value: (hashes.count(value), -hashes.index(value)))
-    odd = [rank for rank, value in enumerate(hashes) if value != common]
+    hashes = gathered_numbers(int.from_bytes(bytes.fromhex(plan.hash), "big", signed=True), group)
+    odd, common = odd_ranks(hashes)
     if odd:
         raise ValueError(
-            f"ranks {odd} hold another plan than rank {hashes.index(common)}: plan from the same lengths, world size, "
-            "cap, cost model and layout on every rank"
+            f"ranks {odd} hold another plan than rank {common}: plan from the same lengths, world size, "
+            "cap, alignment, cost model and layout on every rank"
         )
+    if world != plan.world_size:
+        raise ValueError(f"the plan is for {plan.world_size} ranks, this process group has {world}")
+
+
+def gathered_numbers(number: int, group: dist.ProcessGroup | None) -> list[int]:
+    """Every rank's 64-bit number, in rank order. Collective; waits for the device."""
+    return gathered(torch.tensor([number], device=communication_device(group)), group).tolist()
+
+
+def odd_ranks(numbers: list[int]) -> tuple[list[int], int]:
+    """(ranks whose number is not the commonest, the first rank whose number is)."""
+    common = max(set(numbers), key=lambda value: (numbers.count(value), -numbers.index(value)))
+    return [rank for rank, value in enumerate(numbers) if value != common], numbers.index(common)
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:

@@ -2,9 +2,11 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch.distributed as dist
 
+from dyncp.comm.plan_hash import check_same_plan, communication_device
 from dyncp.planning.types import DynamicPlan
 
 Ranks = tuple[int, ...]
@@ -25,18 +27,23 @@ class ProcessGroups:
         self._groups: OrderedDict[Ranks, dist.ProcessGroup] = OrderedDict()
 
     def prepare(self, plan: DynamicPlan) -> None:
-        """Make the plan's groups. Collective. ValueError where one plan needs more than the limit."""
+        """Check that all ranks hold this plan, and make its groups with the world's timeout. Collective.
+
+        ValueError on every rank where plans differ, and where the plan needs more groups than the limit.
+        """
+        check_same_plan(plan)
         needed = [ranks for ranks in plan.process_groups() if len(ranks) < plan.world_size]
         rank, most = _busiest(needed)
         if most > self.limit:
             raise ValueError(
                 f"the plan needs {most} process groups on rank {rank}, the limit is {self.limit}: raise it"
             )
+        timeout = world_timeout() if needed else None
         for ranks in needed:
             if ranks in self._groups:
                 self._groups.move_to_end(ranks)
                 continue
-            self._groups[ranks] = dist.new_group(list(ranks))
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
             self.created += 1
         rank, most = _busiest(self._groups)
         while most > self.limit:
@@ -65,6 +72,12 @@ class ProcessGroups:
         """Destroy all groups. Collective over each group's ranks."""
         for ranks in list(self._groups):
             self._destroy(ranks)
+
+
+def world_timeout() -> timedelta:
+    """How long a collective of the default group waits: what `init_process_group(timeout=...)` was given."""
+    timeout: timedelta = dist.group.WORLD._get_backend(communication_device()).options._timeout
+    return timeout
 
 
 def _busiest(groups: Iterable[Ranks]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ its DDP sums gradients; each rank divides its loss sum by `plan.trained_tokens`,
     model = GPTModel(config, spec, ..., position_embedding_type="rope")
     adapt(model)                                        # rotary positions of shards, packed gated delta nets
     made = plan(lengths, world, cap, cost_model(model), method="ulysses", trained_tokens=count_trained(batch))
-    check_same_plan(made), groups.prepare(made)
+    groups.prepare(made)  # ValueError on every rank where plans differ
     for micro in micro_batches(batch, made, groups, rank):
         losses = ddp(micro.input_ids, micro.position_ids, None, labels=micro.labels, packed_seq_params=micro.params)
         (losses * micro.loss_mask).sum().div(made.trained_tokens).backward()

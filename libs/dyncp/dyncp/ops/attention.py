@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from dyncp.comm.sharding_hash import check_same_sharding
 from dyncp.ops.all_gather import all_gather_attention
 from dyncp.ops.heads import kv_repeats
 from dyncp.ops.methods import METHODS, Method
@@ -31,12 +32,15 @@ def attention(
     q: [local tokens, Hq, D]; k, v: [local tokens, Hkv, D] with Hq a multiple of Hkv; this rank's shard of the stream.
     cu_seqlens: boundaries of the whole stream (all ranks, padding included), or its Sharding, which saves a copy from
     the device. group: the ranks that share the stream, in order; None for one rank. scale: default D ** -0.5. Returns
-    [local tokens, Hq, D]. Differentiable in q, k and v. ValueError for shapes, heads or layouts that do not fit.
+    [local tokens, Hq, D]. Differentiable in q, k and v. ValueError for shapes, heads or layouts that do not fit, and on
+    every rank for streams that differ between ranks (compared once for each Sharding).
     """
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not known: choose one of {', '.join(METHODS)}")
     size = 1 if group is None else dist.get_world_size(group)
     sharding = Sharding.of(cu_seqlens, size, layout)
+    if group is not None and size > 1:
+        check_same_sharding(sharding, group, f"attention by {method}")
     if q.shape[0] != sharding.local_tokens or k.shape != v.shape or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"each of the {size} ranks holds {sharding.local_tokens} tokens of this stream; got q {tuple(q.shape)}, "

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dyncp.comm.collectives import gathered, reduce_scattered
+from dyncp.comm.sharding_hash import check_same_sharding
 from dyncp.planning.sizes import Layout
 from dyncp.sharding.layout import Run, Sharding
 from seqpack.ops.conv import causal_conv1d as local_conv1d
@@ -113,6 +114,8 @@ def _sharding_and_rank(
     check_delta_layout(layout)
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     sharding = Sharding.of(cu_seqlens, size, layout)
+    if group is not None and size > 1:
+        check_same_sharding(sharding, group, "gated delta net")
     if x.shape[0] != sharding.local_tokens:
         raise ValueError(
             f"each of the {size} ranks holds {sharding.local_tokens} tokens of this stream, got {x.shape[0]}"

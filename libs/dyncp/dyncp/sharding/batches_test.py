@@ -82,6 +82,7 @@ def refusals(world: int) -> list[str]:
     checks = (
         lambda: check_same_plan(odd),
         lambda: check_same_plan(seed_plan((3, 4), 2 * world, 16, 1)),
+        lambda: check_same_plan(seed_plan((3, 4), world if rank else 2 * world, 16, 1)),
         lambda: merge_outputs([TensorDict({f"key{rank}": torch.zeros(1)}, [1])], plan),
     )
     for check in checks:
@@ -104,10 +105,11 @@ def test_four_processes() -> None:
     for count, messages, mixed in run_world(4, four_ranks):
         assert mixed
         assert count == 3 * len(LENGTHS)
-        assert len(messages) == 3
+        assert len(messages) == 4
         assert "ranks [3] hold another plan than rank 0" in messages[0]
         assert "the plan is for 8 ranks, this process group has 4" in messages[1]
-        assert "ranks hand in different outputs" in messages[2]
+        assert "ranks [0] hold another plan than rank 1" in messages[2]
+        assert "ranks hand in different outputs" in messages[3]
 
 
 def test_the_merge_says_what_is_missing() -> None:

@@ -7,7 +7,7 @@ a causal triangle.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -80,12 +80,14 @@ class Sharding:
     """A packed stream over cp_size ranks.
 
     bounds: cu_seqlens of the stream as integers, padding included. In zigzag every sequence must be a multiple of
-    2 x cp_size long, in contiguous the whole stream a multiple of cp_size (`dyncp.shard` pads).
+    2 x cp_size long, in contiguous the whole stream a multiple of cp_size (`dyncp.shard` pads). checked: what
+    `dyncp.comm.sharding_hash` has compared between ranks; not a part of the value.
     """
 
     bounds: tuple[int, ...]
     cp_size: int
     layout: Layout = "contiguous"
+    checked: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
