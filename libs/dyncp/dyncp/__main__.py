@@ -152,6 +152,7 @@ def _matrix(arguments: argparse.Namespace) -> int:
 
 
 DEFAULT_CONFIG = SimpleNamespace(
+    model_type="qwen3_5_text",
     num_hidden_layers=8,
     hidden_size=2048,
     intermediate_size=6144,
@@ -163,6 +164,7 @@ DEFAULT_CONFIG = SimpleNamespace(
     linear_value_head_dim=128,
     linear_num_key_heads=16,
     linear_num_value_heads=32,
+    linear_conv_kernel_dim=4,
     layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
 )
 

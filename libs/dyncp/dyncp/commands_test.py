@@ -62,6 +62,9 @@ def test_a_mistake_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_calibrate_writes_what_simulate_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     small = {
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 2,
+        "linear_conv_kernel_dim": 4,
         "num_hidden_layers": 2,
         "hidden_size": 32,
         "intermediate_size": 32,

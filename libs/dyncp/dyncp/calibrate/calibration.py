@@ -24,7 +24,7 @@ def fit(timings: Sequence[Timing]) -> Coefficients:
     if len(timings) < 3:
         raise ValueError(f"three numbers need at least three timings, got {len(timings)}")
     seconds = np.array([t.seconds for t in timings])
-    columns = np.array([[1.0, sum(t.lengths), sum(n * n / 2 for n in t.lengths)] for t in timings])
+    columns = np.array([[1.0, sum(t.lengths), sum(n * (n + 1) / 2 for n in t.lengths)] for t in timings])
     scale = columns.max(axis=0)
     rows = columns / scale / seconds[:, None]
     kept = [0, 1, 2]

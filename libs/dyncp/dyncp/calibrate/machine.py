@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dyncp.comm.collectives import Shift
-from dyncp.planning.cost import CostModel, ModelShape, Topology
+from dyncp.planning.cost import CostModel, Topology
 from seqpack.ops.delta_rule import gated_delta_rule
 from seqpack.ops.varlen_attention import attention
+from seqpack.planning.family_flops import model_flops
+from seqpack.planning.flops import LayerFlops
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
@@ -50,27 +52,29 @@ def measure_cost(config: Any, device: torch.device, dtype: torch.dtype, tokens: 
 
     tokens: of one rank's micro-batch; 8192 suits a GPU, 256 a laptop.
     """
-    shape = ModelShape.of(config)
-    made = CostModel.from_config(config, element_bytes=dtype.itemsize)
+    model = model_flops(config)
+    made = CostModel.of(model, element_bytes=dtype.itemsize)
     width = 1024
     rows = torch.randn(tokens, width, device=device, dtype=dtype)
     weight = torch.randn(width, 4 * width, device=device, dtype=dtype)
     product = median_seconds(forward_backward(torch.matmul, [rows, weight]), device)
-    linear = product / tokens / (4 * width * width) * shape.active_parameters
+    linear = product / tokens / (4 * width * width) * model.linear / 2
     launch = median_seconds(forward_backward(torch.matmul, [rows[:16, :16], weight[:16, :16]]), device)
-    layers = shape.attention_layers + shape.delta_layers
-    made = replace(made, linear=linear, fixed=20 * launch * layers)
-    if shape.attention_layers:
-        made = replace(made, pair=_pair_seconds(shape, device, dtype, tokens) * shape.attention_layers)
-    if shape.delta_layers:
-        made = replace(made, delta=_delta_seconds(shape, device, dtype, tokens) * shape.delta_layers)
+    made = replace(made, linear=linear, fixed=20 * launch * len(model.layers))
+    attention_layer = next((layer for layer in model.layers if layer.kind != "linear_attention"), None)
+    if attention_layer is not None:
+        share = sum(model.pairs.values()) / attention_layer.pair
+        made = replace(made, pair=_pair_seconds(attention_layer, device, dtype, tokens) * share)
+    delta_layer = next(iter(model.of_kind("linear_attention")), None)
+    if delta_layer is not None:
+        made = replace(made, delta=_delta_seconds(delta_layer, device, dtype, tokens) * made.delta_layers)
     return made
 
 
-def _pair_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
+def _pair_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
     """Seconds of a (query, key) pair in one layer: the difference of a long sequence and many short ones."""
-    heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = (torch.randn(tokens, h, shape.head_dim, device=device, dtype=dtype) for h in heads)
+    heads = (layer.heads, layer.kv_heads, layer.kv_heads)
+    q, k, v = (torch.randn(tokens, h, layer.value_dim, device=device, dtype=dtype) for h in heads)
     times, pairs = [], []
     for count in (1, 8):
         each = tokens // count
@@ -78,16 +82,16 @@ def _pair_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype, t
 
         run = partial(attention, cu_seqlens=cu, max_seqlen=each)
         times.append(median_seconds(forward_backward(run, [x[: each * count] for x in (q, k, v)]), device))
-        pairs.append(count * each**2 / 2)
+        pairs.append(count * each * (each + 1) / 2)
     return max(times[0] - times[1], 0.1 * times[0]) / (pairs[0] - pairs[1])
 
 
-def _delta_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
+def _delta_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
     """Seconds of a token in one layer's recurrence."""
-    q, k = (torch.randn(tokens, shape.delta_key_heads, shape.dk, device=device, dtype=dtype) for _ in range(2))
-    v = torch.randn(tokens, shape.delta_heads, shape.dv, device=device, dtype=dtype)
-    g = -torch.rand(tokens, shape.delta_heads, device=device)
-    beta = torch.rand(tokens, shape.delta_heads, device=device, dtype=dtype)
+    q, k = (torch.randn(tokens, layer.kv_heads, layer.key_dim, device=device, dtype=dtype) for _ in range(2))
+    v = torch.randn(tokens, layer.heads, layer.value_dim, device=device, dtype=dtype)
+    g = -torch.rand(tokens, layer.heads, device=device)
+    beta = torch.rand(tokens, layer.heads, device=device, dtype=dtype)
     cu = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     rule = partial(gated_delta_rule, cu_seqlens=cu)
     run = forward_backward(lambda *operands: rule(*operands)[0], [q, k, v, g, beta])

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from dyncp.ops.methods import Method
 from dyncp.planning.cost import CostModel
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.shards import pack_group, shard
+from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -125,27 +126,33 @@ def _refuse(model: Any) -> None:
 
 def cost_model(model: Any, **options: Any) -> CostModel:
     """What plans for this GPTModel need to know: its heads and layer types, so that they refuse what it cannot run, and
-    its operations, counted as `CostModel.from_config` does (options: as there). Calibrate for better numbers.
+    its operations, as seqpack counts them (options: as in `CostModel.of`). Calibrate for better numbers.
     """
     config = model.config
-    delta = sum(type(m).__name__ == "GatedDeltaNet" for m in model.modules())
-    matrices = 3 if config.gated_linear_unit else 2
-    shape = SimpleNamespace(
-        num_hidden_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size * matrices / 3,
-        vocab_size=model.vocab_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_query_groups,
-        head_dim=config.kv_channels,
-        attn_output_gate=config.attention_output_gate,
-        layer_types=["linear_attention"] * delta + ["full_attention"] * (config.num_layers - delta),
-        linear_key_head_dim=config.linear_key_head_dim or 0,
-        linear_value_head_dim=config.linear_value_head_dim or 0,
-        linear_num_key_heads=config.linear_num_key_heads or 0,
-        linear_num_value_heads=config.linear_num_value_heads or 0,
+    feed_forward = mlp(config.hidden_size, config.ffn_hidden_size, 3 if config.gated_linear_unit else 2)
+    attention = full_attention(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_query_groups,
+        config.kv_channels,
+        feed_forward,
+        gated=config.attention_output_gate,
     )
-    return CostModel.from_config(shape, **options)
+    delta_nets = [module for module in model.modules() if type(module).__name__ == "GatedDeltaNet"]
+    layers = [attention] * (config.num_layers - len(delta_nets))
+    layers += [
+        delta_net(
+            config.hidden_size,
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+            feed_forward,
+        )
+        for _ in delta_nets
+    ]
+    return CostModel.of(ModelFlops(tuple(layers), 2.0 * config.hidden_size * model.vocab_size), **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,12 +179,11 @@ def micro_batches(
     groups: ProcessGroups,
     rank: int,
     device: torch.device | str | None = None,
-    bucket: int = 1,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of one rank: one for each step of the plan, so that every rank has as many.
 
     batch: the global batch with input_ids and loss_mask (B, j). groups: after `groups.prepare(plan)` on every rank.
-    bucket: round each rank's tokens up to a multiple. ValueError where the batch is not the plan's or has no loss_mask.
+    Tokens are padded as the plan's `align` says. ValueError where the batch is not the plan's or has no loss_mask.
     """
     if batch.batch_size[0] != len(plan.lengths):
         raise ValueError(f"the plan was made for {len(plan.lengths)} samples, the batch has {batch.batch_size[0]}")
@@ -185,7 +191,7 @@ def micro_batches(
         raise ValueError("the batch has no loss_mask: say which tokens are trained")
     for step in plan.steps:
         group = step.group_of(rank)
-        packed = pack_group(batch, group.sample_ids, group.cp_size, plan.layout, bucket)
+        packed = pack_group(batch, group.sample_ids, group.cp_size, plan.layout, plan.align)
         # A sequence's first token is never trained (the schema says so), so no label crosses into the next sequence.
         labels, wanted = packed.values["input_ids"].roll(-1), packed.values["loss_mask"].roll(-1)
         packed = packed.with_values(labels=labels, label_mask=wanted.float())

@@ -1,14 +1,22 @@
-"""How long a group of ranks takes for its sequences: linear, quadratic, linear-attention and communication, by layer
-type.
+"""How long a group of ranks takes for its sequences: operations, as seqpack counts them, communication and launches.
+
+Seconds of a group of one size are base + token x tokens + pair x (query, key) pairs, additive over its sequences; that
+is what makes planning a packing problem.
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dyncp.ops.heads import check_heads
 from dyncp.ops.methods import METHODS, Method
 from dyncp.planning.sizes import Layout
+from seqpack.planning.family_flops import model_flops
+from seqpack.planning.flops import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Topology:
 
 
 class Coefficients(NamedTuple):
-    """Seconds of a group of one size: base + token x (sum of lengths) + pair x (sum of length^2 / 2)."""
+    """Seconds of a group of one size: base + token x (sum of lengths) + pair x (sum of (query, key) pairs)."""
 
     base: float
     token: float
@@ -49,7 +57,8 @@ class CostModel:
     """Seconds of a forward and backward on one rank, and what context parallelism sends; all layers together.
 
     fixed: once a step, whatever it holds (launches, gathering parameters). linear: a token's matrix products. pair: a
-    (query, key) pair of all full-attention layers; a causal sequence has length^2 / 2. delta: a token's recurrences and
+    (query, key) pair of all attention layers. windows: (window, share of `pair`); a layer with a window computes no
+    pairs further apart, and such models are planned for single ranks alone (`dyncp.attention` has no windows). delta: a token's recurrences and
     convolutions. delta_again: how much of `delta` is computed again where a shard also summarizes itself for its right
     neighbours. Bytes are of one token in all layers of the kind: q_bytes for queries, kv_bytes for keys and values;
     state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size, base, token, pair) of whole
@@ -71,12 +80,26 @@ class CostModel:
     query_heads: int = 8
     kv_heads: int = 2
     measured: tuple[tuple[str, int, float, float, float], ...] = ()
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:-1]:
-            value = getattr(self, field.name)
-            if value < 0 or value != value:
-                raise ValueError(f"{field.name} must not be negative, got {value}")
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)[:-2]}
+        for method, size, *row in self.measured:
+            numbers |= {f"measured {method} {size}, number {i}": value for i, value in enumerate(row)}
+        for name, value in numbers.items():
+            if value < 0 or not math.isfinite(value):
+                raise ValueError(f"{name} must not be negative and must be finite, got {value}")
+
+    def pairs(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """(query, key) pairs of each causal sequence, layers with a window weighted by their share.
+
+        As `seqpack.SequenceCost.pairs` counts them: a token sees itself and the window - 1 tokens before it.
+        """
+        total = np.zeros(len(lengths))
+        for window, share in self.windows:
+            seen = lengths if window is None else np.minimum(lengths, window)
+            total += share * (seen * (seen + 1) // 2 + (lengths - seen) * seen)
+        return total
 
     def coefficients(self, cp_size: int, method: Method, layout: Layout, topology: Topology) -> Coefficients:
         """The three numbers of a group of this size; additive over sequences, so that planning is packing."""
@@ -110,7 +133,9 @@ class CostModel:
         return 4 * self.kv_bytes * away * shown, 3.0 * (cp_size - 1) * self.attention_layers * shown
 
     def allowed(self, cp_size: int, method: Method) -> bool:
-        """Whether a group of this size can run the method at all (Ulysses deals query heads evenly)."""
+        """Whether a group of this size can run the method at all (Ulysses deals query heads evenly; no windows)."""
+        if cp_size > 1 and any(window is not None for window, _ in self.windows):
+            return False
         return method != "ulysses" or not self.attention_layers or self.query_heads % cp_size == 0
 
     def check(self, method: str, layout: str) -> None:
@@ -147,72 +172,45 @@ class CostModel:
         if unknown:
             raise ValueError(f"a cost model has no {', '.join(sorted(unknown))}")
         rows = tuple((row[0], row[1], row[2], row[3], row[4]) for row in data.pop("measured", ()))
-        return cls(**data, measured=rows)
+        windows = tuple((window, share) for window, share in data.pop("windows", [[None, 1.0]]))
+        return cls(**data, measured=rows, windows=windows)
 
     @classmethod
     def from_config(
         cls, config: Any, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2
     ) -> "CostModel":
-        """A model from a Hugging Face text config by counting operations, at `flops` operations a second.
+        """The cost model of a Hugging Face config's text part: seqpack counts its operations (`seqpack.model_flops`).
 
-        Counts the parameters a token passes (experts: the active ones), full-attention and linear-attention layers by
-        layer_types. Sliding-window layers count as full attention, an upper bound. Forward and backward: three times
-        the forward. Calibrate for better numbers.
+        ValueError for a model that seqpack does not know. The other arguments as in `of`.
         """
-        shape = ModelShape.of(config)
-        bytes_kv = 2 * shape.kv_heads * shape.head_dim * element_bytes
-        return cls(
-            fixed=fixed,
-            linear=6 * shape.active_parameters / flops,
-            pair=3 * 4 * shape.query_heads * shape.head_dim * shape.attention_layers / flops,
-            delta=3 * shape.delta_flops * shape.delta_layers / flops,
-            q_bytes=shape.query_heads * shape.head_dim * element_bytes * shape.attention_layers,
-            kv_bytes=bytes_kv * shape.attention_layers,
-            state_bytes=4 * shape.delta_heads * shape.dk * (shape.dk + shape.dv) * shape.delta_layers,
-            attention_layers=shape.attention_layers,
-            delta_layers=shape.delta_layers,
-            query_heads=shape.query_heads,
-            kv_heads=shape.kv_heads,
-        )
-
-
-class ModelShape(NamedTuple):
-    """What the cost model needs of a config."""
-
-    active_parameters: float
-    attention_layers: int
-    delta_layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    delta_key_heads: int
-    delta_heads: int
-    dk: int
-    dv: int
-    delta_flops: float
+        return cls.of(model_flops(config), flops, fixed, element_bytes)
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
-        """The shape of a Hugging Face config, or of its text part."""
-        config = getattr(config, "text_config", None) or config
-        layers, hidden = config.num_hidden_layers, config.hidden_size
-        types = list(getattr(config, "layer_types", None) or ["full_attention"] * layers)
-        delta = types.count("linear_attention")
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        dk, dv = getattr(config, "linear_key_head_dim", 0), getattr(config, "linear_value_head_dim", 0)
-        hk, hv = getattr(config, "linear_num_key_heads", 0), getattr(config, "linear_num_value_heads", 0)
-        gated = 2 if getattr(config, "attn_output_gate", False) or delta else 1
-        attention = hidden * head_dim * ((1 + gated) * heads + 2 * kv_heads)
-        linear = hidden * (2 * hk * dk + 3 * hv * dv + 2 * hv)
-        embedding = hidden * config.vocab_size
-        experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
-        shared = getattr(config, "shared_expert_intermediate_size", 0) or 0
-        mlp = 3 * hidden * ((experts + shared) or config.intermediate_size)
-        parameters = (layers - delta) * attention + delta * linear + layers * mlp + embedding
-        recurrence = hv * (8.0 * dk * dv + 64.0 * (2 * dk + 2 * dv))
-        return cls(parameters, layers - delta, delta, heads, kv_heads, head_dim, hk, hv, dk, dv, recurrence)
+    def of(
+        cls, model: ModelFlops, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2
+    ) -> "CostModel":
+        """Seconds of counted operations at `flops` operations a second, and the bytes that their operands have.
+
+        Forward and backward are three times the forward. fixed: seconds of a step beside its operations. Calibrate for
+        better numbers.
+        """
+        attention = [layer for layer in model.layers if layer.kind != "linear_attention"]
+        delta = [layer for layer in model.layers if layer.kind == "linear_attention"]
+        pair = sum(model.pairs.values())
+        return cls(
+            fixed=fixed,
+            linear=3 * model.linear / flops,
+            pair=3 * pair / flops,
+            delta=3 * model.recurrent / flops,
+            q_bytes=float(element_bytes * sum(layer.query_width for layer in attention)),
+            kv_bytes=float(element_bytes * sum(layer.kv_width for layer in attention)),
+            state_bytes=4.0 * sum(layer.state_size + layer.heads * layer.key_dim**2 for layer in delta),
+            attention_layers=len(attention),
+            delta_layers=len(delta),
+            query_heads=math.gcd(*(layer.heads for layer in attention)) or 1,
+            kv_heads=min((layer.kv_heads for layer in attention), default=1),
+            windows=tuple((window, part / pair) for window, part in model.pairs.items()) if pair else ((None, 1.0),),
+        )
 
 
 def imbalance(cp_size: int, method: Method, layout: Layout) -> float:

@@ -3,15 +3,34 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from dyncp.calibrate.calibration import Timing, calibrate_groups, fit, uniform_plan, workloads
 from dyncp.planning.cost import Coefficients, CostModel, Topology, imbalance
+from dyncp.planning.planner import plan
+from seqpack.planning.costs import SequenceCost
 
 CONFIG = SimpleNamespace(
-    num_hidden_layers=4, hidden_size=64, intermediate_size=128, vocab_size=100, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
-    linear_num_value_heads=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+    model_type="qwen3_5_text", num_hidden_layers=4, hidden_size=64, intermediate_size=128, vocab_size=100,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+)  # fmt: skip
+MIXTRAL = SimpleNamespace(
+    model_type="mixtral", num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100, sliding_window=None,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+GPT_OSS = SimpleNamespace(
+    model_type="gpt_oss", num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100, sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"], num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    num_local_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+DEEPSEEK = SimpleNamespace(
+    model_type="deepseek_v3", num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100,
+    num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=8,
+    num_experts_per_tok=2, n_shared_experts=1, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=32,
+    q_lora_rank=24,
 )  # fmt: skip
 
 
@@ -24,16 +43,38 @@ def test_a_config_is_counted_by_layer_type() -> None:
     assert made.pair == 3 * 4 * 4 * 16
     assert made.kv_bytes == 2 * 2 * 16 * 2
     assert (made.attention_layers, made.delta_layers) == (1, 3)
-    nested = CostModel.from_config(SimpleNamespace(text_config=CONFIG), flops=1.0)
+    nested = CostModel.from_config(SimpleNamespace(get_text_config=lambda: CONFIG), flops=1.0)
     assert nested == made
 
 
-def test_experts_count_as_far_as_they_are_active() -> None:
-    moe = SimpleNamespace(
-        **vars(CONFIG), num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=16
-    )
-    less = CostModel.from_config(CONFIG, flops=1.0).linear - CostModel.from_config(moe, flops=1.0).linear
-    assert less == 6 * 4 * 3 * 64 * (128 - 2 * 32 - 16)
+@pytest.mark.parametrize("config", [CONFIG, MIXTRAL, GPT_OSS, DEEPSEEK], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("length", [64, 640, 4096])
+def test_operations_are_those_that_seqpack_counts(config: SimpleNamespace, length: int) -> None:
+    cost = CostModel.from_config(config, flops=2.0, fixed=0.5)
+    lengths = np.array([length])
+    found = cost.coefficients(1, "ring", "contiguous", Topology()).seconds(length, float(cost.pairs(lengths)[0]))
+    assert found == pytest.approx(0.5 + 3 * SequenceCost.from_config(config)(length) / 2.0, rel=1e-12)
+
+
+def test_pairs_are_those_that_seqpack_counts() -> None:
+    lengths = np.array([1, 2, 7, 8, 9, 4000])
+    cost = CostModel(windows=((None, 0.25), (8, 0.75)))
+    counter = SequenceCost(0.0)
+    wanted = [0.25 * counter.pairs(n) + 0.75 * counter.pairs(n, 8) for n in lengths.tolist()]
+    assert cost.pairs(lengths).tolist() == pytest.approx(wanted)
+
+
+def test_what_seqpack_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="no count of FLOPs for model_type 'mamba'"):
+        CostModel.from_config(SimpleNamespace(model_type="mamba"))
+
+
+def test_models_with_windows_are_planned_without_groups() -> None:
+    cost = CostModel.from_config(GPT_OSS)
+    assert not cost.allowed(2, "ring")
+    assert {group.cp_size for _, group in plan([50, 60, 20], 2, 64, cost).groups()} == {1}
+    with pytest.raises(ValueError, match="no sliding-window attention over several ranks"):
+        plan([65], 2, 64, cost)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -74,7 +115,7 @@ def test_nonsense_is_refused() -> None:
 def test_fitting_finds_the_numbers_that_made_the_times() -> None:
     truth = Coefficients(0.01, 2e-6, 3e-11)
     timings = [
-        Timing(lengths, truth.seconds(sum(lengths), sum(n * n / 2 for n in lengths))) for lengths in workloads(4, 8192)
+        Timing(lengths, truth.seconds(sum(lengths), sum(n * (n + 1) / 2 for n in lengths))) for lengths in workloads(4, 8192)
     ]
     assert fit(timings) == pytest.approx(truth, rel=1e-6)
     free = [Timing(t.lengths, 0.5) for t in timings]

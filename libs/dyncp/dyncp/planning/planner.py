@@ -1,6 +1,17 @@
-"""Plan one optimizer step: a portfolio of static and dynamic candidates under one cost model; the fastest wins."""
+"""Plan one optimizer step: candidates under one cost model, the fastest wins, and a proof of how near it is.
 
-from collections import Counter
+1. Check the question; sizes of groups, their coefficients and rooms (`planning/problem.py`).
+2. Dynamic candidates at several target times, static candidates of every size that divides the world
+   (`planning/search.py`); a static size whose own bound is above the best so far is left out.
+3. The lower bound (`planning/lower_bound.py`). Done where the best candidate is within `CLOSE_ENOUGH` of it.
+4. Few sequences: the fastest of all plans, by dynamic programming (`planning/exact.py`), which is its own proof.
+   A few dozen: moves and swaps between groups (`planning/improve.py`).
+5. Lay the groups out over the ranks, and hand out the plan with `lower_bound` and, from it, `gap`.
+
+Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum of
+an exhaustive search, and for seven sequences on eight ranks the optimum itself.
+"""
+
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -8,11 +19,21 @@ import numpy as np
 
 from dyncp.ops.methods import Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology
-from dyncp.planning.search import Bin, Problem, Shape, dynamic_shapes, static_shape
+from dyncp.planning.exact import MOST_SAMPLES as MOST_OF_EXACT
+from dyncp.planning.exact import exact_candidate
+from dyncp.planning.improve import MOST_SAMPLES as MOST_OF_MOVES
+from dyncp.planning.improve import improved
+from dyncp.planning.lower_bound import lower_bound
+from dyncp.planning.problem import MANY, CandidatePlan, Problem, laid_out, most_process_groups
+from dyncp.planning.search import dynamic_candidates, static_bound, static_candidate
 from dyncp.planning.sizes import Layout, ceil_div, check_layout
 from dyncp.planning.types import DynamicPlan, Group, Step
+from seqpack.planning.checks import check_lengths, check_positive_int
 
 SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
+SLACKS_OF_MANY = (1.15,)
+CLOSE_ENOUGH = 1e-3
+"""A candidate this near the lower bound is taken."""
 
 
 def plan(
@@ -24,32 +45,24 @@ def plan(
     method: Method = "ring",
     layout: Layout = "contiguous",
     trained_tokens: int = 0,
+    align: int = 1,
 ) -> DynamicPlan:
     """Deal samples to groups of ranks, step by step: every sample once, every rank in one group a step, the cap hard.
 
-    lengths: tokens of each sample. max_tokens_per_rank: tokens a rank may hold, padding included. The candidates are
-    every static context-parallel size that divides the world and dynamic plans at several target times; under the cost
-    model the answer is never slower than the best static one. trained_tokens: what losses are divided by (all tokens
-    where 0). A pure function: equal arguments give an equal plan, on every rank. ValueError for a sequence that fits no
-    group, for heads that Ulysses cannot deal and for a layout that a layer type cannot take.
+    lengths: tokens of each sample. max_tokens_per_rank: tokens a rank may hold, padding included. align: each rank's
+    tokens are padded to a multiple of it (`dyncp.planning.sizes.rank_align` says for what). trained_tokens: what losses
+    are divided by (all tokens where 0). Under the cost model no plan takes less than `lower_bound` seconds; up to seven
+    sequences on eight ranks the plan takes just that. A pure function: equal arguments give an equal plan, on every
+    rank. ValueError for lengths that are not positive integers, a sequence that fits no group, heads that Ulysses
+    cannot deal and a layout that a layer type cannot take.
     """
-    problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
-    topology = topology or Topology()
-    candidates: list[tuple[float, str, Shape]] = []
-    seconds = float("inf")
-    for shape in dynamic_shapes(problem, _targets(problem)):
-        if shape.total < seconds and _communicators(problem, shape) <= topology.max_groups:
-            candidates.append((shape.total, "dynamic", shape))
-            seconds = shape.total
-    for size in static_sizes(problem):
-        if _static_bound(problem, size) <= seconds:
-            shape = static_shape(problem, size)
-            candidates.append((shape.total, f"static-{size}", shape))
-            seconds = min(seconds, shape.total)
-    if not candidates:
-        raise ValueError("no plan: Topology.max_groups is too small for dynamic groups, and no static size is possible")
-    _, name, shape = min(candidates, key=lambda candidate: (candidate[0], candidate[1] == "dynamic"))
-    return _finish(problem, shape, name, method, trained_tokens)
+    problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout, align)
+    limit = (topology or Topology()).max_groups
+    best = _fastest_candidate(problem, limit)
+    bound = lower_bound(problem, best.total)
+    if best.total > bound * (1 + _close_enough(problem)):
+        best, bound = _refined(problem, best, bound, limit)
+    return _finish(problem, best, method, trained_tokens, bound)
 
 
 def static_plan(
@@ -62,18 +75,21 @@ def static_plan(
     method: Method = "ring",
     layout: Layout = "contiguous",
     trained_tokens: int = 0,
+    align: int = 1,
 ) -> DynamicPlan:
-    """The best plan in which every group has cp_size ranks; the baseline. ValueError where that size cannot hold a
-    sample.
+    """A plan in which every group has cp_size ranks; the baseline. Its `lower_bound` is that of all plans.
+
+    ValueError where that size cannot hold a sample.
     """
-    problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout)
-    if cp_size not in static_sizes(problem):
+    problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout, align)
+    if cp_size not in problem.static_sizes:
         raise ValueError(
             f"static context parallelism of {cp_size} is not possible: it must divide the {world_size} ranks"
             f"{', deal the heads evenly' if method == 'ulysses' else ''} and hold the longest sequence, which needs "
             f"{problem.smallest_sizes.max(initial=1)}"
         )
-    return _finish(problem, static_shape(problem, cp_size), f"static-{cp_size}", method, trained_tokens)
+    made = static_candidate(problem, cp_size)
+    return _finish(problem, made, method, trained_tokens, lower_bound(problem, made.total))
 
 
 def make_problem(
@@ -84,23 +100,21 @@ def make_problem(
     topology: Topology | None = None,
     method: Method = "ring",
     layout: Layout = "contiguous",
+    align: int = 1,
 ) -> Problem:
     """Check the question and compute what every candidate needs. ValueError as in `plan`."""
     cost, topology = cost or CostModel(), topology or Topology()
     check_layout(layout)
     cost.check(method, layout)
-    if world_size < 1 or max_tokens_per_rank < 1:
-        raise ValueError(
-            f"world_size and max_tokens_per_rank must be positive, got {world_size} and {max_tokens_per_rank}"
-        )
-    short = [i for i, length in enumerate(lengths) if length < 1]
-    if short:
-        raise ValueError(f"sample {short[0]} has {lengths[short[0]]} tokens: drop empty samples before planning")
-    table = _table(world_size, cost, topology, method, layout)
-    problem = Problem(lengths, world_size, max_tokens_per_rank, layout, table)
-    homeless = np.flatnonzero(problem.smallest_sizes == 0)
-    if len(homeless):
-        raise ValueError(_no_group(problem, int(homeless[0]), cost, method))
+    world = check_positive_int(world_size, "world_size")
+    cap = check_positive_int(max_tokens_per_rank, "max_tokens_per_rank")
+    if check_positive_int(align, "align") > cap:
+        raise ValueError(f"max_tokens_per_rank={cap} holds no multiple of align={align}: raise it to {align}")
+    table = _table(world, cost, topology, method, layout)
+    problem = Problem(check_lengths(lengths), world, cap, layout, align, cost, table)
+    does_not_fit = np.flatnonzero(problem.smallest_sizes == 0)
+    if len(does_not_fit):
+        raise ValueError(_no_group(problem, int(does_not_fit[0]), cost, method))
     return problem
 
 
@@ -110,20 +124,6 @@ def _table(
 ) -> dict[int, Coefficients]:
     sizes = [size for size in _sizes_to_try(world_size) if cost.allowed(size, method)]
     return {size: cost.coefficients(size, method, layout, topology) for size in sizes}
-
-
-def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) -> str:
-    length, widest = int(problem.lengths[sample]), problem.sizes[-1]
-    text = (
-        f"sample {sample} has {length} tokens and fits no group: the widest of {widest} ranks holds "
-        f"{problem.room(widest)} at {problem.cap} tokens a rank; raise max_tokens_per_rank to "
-        f"{ceil_div(length, widest)} or shorten it"
-    )
-    if widest < problem.world_size and method == "ulysses":
-        text += (
-            f" (Ulysses cannot deal {cost.query_heads} heads over {problem.world_size} ranks, ring and all_gather can)"
-        )
-    return text
 
 
 def _sizes_to_try(world_size: int) -> list[int]:
@@ -136,10 +136,45 @@ def _sizes_to_try(world_size: int) -> list[int]:
     return sorted(sizes)
 
 
-def static_sizes(problem: Problem) -> list[int]:
-    """Sizes that divide the world and hold every sequence."""
-    holds = np.isfinite(problem.seconds_by_size).all(axis=1)
-    return [size for size, good in zip(problem.sizes, holds, strict=True) if good and problem.world_size % size == 0]
+def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) -> str:
+    length, widest = int(problem.lengths[sample]), problem.sizes[-1]
+    padded = f" in multiples of {problem.align}" if problem.align > 1 else ""
+    text = (
+        f"sample {sample} has {length} tokens and fits no group: the widest of {widest} ranks holds "
+        f"{problem.room(widest)} at {problem.cap} tokens a rank{padded}; raise max_tokens_per_rank to "
+        f"{ceil_div(ceil_div(length, widest), problem.align) * problem.align} or shorten it"
+    )
+    if widest < problem.world_size and any(window is not None for window, _ in cost.windows):
+        return text + " (dyncp has no sliding-window attention over several ranks)"
+    if widest < problem.world_size and method == "ulysses":
+        text += (
+            f" (Ulysses cannot deal {cost.query_heads} heads over {problem.world_size} ranks, ring and all_gather can)"
+        )
+    return text
+
+
+def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
+    """The fastest of the dynamic and static candidates; the static one of equals."""
+    found: list[CandidatePlan] = []
+    seconds = float("inf")
+    for bound, size in sorted((static_bound(problem, size), size) for size in problem.static_sizes):
+        if bound <= seconds:
+            found.append(static_candidate(problem, size))
+            seconds = min(seconds, found[-1].total)
+    if found and seconds <= lower_bound(problem, seconds) * (1 + _close_enough(problem)):
+        return min(found, key=lambda candidate: candidate.total)
+    for candidate in dynamic_candidates(problem, _targets(problem)):
+        if candidate.total < seconds and most_process_groups(candidate, problem.world_size) <= limit:
+            found.append(candidate)
+            seconds = candidate.total
+    if not found:
+        raise ValueError("no plan: Topology.max_groups is too small for dynamic groups, and no static size is possible")
+    return min(found, key=lambda candidate: (candidate.total, candidate.name == "dynamic"))
+
+
+def _close_enough(problem: Problem) -> float:
+    """The gap with which a search ends; none, but for rounding, where the optimum can be found."""
+    return 1e-9 if len(problem.lengths) <= MOST_OF_EXACT else CLOSE_ENOUGH
 
 
 def _targets(problem: Problem) -> list[float]:
@@ -148,43 +183,31 @@ def _targets(problem: Problem) -> list[float]:
     if not tokens:
         return []
     work = problem.table[1].token * tokens + problem.table[1].pair * float(problem.pairs.sum())
-    steps = ceil_div(tokens, problem.world_size * problem.cap)
-    even = problem.table[1].base + work / problem.world_size / steps
-    return [even * slack for slack in SLACKS]
+    even = problem.table[1].base + work / problem.world_size / problem.fewest_steps
+    return [even * slack for slack in (SLACKS if len(problem.lengths) <= MANY else SLACKS_OF_MANY)]
 
 
-def _static_bound(problem: Problem, size: int) -> float:
-    """No static plan of this size is faster: perfect balance in as few steps as the tokens need."""
-    tokens, seconds = problem.columns_array(size)
-    groups = problem.world_size // size
-    steps = max(1, ceil_div(int(tokens.sum()), groups * problem.room(size)))
-    return steps * problem.table[size].base + float(seconds.sum()) / groups
+def _refined(problem: Problem, best: CandidatePlan, bound: float, limit: int) -> tuple[CandidatePlan, float]:
+    """(a plan no slower than `best`, the higher of the bounds), from the searches that few sequences allow."""
+    if len(problem.lengths) <= MOST_OF_MOVES:
+        better = improved(problem, best)
+        if most_process_groups(better, problem.world_size) <= limit:
+            best = better
+    exact = exact_candidate(problem, best.total)
+    if exact is None:
+        return best, bound
+    bound = min(best.total, exact.total)
+    if exact.total < best.total and most_process_groups(exact, problem.world_size) <= limit:
+        best = exact
+    return best, bound
 
 
-def _communicators(problem: Problem, shape: Shape) -> int:
-    """The most distinct process groups that any rank would be in."""
-    counts: Counter[int] = Counter()
-    spans = {(start, b.size) for step in shape.steps for start, b in _laid_out(step) if 1 < b.size < problem.world_size}
-    for start, size in spans:
-        counts.update(range(start, start + size))
-    return max(counts.values(), default=0)
-
-
-def _laid_out(step: list[Bin]) -> list[tuple[int, Bin]]:
-    """(first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups are
-    needed.
-    """
-    start, placed = 0, []
-    for b in sorted(step, key=lambda b: (-b.size, -b.seconds)):
-        placed.append((start, b))
-        start += b.size
-    return placed
-
-
-def _finish(problem: Problem, shape: Shape, name: str, method: Method, trained_tokens: int) -> DynamicPlan:
+def _finish(
+    problem: Problem, candidate: CandidatePlan, method: Method, trained_tokens: int, bound: float
+) -> DynamicPlan:
     steps = []
-    for bins in shape.steps:
-        groups = [Group(tuple(range(s, s + b.size)), tuple(sorted(b.samples))) for s, b in _laid_out(bins)]
+    for bins in candidate.steps:
+        groups = [Group(tuple(range(s, s + b.size)), tuple(sorted(b.samples))) for s, b in laid_out(bins)]
         used = sum(b.size for b in bins)
         groups += [Group((rank,), ()) for rank in range(used, problem.world_size)]
         steps.append(Step(tuple(groups)))
@@ -196,8 +219,10 @@ def _finish(problem: Problem, shape: Shape, name: str, method: Method, trained_t
         layout=problem.layout,
         method=method,
         trained_tokens=trained_tokens,
-        name=name,
-        seconds=tuple(shape.seconds),
+        name=candidate.name,
+        seconds=tuple(candidate.seconds),
+        align=problem.align,
+        lower_bound=bound,
     )
 
 
@@ -206,12 +231,15 @@ def predicted_seconds(
 ) -> list[float]:
     """The time of each step of any plan under a cost model, computed from the plan alone."""
     cost, topology = cost or CostModel(), topology or Topology()
+    pairs = cost.pairs(np.array(plan.lengths, dtype=np.int64)).tolist()
     seconds = []
     for step in plan.steps:
         slowest = 0.0
         for group in step.groups:
             factors = cost.coefficients(group.cp_size, plan.method, plan.layout, topology)
-            lengths = [plan.lengths[i] for i in group.sample_ids]
-            slowest = max(slowest, factors.seconds(sum(lengths), sum(n * n / 2 for n in lengths)))
+            tokens = sum(plan.lengths[i] for i in group.sample_ids)
+            slowest = max(slowest, factors.seconds(tokens, sum(pairs[i] for i in group.sample_ids)))
         seconds.append(slowest)
     return seconds
+
+

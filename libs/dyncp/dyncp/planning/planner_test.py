@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from dyncp.ops.methods import METHODS
 from dyncp.planning.cost import CostModel, Topology
-from dyncp.planning.planner import make_problem, plan, predicted_seconds, static_plan, static_sizes
-from dyncp.planning.search import Bin, Problem, _balance
+from dyncp.planning.planner import make_problem, plan, predicted_seconds, static_plan
+from dyncp.planning.problem import Bin, Problem
+from dyncp.planning.search import _balance
 from dyncp.planning.types import DynamicPlan
 
 ATTENTION = replace(CostModel(), delta_layers=0, attention_layers=8, query_heads=12, kv_heads=4)
@@ -22,6 +23,8 @@ def questions(draw: st.DrawFn) -> dict:
     cap = draw(st.integers(4, 40)) * 2
     layout = draw(st.sampled_from(["contiguous", "zigzag"]))
     method = draw(st.sampled_from(METHODS))
+    align = draw(st.sampled_from([1, 1, 2, 3, 8]))
+    cap = -(-cap // (2 * align)) * 2 * align
     cost = ATTENTION if layout == "zigzag" or draw(st.booleans()) else CostModel()
     scale = draw(st.sampled_from([1.0, 1e3]))  # tokens are few here: make them weigh something against fixed costs
     cost = replace(
@@ -34,10 +37,11 @@ def questions(draw: st.DrawFn) -> dict:
     return {
         "lengths": lengths,
         "world_size": world,
-        "max_tokens_per_rank": cap,
+        "max_tokens_per_rank": cap + align - 1,
         "cost": cost,
         "method": method,
         "layout": layout,
+        "align": align,
     }
 
 
@@ -50,9 +54,14 @@ def check(made: DynamicPlan) -> None:
         assert [rank for group in step.groups for rank in group.ranks] == list(range(made.world_size))
         for group in step.groups:
             size = len(group.ranks)
-            align = 2 * size if made.layout == "zigzag" and size > 1 else 1
-            padded = sum(-(-made.lengths[i] // align) * align for i in group.sample_ids)
-            assert -(-padded // size) <= made.max_tokens_per_rank
+            zigzag = made.layout == "zigzag" and size > 1
+            each = 2 * size if zigzag else 1
+            padded = sum(-(-made.lengths[i] // each) * each for i in group.sample_ids)
+            held = -(-padded // size)
+            while held % made.align or (zigzag and held % 2):
+                held += 1
+            assert held == made.tokens_per_rank(group)
+            assert held <= made.max_tokens_per_rank
 
 
 @given(questions())
@@ -63,11 +72,14 @@ def test_each_sample_once_under_the_cap_and_never_worse_than_static(question: di
     assert plan(**question).hash == made.hash
     ours = predicted_seconds(made, question["cost"])
     assert ours == pytest.approx(made.seconds)
-    for size in static_sizes(make_problem(**question)):
+    assert made.lower_bound <= sum(ours) * (1 + 1e-9)
+    assert made.gap >= 0
+    for size in make_problem(**question).static_sizes:
         static = static_plan(**question, cp_size=size)
         check(static)
         assert {g.cp_size for _, g in static.groups() if g.sample_ids} <= {size}
         assert sum(ours) <= sum(predicted_seconds(static, question["cost"])) * (1 + 1e-9)
+        assert made.lower_bound <= sum(predicted_seconds(static, question["cost"])) * (1 + 1e-9)
 
 
 def test_groups_of_any_size() -> None:
@@ -85,7 +97,7 @@ def test_sizes_differ_within_a_step() -> None:
 
 def test_few_sequences_may_stay_static() -> None:
     assert plan([4000] * 4, 4, 8192).name == "static-1"
-    assert plan([8192], 4, 8192).name == "static-4"
+    assert plan([8192], 4, 8192).steps[0].groups[0].cp_size == 4
 
 
 def test_no_samples_make_no_steps_but_a_plan() -> None:
@@ -98,8 +110,13 @@ def test_no_samples_make_no_steps_but_a_plan() -> None:
     ("changes", "message"),
     [
         ({"lengths": [5, 401]}, "sample 1 has 401 tokens and fits no group: the widest of 4 ranks holds 400"),
-        ({"lengths": [5, 0]}, "sample 1 has 0 tokens"),
-        ({"world_size": 0}, "must be positive"),
+        ({"lengths": [5, 0]}, r"lengths\[1\] must be at least 1, got 0"),
+        ({"lengths": [10.7]}, r"lengths\[0\] must be an integer, got 10.7"),
+        ({"world_size": 0}, "world_size must be a positive integer, got 0"),
+        ({"max_tokens_per_rank": 2.5}, "max_tokens_per_rank must be a positive integer, got 2.5"),
+        ({"align": 0}, "align must be a positive integer, got 0"),
+        ({"align": 128}, "holds no multiple of align=128: raise it to 128"),
+        ({"lengths": [100], "world_size": 1, "align": 64}, "holds 64 at 100 tokens a rank in multiples of 64; raise"),
         ({"layout": "striped"}, "choose one of contiguous, zigzag"),
         ({"method": "broadcast"}, "choose one of ring, ulysses, all_gather"),
         ({"layout": "zigzag", "cost": CostModel()}, "cannot be cut in zigzag"),

@@ -1,132 +1,86 @@
-"""The combinatorial part of planning: sequences into groups, groups into steps. Plain Python over floats, made to be
-quick.
+"""Candidate plans for any number of sequences: groups of one size, and groups of many. Plain Python over floats.
+
+Static, one candidate a size s:
+1. At least ceil(tokens / (room of a group x W / s)) steps are needed. In so many, deal the sequences longest first, each
+   to the least loaded group that has room.
+2. Where one finds no room, `seqpack.pack` the groups by tokens alone: never more steps than `plan_micro_batches` takes,
+   which packs alike.
+3. Sort the groups by their time and take W / s at a time as a step: no other way to form steps has a smaller sum.
+
+Dynamic, one candidate a target time for a step:
+1. For every sequence, the smallest size that holds it and meets the target: short ones stay whole on one rank.
+2. Widest first, put the long ones into an open group that stays within the target, or open a group in the first step
+   with ranks left.
+3. Deal the short ones to the ranks left over (and into the room of wide groups), as in the static case; where they do
+   not fit, pack them; where that needs more ranks, add a step.
+4. Give idle ranks to the slowest group of each step as long as that makes it faster.
+
+Held by tests: every sequence once, no group above its room, no step above the world's ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.planning.cost import Coefficients
-from dyncp.planning.sizes import Layout
+from dyncp.planning.problem import Bin, CandidatePlan, Problem
+from dyncp.planning.sizes import ceil_div
 
 RECENT = 32  # open groups that are looked at for one more sequence
 
 
-@dataclass(slots=True, eq=False)
-class Bin:
-    """A group in the making: `size` ranks, `room` tokens left in all of it, `seconds` so far without the base."""
-
-    size: int
-    room: int
-    seconds: float = 0.0
-    samples: list[int] = field(default_factory=list)
-
-
-class Shape(NamedTuple):
-    """One candidate plan: bins of every step (idle ranks not listed), and its time."""
-
-    steps: list[list[Bin]]
-    seconds: list[float]
-
-    @property
-    def total(self) -> float:
-        """Predicted seconds of all steps."""
-        return sum(self.seconds)
-
-
-class Problem:
-    """Lengths, sizes and coefficients, with everything a search asks for computed once.
-
-    sizes: the allowed group sizes, ascending. table[s]: coefficients of size s.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], world_size: int, cap: int, layout: Layout, table: dict[int, Coefficients]
-    ) -> None:
-        self.world_size, self.cap, self.layout, self.table = world_size, cap, layout, dict(sorted(table.items()))
-        self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.pairs = self.lengths.astype(np.float64) ** 2 / 2
-        self.order = np.argsort(-self.lengths, kind="stable").tolist()
-        self.sizes = list(self.table)
-        self._columns: dict[int, tuple[list[int], list[float]]] = {}
-
-    def column(self, size: int) -> tuple[list[int], list[float]]:
-        """(tokens, seconds) of every sequence in a group of this size; tokens include the layout's padding."""
-        if size not in self._columns:
-            tokens, seconds = self.columns_array(size)
-            self._columns[size] = tokens.tolist(), seconds.tolist()
-        return self._columns[size]
-
-    def columns_array(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same as arrays."""
-        align = 2 * size if self.layout == "zigzag" and size > 1 else 1
-        factors = self.table[size]
-        return -(-self.lengths // align) * align, factors.token * self.lengths + factors.pair * self.pairs
-
-    def room(self, size: int) -> int:
-        """Tokens a group of this size can hold."""
-        return size * (self.cap // 2 * 2 if self.layout == "zigzag" and size > 1 else self.cap)
-
-    @cached_property
-    def seconds_by_size(self) -> np.ndarray:
-        """f64[sizes, samples]: seconds of a group of each size with this sequence alone; infinite for no room."""
-        sizes = np.asarray(self.sizes)[:, None]
-        base, token, pair = (np.array(column)[:, None] for column in zip(*self.table.values(), strict=True))
-        align = np.where(sizes > 1, 2 * sizes, 1) if self.layout == "zigzag" else 1
-        room = np.array([self.room(size) for size in self.sizes])[:, None]
-        seconds = base + token * self.lengths + pair * self.pairs
-        return np.where(-(-self.lengths // align) * align <= room, seconds, np.inf)
-
-    @cached_property
-    def smallest_sizes(self) -> np.ndarray:
-        """For every sequence the smallest allowed size that can hold it; 0 where none can."""
-        fits = np.isfinite(self.seconds_by_size)
-        return np.where(fits.any(axis=0), np.asarray(self.sizes)[fits.argmax(axis=0)], 0)
-
-    def fullest_seconds(self, size: int) -> float:
-        """No group of this size takes longer, whatever it holds: it is full of sequences as long as the longest."""
-        room = self.room(size)
-        return self.table[size].seconds(room, room * float(self.lengths.max(initial=0)) / 2)
-
-    def step_seconds(self, bins: Sequence[Bin]) -> float:
-        """A step lasts as long as its slowest group; idle ranks still run a dummy."""
-        return max((self.table[b.size].base + b.seconds for b in bins), default=self.table[1].base)
-
-
-def static_shape(problem: Problem, size: int) -> Shape:
-    """Every group of one size, in as few steps as the cap allows; groups of like time share a step."""
+def static_candidate(problem: Problem, size: int) -> CandidatePlan:
+    """Every group of one size, in as few steps as the packing allows; groups of like time share a step."""
     groups = problem.world_size // size
-    tokens, _ = problem.column(size)
-    fewest = max(1, -(-sum(tokens) // (problem.room(size) * groups)))
-    for steps in (fewest, fewest + 1):
-        bins = _balance(problem, problem.order, [Bin(size, problem.room(size)) for _ in range(steps * groups)])
-        if bins is not None:
-            return _cut(problem, bins, groups)
-    return _cut(problem, _first_fit(problem, size), groups)
+    tokens, _ = problem.columns(size)
+    fewest = max(1, ceil_div(sum(tokens), problem.room(size) * groups))
+    bins = _balance(problem, problem.order, [Bin(size, problem.room(size)) for _ in range(fewest * groups)])
+    if bins is None:
+        packed = problem.packed(size, problem.order)
+        steps = ceil_div(len(packed), groups)
+        if steps > fewest:
+            bins = _balance(problem, problem.order, [Bin(size, problem.room(size)) for _ in range(steps * groups)])
+        bins = bins or problem.evened(size, problem.order, steps * groups)
+    return group_into_steps(problem, bins, groups, f"static-{size}")
 
 
-def dynamic_shapes(problem: Problem, targets: Sequence[float]) -> Iterator[Shape]:
-    """One shape for each target, in ascending order, except where it would be the one before again."""
+def static_bound(problem: Problem, size: int) -> float:
+    """No static plan of this size is faster: perfect balance in as few steps as the tokens need."""
+    tokens, seconds = problem.column_arrays(size)
+    groups = problem.world_size // size
+    steps = max(1, ceil_div(int(tokens.sum()), groups * problem.room(size)))
+    return steps * problem.table[size].base + float(seconds.sum()) / groups
+
+
+def group_into_steps(problem: Problem, bins: Sequence[Bin], groups: int, name: str) -> CandidatePlan:
+    """Bins of one size sorted by time, `groups` of them a step: the sum of the steps' maxima is least so."""
+    bins = sorted((b for b in bins if b.samples), key=lambda b: -b.seconds)
+    return problem.candidate([bins[i : i + groups] for i in range(0, len(bins), groups)] or [[]], name)
+
+
+def dynamic_candidates(problem: Problem, targets: Sequence[float]) -> Iterator[CandidatePlan]:
+    """One candidate for each target, in ascending order, except where it would be the one before again, or static."""
     before: tuple[list[int], bool] = [], False
     for target in targets:
         wanted = _wanted_sizes(problem, target)
-        if before != (wanted, True):
-            yield _dynamic_shape(problem, target, wanted)
-        before = wanted, target >= max(problem.fullest_seconds(size) for size in set(wanted))
+        if before != (wanted, True) and max(wanted, default=1) > 1:
+            yield _dynamic_candidate(problem, target, wanted)
+        before = wanted, target >= max(_fullest_seconds(problem, size) for size in set(wanted))
 
 
-def _dynamic_shape(problem: Problem, target: float, wanted: list[int]) -> Shape:
+def _fullest_seconds(problem: Problem, size: int) -> float:
+    """No group of this size takes longer, whatever it holds: it is full of what has most pairs a token."""
+    room = problem.room(size)
+    return problem.table[size].seconds(room, room * float((problem.pairs / problem.lengths).max(initial=0)))
+
+
+def _dynamic_candidate(problem: Problem, target: float, wanted: list[int]) -> CandidatePlan:
     """Groups as small as `target` seconds a step allows: long sequences spread over ranks, short ones stay whole."""
     steps = _place_long(problem, [i for i in problem.order if wanted[i] > 1], wanted, target)
-    short = [i for i in problem.order if wanted[i] == 1]
-    steps = _place_short(problem, short, steps)
+    steps = _place_short(problem, [i for i in problem.order if wanted[i] == 1], steps)
     for step in steps:
-        _grow(problem, step)
-    return Shape(steps, [problem.step_seconds(step) for step in steps])
+        widen_slowest(problem, step)
+    return problem.candidate(steps, "dynamic")
 
 
 def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[Bin] | None:
@@ -134,8 +88,8 @@ def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[
 
     A bin without room for a sequence waits, widest room first, until a sequence is short enough for it again.
     """
-    columns = {size: problem.column(size) for size in {b.size for b in bins}}
-    heap = [(problem.table[b.size].base + b.seconds, i) for i, b in enumerate(bins)]
+    columns = {size: problem.columns(size) for size in {b.size for b in bins}}
+    heap = [(problem.bin_seconds(b), i) for i, b in enumerate(bins)]
     heapify(heap)
     waiting: list[tuple[int, int, float]] = []
     for sample in samples:
@@ -158,34 +112,13 @@ def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[
     return bins
 
 
-def _first_fit(problem: Problem, size: int) -> list[Bin]:
-    """Longest first into the first bin with room: always ends, whatever the cap."""
-    tokens, seconds = problem.column(size)
-    bins: list[Bin] = []
-    for sample in problem.order:
-        target = next((b for b in bins if b.room >= tokens[sample]), None)
-        if target is None:
-            target = Bin(size, problem.room(size))
-            bins.append(target)
-        target.room -= tokens[sample]
-        target.seconds += seconds[sample]
-        target.samples.append(sample)
-    return bins
-
-
-def _cut(problem: Problem, bins: list[Bin], groups: int) -> Shape:
-    """Bins sorted by time, `groups` of them a step: the sum of the steps' maxima is least so."""
-    bins = sorted((b for b in bins if b.samples), key=lambda b: -b.seconds)
-    steps = [bins[i : i + groups] for i in range(0, len(bins), groups)] or [[]]
-    return Shape(steps, [problem.step_seconds(step) for step in steps])
-
-
 def _wanted_sizes(problem: Problem, target: float) -> list[int]:
     """For every sequence the smallest size that holds it and meets the target; else the fastest that holds it."""
-    seconds = problem.seconds_by_size
+    seconds = problem.seconds_alone
     meets = seconds <= target
     places = np.where(meets.any(axis=0), meets.argmax(axis=0), seconds.argmin(axis=0))
-    return np.asarray(problem.sizes)[places].tolist()
+    wanted: list[int] = problem.size_array[places][problem.distinct[1]].tolist()
+    return wanted
 
 
 def _place_long(problem: Problem, samples: list[int], wanted: list[int], target: float) -> list[list[Bin]]:
@@ -196,7 +129,7 @@ def _place_long(problem: Problem, samples: list[int], wanted: list[int], target:
     steps: list[list[Bin]] = []
     free: list[int] = []
     opened: list[Bin] = []
-    columns = {size: (problem.table[size].base, *problem.column(size)) for size in {wanted[i] for i in samples}}
+    columns = {size: (problem.table[size].base, *problem.columns(size)) for size in {wanted[i] for i in samples}}
     last = min(samples, key=lambda i: problem.lengths[i], default=0)
     # A group that has no room or no time for the shortest of them is not looked at any more.
     full = {size: (tokens[last], target - base - seconds[last]) for size, (base, tokens, seconds) in columns.items()}
@@ -233,17 +166,21 @@ def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -
     """Short sequences over the ranks that are left (and the room in wide groups), one more step at a time until they
     fit.
     """
-    wide = [(b.room, b.seconds, list(b.samples)) for step in steps for b in step]
+    wide = [b for step in steps for b in step]
+    known = [(b.room, b.seconds, list(b.samples)) for b in wide]
     total = int(problem.lengths[samples].sum()) if samples else 0
     while True:
         singles = sum(problem.world_size - sum(b.size for b in step) for step in steps)
-        spare = singles * problem.cap + sum(room for room, _, _ in wide)
         bins: list[Bin] | None = None
-        if total <= spare:
-            for b, (room, seconds, members) in zip((b for step in steps for b in step), wide, strict=True):
-                b.room, b.seconds, b.samples = room, seconds, list(members)
+        if total <= singles * problem.room(1) + sum(room for room, _, _ in known):
             new = [Bin(1, problem.room(1)) for _ in range(singles)]
-            bins = _balance(problem, samples, [b for step in steps for b in step] + new)
+            bins = _balance(problem, samples, [*wide, *new])
+            if bins is None:  # as full as can be, then: by tokens alone
+                for b, (room, seconds, members) in zip(wide, known, strict=True):
+                    b.room, b.seconds, b.samples = room, seconds, list(members)
+                if len(problem.packed(1, samples)) <= singles:
+                    packed = problem.evened(1, samples, singles)
+                    bins = [*wide, *packed, *(Bin(1, problem.room(1)) for _ in range(singles - len(packed)))]
         if bins is not None:
             break
         steps.append([])
@@ -255,21 +192,14 @@ def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -
     return [step for step in kept if step] or [[]]
 
 
-def _grow(problem: Problem, step: list[Bin]) -> None:
+def widen_slowest(problem: Problem, step: list[Bin]) -> None:
     """Give idle ranks to the slowest group as long as that makes it faster."""
     idle = problem.world_size - sum(b.size for b in step)
     while idle and step:
-        slowest = max(step, key=lambda b: problem.table[b.size].base + b.seconds)
-        now = problem.table[slowest.size].base + slowest.seconds
-        best: tuple[float, int] = (now, slowest.size)
-        for size in problem.sizes:
-            if slowest.size < size <= slowest.size + idle:
-                tokens, seconds = problem.column(size)
-                if sum(tokens[i] for i in slowest.samples) <= problem.room(size):
-                    best = min(best, (problem.table[size].base + sum(seconds[i] for i in slowest.samples), size))
-        if best[1] == slowest.size:
+        slowest = max(step, key=problem.bin_seconds)
+        wider = [problem.bin_of(size, slowest.samples) for size in problem.sizes if 0 < size - slowest.size <= idle]
+        best = min((b for b in wider if b.room >= 0), key=problem.bin_seconds, default=slowest)
+        if problem.bin_seconds(best) >= problem.bin_seconds(slowest):
             return
-        tokens, seconds = problem.column(best[1])
-        idle -= best[1] - slowest.size
-        slowest.size, slowest.seconds = best[1], sum(seconds[i] for i in slowest.samples)
-        slowest.room = problem.room(best[1]) - sum(tokens[i] for i in slowest.samples)
+        idle -= best.size - slowest.size
+        slowest.size, slowest.room, slowest.seconds = best.size, best.room, best.seconds

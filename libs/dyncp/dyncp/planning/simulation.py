@@ -9,7 +9,7 @@ import numpy as np
 
 from dyncp.ops.methods import Method
 from dyncp.planning.cost import CostModel, Topology
-from dyncp.planning.planner import make_problem, plan, static_plan, static_sizes
+from dyncp.planning.planner import make_problem, plan, static_plan
 from dyncp.planning.sizes import Layout
 
 TRACES = ("lognormal", "bimodal", "uniform")
@@ -90,7 +90,7 @@ def _common_sizes(
 ) -> list[int]:
     """Powers of two (and the world) that hold every sequence of every batch."""
     longest = [max(max(lengths) for lengths in batches)]
-    sizes = static_sizes(make_problem(longest, ranks, cap, *arguments))
+    sizes = make_problem(longest, ranks, cap, *arguments).static_sizes
     return [size for size in sizes if size & (size - 1) == 0 or size == ranks]
 
 

@@ -1,5 +1,9 @@
-"""How many tokens a rank holds of a packed stream, and how many ranks a sequence needs. Pure arithmetic."""
+"""How many tokens a rank holds of a packed stream, and how many ranks a sequence needs. Pure arithmetic.
 
+The one owner of padding: plans check their cap with `local_tokens`, and `dyncp.pack_group` pads to what it says.
+"""
+
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -34,13 +38,33 @@ def sequence_align(cp_size: int, layout: Layout) -> int:
     return 2 * cp_size if layout == "zigzag" and cp_size > 1 else 1
 
 
-def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout) -> int:
+def rank_align(cp_size: int, layout: Layout, align: int = 1) -> int:
+    """What the tokens of each rank are a multiple of.
+
+    align: what kernels or sharding ask of a rank's tokens: the tensor-parallel size where activations are split by
+    tokens, 16 for FP8 products, a bucket for kernels that are tuned for few shapes. Zigzag gives each rank two halves.
+    """
+    check_layout(layout)
+    return math.lcm(align, 2) if layout == "zigzag" and cp_size > 1 else align
+
+
+def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout, align: int = 1) -> int:
     """Tokens each rank of a group holds, padding included, when sequences of these lengths are packed over it.
 
-    Zigzag pads every sequence to 2 x cp_size; contiguous pads the end of the stream to cp_size.
+    Zigzag pads every sequence to 2 x cp_size; then the end of the stream is padded until every rank holds the same
+    multiple of `rank_align`.
     """
-    align = sequence_align(cp_size, layout)
-    return ceil_div(sum(ceil_div(length, align) * align for length in lengths), cp_size)
+    each, multiple = sequence_align(cp_size, layout), rank_align(cp_size, layout, align)
+    tokens = sum(lengths) if each == 1 else sum(round_up(length, each) for length in lengths)
+    return round_up(ceil_div(tokens, cp_size), multiple)
+
+
+def group_room(cp_size: int, max_tokens_per_rank: int, layout: Layout, align: int = 1) -> int:
+    """Tokens, sequences padded as `sequence_align` says, that a group can hold under the cap: 0 where not even a
+    dummy fits.
+    """
+    multiple = rank_align(cp_size, layout, align)
+    return cp_size * (max_tokens_per_rank // multiple * multiple)
 
 
 def check_layout(layout: str) -> None:
@@ -52,3 +76,8 @@ def check_layout(layout: str) -> None:
 def ceil_div(a: int, b: int) -> int:
     """The smallest integer at least a / b."""
     return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is at least `value`."""
+    return ceil_div(value, multiple) * multiple

@@ -4,6 +4,7 @@ lengths.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -48,8 +49,10 @@ class DynamicPlan:
     """Who computes which samples together, step by step, until one optimizer step is accumulated.
 
     lengths: tokens of each sample of the global batch. trained_tokens: how many of them are trained, over the whole
-    batch: every rank divides its loss sum by this number, so the gradient is the same under any plan. seconds:
-    predicted time of each step (not part of the hash). name: the candidate that won, such as static-2 or dynamic.
+    batch: every rank divides its loss sum by this number, so the gradient is the same under any plan. align: each
+    rank's tokens are padded to a multiple of it, which counts under the cap. seconds: predicted time of each step;
+    lower_bound: predicted seconds that no plan of these lengths can beat under the same cost model, 0 where nobody
+    computed it; name: the candidate that won, such as static-2, dynamic or exact (these three are not in the hash).
     """
 
     lengths: tuple[int, ...]
@@ -61,9 +64,13 @@ class DynamicPlan:
     trained_tokens: int = 0
     name: str = "dynamic"
     seconds: tuple[float, ...] = ()
+    align: int = 1
+    lower_bound: float = 0.0
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
+        if self.align < 1:
+            raise ValueError(f"align must be positive, got {self.align}")
         if self.trained_tokens == 0:
             object.__setattr__(self, "trained_tokens", sum(self.lengths))
         self._check_partition()
@@ -97,7 +104,7 @@ class DynamicPlan:
 
     def tokens_per_rank(self, group: Group) -> int:
         """Tokens each rank of the group holds, padding included."""
-        return local_tokens([self.lengths[i] for i in group.sample_ids], group.cp_size, self.layout)
+        return local_tokens([self.lengths[i] for i in group.sample_ids], group.cp_size, self.layout, self.align)
 
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """The distinct rank sets of more than one rank, in the one order in which every rank must create them."""
@@ -106,6 +113,14 @@ class DynamicPlan:
     def sample_order(self) -> tuple[int, ...]:
         """Sample ids in the order steps and groups visit them."""
         return tuple(sample for _, group in self.groups() for sample in group.sample_ids)
+
+    @property
+    def gap(self) -> float:
+        """Predicted seconds over `lower_bound`, minus one: 0.0 is proven optimal; infinite where there is no bound."""
+        total = sum(self.seconds)
+        if self.lower_bound <= 0:
+            return 0.0 if total == 0 else math.inf
+        return max(0.0, total / self.lower_bound - 1)
 
     @property
     def fill(self) -> float:
@@ -139,9 +154,9 @@ class DynamicPlan:
 
     @cached_property
     def hash(self) -> str:
-        """16 hexadecimal digits over all that ranks must agree on (predicted times and the name are left out)."""
+        """16 hexadecimal digits over all that ranks must agree on (forecast, bound and name are left out)."""
         facts = [self.lengths, self.world_size, self.max_tokens_per_rank, self.steps, self.layout, self.method]
-        text = json.dumps([*facts, self.trained_tokens], separators=(",", ":"))
+        text = json.dumps([*facts, self.trained_tokens, self.align], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

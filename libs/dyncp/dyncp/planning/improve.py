@@ -1,0 +1,202 @@
+"""Moves and swaps between the groups of a plan, for a few dozen sequences.
+
+A plan is seen as steps of sets of sequences; how many ranks each set gets follows: in a step all sets begin with the
+smallest size that holds them, then the slowest is widened until no ranks are left that would make it faster. For a given
+partition into sets that is the least time of the step, for the slowest can only become faster by more ranks.
+
+1. For each step in turn, the slowest first, look at its slowest set: move one of its sequences to another set, to a set
+   of its own, or swap it with another set's; join the set with another of the step; move all of it to another step, or
+   to a step of its own. The first change that makes the sum of the steps' times smaller is made.
+2. Empty the step with the least in it, its sequences one by one into the best sets elsewhere; kept if that is faster.
+3. From the beginning, until nothing helps or the evaluations are used up.
+
+Deterministic; never slower than the plan it begins with.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dyncp.planning.problem import CandidatePlan, Problem
+
+MOST_SAMPLES = 64
+EVALUATIONS = 600
+"""Steps that are timed: some ten milliseconds."""
+
+Sets = tuple[tuple[int, ...], ...]
+
+
+def improved(problem: Problem, candidate: CandidatePlan) -> CandidatePlan:
+    """A candidate that is no slower, by local search; the same one where nothing helps."""
+    search = _Search(problem)
+    steps = [_step((), *(tuple(b.samples) for b in step)) for step in candidate.steps]
+    while search.left > 0:
+        changed = search.change(steps) or search.emptied(steps)
+        if changed is None:
+            break
+        steps = changed
+    total = sum(search.seconds(step) for step in steps)
+    if total >= candidate.total * (1 - 1e-12):
+        return candidate
+    made = [[problem.bin_of(size, samples) for size, samples in zip(search.sizes(s), s, strict=True)] for s in steps]
+    return problem.candidate(made, "dynamic")
+
+
+class _Search:
+    """The times of sets and steps, each computed once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.left = EVALUATIONS
+        self._widths: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+        self._steps: dict[Sets, tuple[float, tuple[int, ...]]] = {}
+
+    def seconds(self, step: Sets) -> float:
+        """The least time of a step of these sets; infinite where the ranks do not hold them. No sets, no step."""
+        return self._timed(step)[0] if step else 0.0
+
+    def sizes(self, step: Sets) -> tuple[int, ...]:
+        """The ranks of each set in it."""
+        return self._timed(step)[1]
+
+    def _timed(self, step: Sets) -> tuple[float, tuple[int, ...]]:
+        if step not in self._steps:
+            self.left -= 1
+            self._steps[step] = self._time(step)
+        return self._steps[step]
+
+    def _time(self, step: Sets) -> tuple[float, tuple[int, ...]]:
+        widths = [self._widths_of(samples) for samples in step]
+        if not all(widths):
+            return float("inf"), ()
+        at = [0] * len(step)
+        idle = self.problem.world_size - sum(choices[0][0] for choices in widths)
+        if idle < 0:
+            return float("inf"), ()
+        while step:
+            slowest = max(range(len(step)), key=lambda i: widths[i][at[i]][1])
+            choices, place = widths[slowest], at[slowest]
+            if place + 1 == len(choices) or choices[place + 1][0] - choices[place][0] > idle:
+                break
+            idle -= choices[place + 1][0] - choices[place][0]
+            at[slowest] += 1
+        chosen = [choices[place] for choices, place in zip(widths, at, strict=True)]
+        seconds = max((seconds for _, seconds in chosen), default=0.0)
+        if idle:
+            seconds = max(seconds, self.problem.table[1].base)
+        return seconds, tuple(size for size, _ in chosen)
+
+    def _widths_of(self, samples: tuple[int, ...]) -> list[tuple[int, float]]:
+        """(size, seconds) of a set, sizes ascending, seconds descending: what more ranks are good for."""
+        if samples not in self._widths:
+            members = list(samples)
+            tokens, seconds = self._columns
+            held = tokens[:, members].sum(axis=1) <= self.problem.rooms
+            total = self.problem.base_token_pair[0] + seconds[:, members].sum(axis=1)
+            found: list[tuple[int, float]] = []
+            for size, fits, value in zip(self.problem.sizes, held.tolist(), total.tolist(), strict=True):
+                if fits and (not found or value < found[-1][1]):
+                    found.append((size, value))
+            self._widths[samples] = found
+        return self._widths[samples]
+
+    @cached_property
+    def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """i64[sizes, samples] and f64[sizes, samples]: tokens and seconds of each sequence in each size."""
+        columns = [self.problem.column_arrays(size) for size in self.problem.sizes]
+        tokens, seconds = zip(*columns, strict=True)
+        return np.stack(tokens), np.stack(seconds)
+
+    def change(self, steps: list[Sets]) -> list[Sets] | None:
+        """The steps after the first change of a slowest set that makes their sum smaller; None where none does."""
+        for at in sorted(range(len(steps)), key=lambda k: -self.seconds(steps[k])):
+            slowest = self._slowest(steps[at])
+            for changed in self._neighbours(steps, at, slowest):
+                before = sum(self.seconds(steps[k]) for k in changed if k < len(steps))
+                if sum(self.seconds(step) for step in changed.values()) < before * (1 - 1e-9):
+                    return _replaced(steps, changed)
+                if self.left <= 0:
+                    return None
+        return None
+
+    def _slowest(self, step: Sets) -> tuple[int, ...]:
+        sizes = self.sizes(step)
+        times = [dict(self._widths_of(samples))[size] for samples, size in zip(step, sizes, strict=True)]
+        return step[times.index(max(times))]
+
+    def _neighbours(self, steps: list[Sets], at: int, mine: tuple[int, ...]) -> Iterator[dict[int, Sets]]:
+        """Changes of one set, each as the steps that it changes."""
+        others = _without(steps[at], mine)
+        places = [(k, samples) for k, step in enumerate(steps) for samples in step if samples is not mine]
+        for sample in mine:
+            rest = tuple(i for i in mine if i != sample)
+            for k, theirs in places:
+                yield _moved(steps, at, k, mine, theirs, rest, (*theirs, sample))
+            if rest:
+                yield {at: _step(others, rest, (sample,))}
+        for sample in mine:
+            rest = tuple(i for i in mine if i != sample)
+            for k, theirs in places:
+                for other in theirs:
+                    left = tuple(i for i in theirs if i != other)
+                    yield _moved(steps, at, k, mine, theirs, (*rest, other), (*left, sample))
+        for theirs in others:
+            yield {at: _step(_without(others, theirs), (*mine, *theirs))}
+        for k, step in enumerate(steps):
+            if k != at:
+                yield {at: others, k: _step(step, mine)}
+        if others:
+            yield {at: others, len(steps): (mine,)}
+
+    def emptied(self, steps: list[Sets]) -> list[Sets] | None:
+        """The steps without the one that holds least, its sequences dealt to the others, if that is faster."""
+        if len(steps) < 2:
+            return None
+        lengths = self.problem.lengths
+        gone = min(range(len(steps)), key=lambda k: sum(int(lengths[i]) for s in steps[k] for i in s))
+        kept = [step for k, step in enumerate(steps) if k != gone]
+        for sample in sorted((i for s in steps[gone] for i in s), key=lambda i: -int(lengths[i])):
+            choices = [
+                {k: _step(_without(step, samples), (*samples, sample))} for k, step in enumerate(kept) for samples in step
+            ]
+            choices += [{k: _step(step, (sample,))} for k, step in enumerate(kept)]
+            least, place = min(
+                (sum(self.seconds(step) - self.seconds(kept[k]) for k, step in choice.items()), n)
+                for n, choice in enumerate(choices)
+            )
+            if least == float("inf"):
+                return None
+            kept = _replaced(kept, choices[place])
+        faster = sum(map(self.seconds, kept)) < sum(map(self.seconds, steps)) * (1 - 1e-9)
+        return kept if faster else None
+
+
+def _step(others: Sets, *sets: tuple[int, ...]) -> Sets:
+    """The step of these sets in one order, empty ones left out."""
+    return tuple(sorted((*others, *(tuple(sorted(samples)) for samples in sets if samples))))
+
+
+def _without(step: Sets, samples: tuple[int, ...]) -> Sets:
+    return tuple(found for found in step if found is not samples)
+
+
+def _moved(
+    steps: list[Sets],
+    at: int,
+    k: int,
+    mine: tuple[int, ...],
+    theirs: tuple[int, ...],
+    new_mine: tuple[int, ...],
+    new_theirs: tuple[int, ...],
+) -> dict[int, Sets]:
+    """Set `mine` of step `at` and set `theirs` of step `k` replaced by new ones."""
+    if at == k:
+        return {at: _step(_without(_without(steps[at], mine), theirs), new_mine, new_theirs)}
+    return {at: _step(_without(steps[at], mine), new_mine), k: _step(_without(steps[k], theirs), new_theirs)}
+
+
+def _replaced(steps: list[Sets], changed: dict[int, Sets]) -> list[Sets]:
+    """The steps with some of them changed, or one more; what became empty is left out."""
+    return [step for k, old in enumerate([*steps, ()]) if (step := changed.get(k, old))]

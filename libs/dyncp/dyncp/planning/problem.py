@@ -1,0 +1,211 @@
+"""The question of one plan, with everything that the searches ask for computed once; and what they answer with."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dyncp.planning.cost import Coefficients, CostModel
+from dyncp.planning.sizes import Layout, ceil_div, group_room, sequence_align
+from seqpack.planning.packing import pack
+
+Bins = tuple[tuple[int, ...], ...]
+
+MANY = 2048
+"""More sequences than this are planned with fewer attempts."""
+EVENED = (1.005, 1.02)
+"""How much fuller than the mean a group may be, in the order in which that is tried."""
+
+
+@dataclass(slots=True, eq=False)
+class Bin:
+    """A group in the making: `size` ranks, `room` tokens left in all of it, `seconds` so far without the base."""
+
+    size: int
+    room: int
+    seconds: float = 0.0
+    samples: list[int] = field(default_factory=list)
+
+
+class CandidatePlan(NamedTuple):
+    """One candidate: the bins of every step (idle ranks not listed), and the seconds of each step."""
+
+    steps: list[list[Bin]]
+    seconds: list[float]
+    name: str
+
+    @property
+    def total(self) -> float:
+        """Predicted seconds of all steps."""
+        return sum(self.seconds)
+
+
+class Problem:
+    """Lengths, sizes and coefficients.
+
+    lengths: i64[n]. table: the coefficients of each allowed group size, ascending. Sequences count as padded by the
+    layout, and groups have the room that is left under the cap when every rank's tokens are a multiple of `align`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        world_size: int,
+        cap: int,
+        layout: Layout,
+        align: int,
+        cost: CostModel,
+        table: dict[int, Coefficients],
+    ) -> None:
+        self.world_size, self.cap, self.layout, self.align = world_size, cap, layout, align
+        self.table = dict(sorted(table.items()))
+        self.sizes = list(self.table)
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.pairs = cost.pairs(self.lengths)
+        self.order: list[int] = np.argsort(-self.lengths, kind="stable").tolist()
+        self._columns: dict[int, tuple[list[int], list[float]]] = {}
+        self._packed: dict[tuple[int, int, tuple[int, ...]], Bins] = {}
+        self._rooms = {size: group_room(size, cap, layout, align) for size in self.sizes}
+
+    def columns(self, size: int) -> tuple[list[int], list[float]]:
+        """(tokens, seconds) of every sequence in a group of this size; tokens include the layout's padding."""
+        if size not in self._columns:
+            tokens, seconds = self.column_arrays(size)
+            self._columns[size] = tokens.tolist(), seconds.tolist()
+        return self._columns[size]
+
+    def column_arrays(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The same as arrays."""
+        each, factors = sequence_align(size, self.layout), self.table[size]
+        return ceil_div_array(self.lengths, each) * each, factors.token * self.lengths + factors.pair * self.pairs
+
+    def room(self, size: int) -> int:
+        """Tokens a group of this size can hold."""
+        return self._rooms[size]
+
+    @cached_property
+    def size_array(self) -> NDArray[np.int64]:
+        """i64[sizes]: the allowed sizes."""
+        return np.array(self.sizes, dtype=np.int64)
+
+    @cached_property
+    def rooms(self) -> NDArray[np.int64]:
+        """i64[sizes]: tokens a group of each size can hold."""
+        return np.array(list(self._rooms.values()), dtype=np.int64)
+
+    @cached_property
+    def base_token_pair(self) -> tuple[NDArray[np.float64], ...]:
+        """Three f64[sizes]: the coefficients of each size."""
+        return tuple(np.array(column) for column in zip(*self.table.values(), strict=True))
+
+    @cached_property
+    def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(indices of one sequence of each length, ascending; for every sequence its place among them)."""
+        _, first, place = np.unique(self.lengths, return_index=True, return_inverse=True)
+        return first, place
+
+    @cached_property
+    def seconds_alone(self) -> NDArray[np.float64]:
+        """f64[sizes, distinct lengths]: seconds of a group with one such sequence alone; infinite where it has no
+        room.
+        """
+        chosen = self.distinct[0]
+        lengths, pairs = self.lengths[chosen], self.pairs[chosen]
+        base, token, pair = (column[:, None] for column in self.base_token_pair)
+        each = np.array([sequence_align(size, self.layout) for size in self.sizes])[:, None]
+        seconds = base + token * lengths + pair * pairs
+        return np.where(ceil_div_array(lengths, each) * each <= self.rooms[:, None], seconds, np.inf)
+
+    @cached_property
+    def smallest_sizes(self) -> NDArray[np.int64]:
+        """For every sequence the smallest allowed size that can hold it; 0 where none can."""
+        fits = np.isfinite(self.seconds_alone)
+        return np.where(fits.any(axis=0), self.size_array[fits.argmax(axis=0)], 0)[self.distinct[1]]
+
+    @cached_property
+    def fewest_steps(self) -> int:
+        """No plan has fewer steps: so many does the sum of the lengths need."""
+        return max(1, ceil_div(int(self.lengths.sum()), self.world_size * self.room(1)))
+
+    @cached_property
+    def least_base(self) -> float:
+        """No step takes less."""
+        return min(factors.base for factors in self.table.values())
+
+    @cached_property
+    def static_sizes(self) -> list[int]:
+        """Sizes that divide the world and hold every sequence."""
+        holds = np.isfinite(self.seconds_alone).all(axis=1)
+        return [size for size, good in zip(self.sizes, holds, strict=True) if good and self.world_size % size == 0]
+
+    def bin_of(self, size: int, samples: Sequence[int]) -> Bin:
+        """A bin of this size with these samples; its room is negative where they do not fit."""
+        tokens, seconds = self.columns(size)
+        left = self.room(size) - sum(tokens[i] for i in samples)
+        return Bin(size, left, sum(seconds[i] for i in samples), list(samples))
+
+    def packed(self, size: int, samples: Sequence[int], capacity: int | None = None) -> Bins:
+        """The samples in few groups of this size, packed by tokens alone to at most `capacity` (None: all the room)."""
+        room = self.room(size) if capacity is None else capacity
+        key = (size, room, tuple(samples))
+        if key not in self._packed:
+            tokens, _ = self.columns(size)
+            found = pack([tokens[i] for i in samples], room).bins
+            self._packed[key] = tuple(tuple(samples[place] for place in places) for places in found)
+        return self._packed[key]
+
+    def evened(self, size: int, samples: Sequence[int], slots: int) -> list[Bin]:
+        """The same in at most `slots` groups, which must be enough: packed to less than the room where that does."""
+        found = self.packed(size, samples)
+        tokens, _ = self.columns(size)
+        mean = ceil_div(sum(tokens[i] for i in samples), slots)
+        longest = max((tokens[i] for i in samples), default=0)
+        for share in EVENED if len(samples) <= MANY else ():
+            capacity = max(int(mean * share), longest)
+            if capacity < self.room(size) and len(tighter := self.packed(size, samples, capacity)) <= slots:
+                found = tighter
+                break
+        return [self.bin_of(size, samples) for samples in found]
+
+    def bin_seconds(self, b: Bin) -> float:
+        """Seconds of a group, base included."""
+        return self.table[b.size].base + b.seconds
+
+    def step_seconds(self, bins: Sequence[Bin]) -> float:
+        """A step lasts as long as its slowest group; ranks in no group run a dummy alone."""
+        slowest = max((self.table[b.size].base + b.seconds for b in bins), default=0.0)
+        idle = self.world_size > sum(b.size for b in bins)
+        return max(slowest, self.table[1].base) if idle else slowest
+
+    def candidate(self, steps: list[list[Bin]], name: str) -> CandidatePlan:
+        """The candidate of these steps, timed."""
+        return CandidatePlan(steps, [self.step_seconds(step) for step in steps], name)
+
+
+def laid_out(step: Sequence[Bin]) -> list[tuple[int, Bin]]:
+    """(first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups are
+    needed.
+    """
+    start, placed = 0, []
+    for b in sorted(step, key=lambda b: (-b.size, -b.seconds)):
+        placed.append((start, b))
+        start += b.size
+    return placed
+
+
+def most_process_groups(candidate: CandidatePlan, world_size: int) -> int:
+    """The most distinct process groups that any rank would be in, the world not counted."""
+    counts: Counter[int] = Counter()
+    spans = {(start, b.size) for step in candidate.steps for start, b in laid_out(step) if 1 < b.size < world_size}
+    for start, size in spans:
+        counts.update(range(start, start + size))
+    return max(counts.values(), default=0)
+
+
+def ceil_div_array(a: NDArray[np.int64], b: NDArray[np.int64] | int) -> NDArray[np.int64]:
+    """The smallest integers at least a / b."""
+    return -(-a // b)
