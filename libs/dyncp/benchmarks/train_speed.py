@@ -41,7 +41,7 @@ class Bench:
     device: torch.device
     groups: ProcessGroups
     cap: int
-    bucket: int
+    align: int
     repeats: int
     cost: CostModel
     begin: float
@@ -78,7 +78,7 @@ def prepare(bench: Bench, the_plan: DynamicPlan) -> list[tuple]:
     prepared = []
     for step in the_plan.steps:
         mine = step.group_of(bench.rank)
-        packed = pack_group(batch, mine.sample_ids, mine.cp_size, the_plan.layout, bench.bucket)
+        packed = pack_group(batch, mine.sample_ids, mine.cp_size, the_plan.layout, the_plan.align)
         part = shard(packed, mine.ranks.index(bench.rank), mine.cp_size, the_plan.layout)
         trained = part.values["has_next"] if mine.sample_ids else torch.zeros_like(part.values["has_next"])
         targets = part.values["next_ids"].where(trained, -100)
@@ -165,7 +165,9 @@ def lengths_of(count: int, typical: float, spread: float, longest: int, seed: in
 def calibrate(bench: Bench, methods: list[str]) -> None:
     world = dist.get_world_size()
     sizes = list(range(1, world + 1)) if world <= 4 else [n for n in (1, 2, 4, 8) if world % n == 0]
-    bench.cost = calibrate_groups(lambda p: plan_seconds(bench, p), bench.cost, world, bench.cap, sizes, methods)
+    bench.cost = calibrate_groups(
+        lambda p: plan_seconds(bench, p), bench.cost, world, bench.cap, sizes, methods, align=bench.align
+    )
     bench.say(
         f"\n## Fitted cost model ({bench.clock()})\n",
         "| method | size | base ms | us/token | ps/pair |",
@@ -185,9 +187,9 @@ def compare(bench: Bench, title: str, lengths: list[int], cap: int, sizes: list[
     )
     for method in methods:
         for size in (size for size in sizes if world % size == 0):
-            static = static_plan(lengths, world, cap, size, bench.cost, Topology(), method)
+            static = static_plan(lengths, world, cap, size, bench.cost, Topology(), method, align=bench.align)
             bench.say(measure(bench, f"static {size}, {method}", static))
-        chosen = plan(lengths, world, cap, bench.cost, Topology(), method)
+        chosen = plan(lengths, world, cap, bench.cost, Topology(), method, align=bench.align)
         bench.say(measure(bench, f"dynamic, {method}", chosen))
 
 
@@ -202,10 +204,10 @@ def main() -> None:
     if arguments.tiny:
         dist.init_process_group("gloo", timeout=timedelta(minutes=2))
         torch.set_num_threads(1)
-        device, config, cap, bucket, policy = torch.device("cpu"), TINY, 64, 16, MixedPrecisionPolicy()
+        device, config, cap, align, policy = torch.device("cpu"), TINY, 64, 16, MixedPrecisionPolicy()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device, config, cap, bucket = torch.device("cuda", torch.cuda.current_device()), Config(), 8192, 128
+        device, config, cap, align = torch.device("cuda", torch.cuda.current_device()), Config(), 8192, 128
         dist.init_process_group("nccl", timeout=timedelta(minutes=9), device_id=device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     torch.manual_seed(0)
@@ -216,7 +218,7 @@ def main() -> None:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     model.place.options["backend"] = arguments.delta_backend
-    bench = Bench(config, model, device, ProcessGroups(), cap, bucket, arguments.repeats, config.cost(400e12), begin)
+    bench = Bench(config, model, device, ProcessGroups(), cap, align, arguments.repeats, config.cost(400e12), begin)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     bench.say(f"# {dist.get_world_size()} x {name}, torch {torch.__version__}, {parameters / 1e9:.3f} B parameters")
     calibrate(bench, ["ulysses"])

@@ -61,7 +61,14 @@ def _long_tailed(full: int, cap: int, seed: int) -> tuple[int, ...]:
 
 
 def uniform_plan(
-    lengths: Sequence[int], world_size: int, cap: int, cp_size: int, method: Method, layout: Layout, steps: int = 1
+    lengths: Sequence[int],
+    world_size: int,
+    cap: int,
+    cp_size: int,
+    method: Method,
+    layout: Layout,
+    steps: int = 1,
+    align: int = 1,
 ) -> DynamicPlan:
     """Equal steps in which every group of cp_size ranks has sequences of the same lengths; left-over ranks idle."""
     count, each = world_size // cp_size, len(lengths)
@@ -75,7 +82,7 @@ def uniform_plan(
         groups += [Group((rank,), ()) for rank in range(count * cp_size, world_size)]
         made.append(Step(tuple(groups)))
     return DynamicPlan(
-        tuple(lengths) * count * steps, world_size, cap, tuple(made), layout=layout, method=method, name="uniform"
+        tuple(lengths) * count * steps, world_size, cap, tuple(made), layout, method, name="uniform", align=align
     )
 
 
@@ -88,10 +95,12 @@ def calibrate_groups(
     methods: Sequence[Method],
     layout: Layout = "contiguous",
     steps: int = 3,
+    align: int = 1,
 ) -> CostModel:
     """The cost model with measured numbers for each size and method. run(plan): the plan's seconds (collective).
 
-    A plan of several equal steps is timed, so that what happens once an optimizer step counts as little as in training.
+    align: as in `dyncp.plan`; the cap must be a multiple of it. A plan of several equal steps is timed, so that what
+    happens once an optimizer step counts as little as in training.
     """
     rows = []
     for size in sizes:
@@ -99,7 +108,7 @@ def calibrate_groups(
             if not cost.allowed(size, method):
                 continue
             timings = [
-                Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout, steps)) / steps)
+                Timing(lengths, run(uniform_plan(lengths, world_size, cap, size, method, layout, steps, align)) / steps)
                 for lengths in workloads(size, cap)
             ]
             rows.append((method, size, *fit(timings)))

@@ -76,7 +76,9 @@ class ProcessGroups:
 
 def world_timeout() -> timedelta:
     """How long a collective of the default group waits: what `init_process_group(timeout=...)` was given."""
-    timeout: timedelta = dist.group.WORLD._get_backend(communication_device()).options._timeout
+    world = dist.group.WORLD
+    assert world is not None, "the default group is initialised"
+    timeout: timedelta = world._get_backend(communication_device()).options._timeout
     return timeout
 
 

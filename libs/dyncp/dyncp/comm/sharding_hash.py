@@ -1,4 +1,4 @@
-"""One short exchange that turns streams on which the ranks of a group disagree into an error instead of wrong numbers."""
+"""One short exchange that turns streams on which ranks of a group disagree into an error instead of wrong numbers."""
 
 import hashlib
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from dyncp.comm.process_groups import ProcessGroups
@@ -30,10 +31,8 @@ from dyncp.ops.methods import Method
 from dyncp.planning.cost import CostModel
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.shards import pack_group, shard
+from seqpack.batches.batch import view_batch
 from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 
 def with_core_attention(spec: Any, method: Method = "ring") -> Any:
@@ -161,7 +160,7 @@ class MicroBatch:
 
     input_ids, position_ids, labels: i64[1, tokens]; the label is the next token of the same sequence, wherever that one
     lies. loss_mask: f32[1, tokens], 1 where the label is trained. values: the batch's other per-token tensors at these
-    tokens, aligned to input_ids. params: the model's packed_seq_params. sample_ids: empty for a stand-in of one token.
+    tokens, aligned to input_ids. params: the model's packed_seq_params. sample_ids: empty for a dummy of one token.
     """
 
     input_ids: torch.Tensor
@@ -174,7 +173,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: "TensorDict",
+    batch: TensorDict,
     plan: DynamicPlan,
     groups: ProcessGroups,
     rank: int,
@@ -189,9 +188,10 @@ def micro_batches(
         raise ValueError(f"the plan was made for {len(plan.lengths)} samples, the batch has {batch.batch_size[0]}")
     if "loss_mask" not in batch.keys():  # noqa: SIM118  a TensorDict iterates over its rows
         raise ValueError("the batch has no loss_mask: say which tokens are trained")
+    view = view_batch(batch)
     for step in plan.steps:
         group = step.group_of(rank)
-        packed = pack_group(batch, group.sample_ids, group.cp_size, plan.layout, plan.align)
+        packed = pack_group(view, group.sample_ids, group.cp_size, plan.layout, plan.align)
         # A sequence's first token is never trained (the schema says so), so no label crosses into the next sequence.
         labels, wanted = packed.values["input_ids"].roll(-1), packed.values["loss_mask"].roll(-1)
         packed = packed.with_values(labels=labels, label_mask=wanted.float())
@@ -204,6 +204,6 @@ def micro_batches(
         yield MicroBatch(input_ids, part.position_ids[None], labels, loss_mask, values, params, group.sample_ids)
 
 
-def count_trained(batch: "TensorDict") -> int:
+def count_trained(batch: TensorDict) -> int:
     """Trained tokens of a global batch, as `plan(trained_tokens=...)` needs them."""
     return sum(int(mask.sum()) for mask in batch["loss_mask"].unbind())

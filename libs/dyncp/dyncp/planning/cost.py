@@ -58,13 +58,13 @@ class CostModel:
 
     fixed: once a step, whatever it holds (launches, gathering parameters). linear: a token's matrix products. pair: a
     (query, key) pair of all attention layers. windows: (window, share of `pair`); a layer with a window computes no
-    pairs further apart, and such models are planned for single ranks alone (`dyncp.attention` has no windows). delta: a token's recurrences and
-    convolutions. delta_again: how much of `delta` is computed again where a shard also summarizes itself for its right
-    neighbours. Bytes are of one token in all layers of the kind: q_bytes for queries, kv_bytes for keys and values;
-    state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size, base, token, pair) of whole
-    groups as `dyncp.calibrate.calibration.fit` finds them; where there is an entry, it replaces the formula. The
-    defaults are a hybrid model of 0.7 B parameters (six recurrent and two attention layers, width 2048) on one H200;
-    `python -m dyncp calibrate` measures your own.
+    pairs further apart, and such models are planned for single ranks alone (`dyncp.attention` has no windows). delta:
+    a token's recurrences and convolutions. delta_again: how much of `delta` is computed again where a shard also
+    summarizes itself for its right neighbours. Bytes are of one token in all layers of the kind: q_bytes for queries,
+    kv_bytes for keys and values; state_bytes: one rank's (M, S) pairs of all recurrent layers. measured: (method, size,
+    base, token, pair) of whole groups as `dyncp.calibrate.calibration.fit` finds them; where there is an entry, it
+    replaces the formula. The defaults are a hybrid model of 0.7 B parameters (six recurrent and two attention layers,
+    width 2048) on one H200; `python -m dyncp calibrate` measures your own.
     """
 
     fixed: float = 8e-3
@@ -186,9 +186,7 @@ class CostModel:
         return cls.of(model_flops(config), flops, fixed, element_bytes)
 
     @classmethod
-    def of(
-        cls, model: ModelFlops, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2
-    ) -> "CostModel":
+    def of(cls, model: ModelFlops, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2) -> "CostModel":
         """Seconds of counted operations at `flops` operations a second, and the bytes that their operands have.
 
         Forward and backward are three times the forward. fixed: seconds of a step beside its operations. Calibrate for

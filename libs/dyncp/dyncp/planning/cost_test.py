@@ -18,8 +18,8 @@ CONFIG = SimpleNamespace(
     layer_types=["linear_attention"] * 3 + ["full_attention"],
 )  # fmt: skip
 MIXTRAL = SimpleNamespace(
-    model_type="mixtral", num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100, sliding_window=None,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+    model_type="mixtral", num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, sliding_window=None,
 )  # fmt: skip
 GPT_OSS = SimpleNamespace(
     model_type="gpt_oss", num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100, sliding_window=8,
@@ -115,7 +115,8 @@ def test_nonsense_is_refused() -> None:
 def test_fitting_finds_the_numbers_that_made_the_times() -> None:
     truth = Coefficients(0.01, 2e-6, 3e-11)
     timings = [
-        Timing(lengths, truth.seconds(sum(lengths), sum(n * (n + 1) / 2 for n in lengths))) for lengths in workloads(4, 8192)
+        Timing(lengths, truth.seconds(sum(lengths), sum(n * (n + 1) / 2 for n in lengths)))
+        for lengths in workloads(4, 8192)
     ]
     assert fit(timings) == pytest.approx(truth, rel=1e-6)
     free = [Timing(t.lengths, 0.5) for t in timings]

@@ -1,8 +1,8 @@
 """Moves and swaps between the groups of a plan, for a few dozen sequences.
 
 A plan is seen as steps of sets of sequences; how many ranks each set gets follows: in a step all sets begin with the
-smallest size that holds them, then the slowest is widened until no ranks are left that would make it faster. For a given
-partition into sets that is the least time of the step, for the slowest can only become faster by more ranks.
+smallest size that holds them, then the slowest is widened until no ranks are left that would make it faster. That is
+the least time of the step for these sets, because the slowest becomes faster by more ranks alone.
 
 1. For each step in turn, the slowest first, look at its slowest set: move one of its sequences to another set, to a set
    of its own, or swap it with another set's; join the set with another of the step; move all of it to another step, or
@@ -159,7 +159,9 @@ class _Search:
         kept = [step for k, step in enumerate(steps) if k != gone]
         for sample in sorted((i for s in steps[gone] for i in s), key=lambda i: -int(lengths[i])):
             choices = [
-                {k: _step(_without(step, samples), (*samples, sample))} for k, step in enumerate(kept) for samples in step
+                {k: _step(_without(step, samples), (*samples, sample))}
+                for k, step in enumerate(kept)
+                for samples in step
             ]
             choices += [{k: _step(step, (sample,))} for k, step in enumerate(kept)]
             least, place = min(

@@ -8,8 +8,8 @@
    A few dozen: moves and swaps between groups (`planning/improve.py`).
 5. Lay the groups out over the ranks, and hand out the plan with `lower_bound` and, from it, `gap`.
 
-Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum of
-an exhaustive search, and for seven sequences on eight ranks the optimum itself.
+Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum
+of an exhaustive search, and for seven sequences on eight ranks the optimum itself.
 """
 
 from collections.abc import Sequence
@@ -241,5 +241,3 @@ def predicted_seconds(
             slowest = max(slowest, factors.seconds(tokens, sum(pairs[i] for i in group.sample_ids)))
         seconds.append(slowest)
     return seconds
-
-

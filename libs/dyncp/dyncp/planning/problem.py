@@ -139,8 +139,8 @@ class Problem:
     @cached_property
     def static_sizes(self) -> list[int]:
         """Sizes that divide the world and hold every sequence."""
-        holds = np.isfinite(self.seconds_alone).all(axis=1)
-        return [size for size, good in zip(self.sizes, holds, strict=True) if good and self.world_size % size == 0]
+        alone = zip(self.sizes, np.isfinite(self.seconds_alone), strict=True)
+        return [size for size, fits in alone if fits.all() and self.world_size % size == 0]
 
     def bin_of(self, size: int, samples: Sequence[int]) -> Bin:
         """A bin of this size with these samples; its room is negative where they do not fit."""

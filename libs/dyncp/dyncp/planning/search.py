@@ -1,10 +1,10 @@
 """Candidate plans for any number of sequences: groups of one size, and groups of many. Plain Python over floats.
 
 Static, one candidate a size s:
-1. At least ceil(tokens / (room of a group x W / s)) steps are needed. In so many, deal the sequences longest first, each
-   to the least loaded group that has room.
-2. Where one finds no room, `seqpack.pack` the groups by tokens alone: never more steps than `plan_micro_batches` takes,
-   which packs alike.
+1. At least ceil(tokens / (room of a group x W / s)) steps are needed. In so many, deal the sequences longest first,
+   each to the least loaded group that has room.
+2. Where one finds no room, `seqpack.pack` fills groups by tokens alone: never more steps than `plan_micro_batches`
+   takes, which packs alike. Deal once more in that many; else keep what was packed, to an even share if that does.
 3. Sort the groups by their time and take W / s at a time as a step: no other way to form steps has a smaller sum.
 
 Dynamic, one candidate a target time for a step:

@@ -11,6 +11,7 @@ from dyncp.comm.collectives import gathered
 from dyncp.comm.plan_hash import communication_device
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.rows import KeyForm, Row, from_rows, key_forms, to_rows
+from seqpack.batches.algebra import index_select
 
 Records = dict[int, Row]
 
@@ -18,15 +19,16 @@ Records = dict[int, Row]
 def split_batch(batch: TensorDict, plan: DynamicPlan, step: int, rank: int) -> TensorDict | None:
     """The samples that `rank` computes in `step` together with its group, in the group's order; None for a dummy.
 
-    batch: the whole global batch, batch_size [len(plan.lengths)], dense and jagged keys of any shape.
+    batch: the whole global batch, batch_size [len(plan.lengths)], dense and jagged keys of any shape, and per-sample
+    Python values such as text.
     """
     if batch.batch_size[0] != len(plan.lengths):
         raise ValueError(f"the plan was made for {len(plan.lengths)} samples, the batch has {batch.batch_size[0]}")
     group = plan.steps[step].group_of(rank)
     if not group.sample_ids:
         return None
-    rows = to_rows(batch)
-    return from_rows([rows[i] for i in group.sample_ids], key_forms(batch))
+    chosen: TensorDict = index_select(batch, list(group.sample_ids))
+    return chosen
 
 
 def merge_outputs(

@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
 from dyncp.comm.collectives import all_gather
-from dyncp.planning.sizes import Layout, ceil_div, sequence_align
+from dyncp.planning.sizes import Layout, local_tokens, sequence_align
 from dyncp.sharding.layout import Sharding
-from dyncp.sharding.rows import KeyForm, from_rows, key_forms, to_rows
+from seqpack.batches.batch import view_batch
+from seqpack.batches.jagged import Ragged
 from seqpack.batches.packed import PackedBatch, pack_sequences
+from seqpack.batches.schema import MEDIA_KEYS
+from seqpack.batches.view import BatchView
 
 
 @dataclass(frozen=True)
@@ -31,38 +35,61 @@ class Shard:
 
 
 def pack_group(
-    batch: TensorDict,
+    batch: TensorDict | BatchView,
     sample_ids: Sequence[int],
     cp_size: int,
     layout: Layout = "contiguous",
-    bucket: int = 1,
+    align: int = 1,
 ) -> PackedBatch:
     """Pack the samples of one group so that its stream shards evenly; without samples, the smallest dummy.
 
-    bucket: each rank's tokens are rounded up to a multiple of it (kernels tuned for few shapes). A dummy is one token
-    of the first sample, untrained (loss_mask False).
+    align: the plan's (`plan(..., align=...)` counts this padding under the cap). Padding is `local_tokens`'s. A dummy
+    works for every batch that its samples work for: one token of a sample, untrained (loss_mask False), the sample's
+    own reward, text and the like, and no media: the token is not an image's where `mm_token_type_ids` tell them apart.
     """
-    align = sequence_align(cp_size, layout)
-    if not sample_ids:
-        batch, sample_ids = _dummy(batch), [0]
-    packed = pack_sequences(batch, list(sample_ids), align=align)
-    per_rank = ceil_div(ceil_div(packed.num_tokens, cp_size), bucket) * bucket
-    total = ceil_div(per_rank * cp_size, align) * align
-    return (
-        packed if total == packed.num_tokens else pack_sequences(batch, list(sample_ids), align=align, bucket=[total])
-    )
+    view = view_batch(batch)
+    chosen = list(sample_ids)
+    if not chosen:
+        view, chosen = _dummy(view), [0]
+    each = sequence_align(cp_size, layout)
+    total = local_tokens([view.lengths[i] for i in chosen], cp_size, layout, align) * cp_size
+    return pack_sequences(view, chosen, align=each, bucket=[total])
 
 
-def _dummy(batch: TensorDict) -> TensorDict:
-    forms = key_forms(batch)
-    row = to_rows(batch)[0]
-    length = row["input_ids"].shape[-1]
-    short = {
-        key: value.narrow(-1, 0, 1) if forms[key].ragged_dim is not None and value.shape[-1] == length else value
-        for key, value in row.items()
-    }
-    short["loss_mask"] = torch.zeros_like(short["input_ids"], dtype=torch.bool)
-    return from_rows([short], forms | {"loss_mask": KeyForm("bool", 0)})
+def _dummy(view: BatchView) -> BatchView:
+    """The view of one sample of one token."""
+    sample, place = _text_token(view)
+    one = view.select([sample])
+    columns: dict[str, Any] = {}
+    for key, column in one.columns.items():
+        if not isinstance(column, Ragged):
+            columns[key] = column
+        elif key in MEDIA_KEYS:
+            columns[key] = column._replace(lengths=[0])
+        else:
+            columns[key] = column._replace(starts=[column.starts[0] + place], lengths=[1])
+    ids = columns["input_ids"]
+    untrained = torch.zeros_like(ids.values, dtype=torch.bool)
+    return BatchView((1,), columns | {"loss_mask": ids._replace(values=untrained)}, view.device)
+
+
+def _text_token(view: BatchView) -> tuple[int, int]:
+    """(sample, place in it) of a token that stands for text: the first whose type is 0, the very first without types.
+
+    ValueError where every token stands for media.
+    """
+    if "mm_token_type_ids" not in view:
+        return 0, 0
+    types = view.flat("mm_token_type_ids")
+    text = (types == 0).nonzero().flatten()
+    if not len(text):
+        raise ValueError("every token of the batch stands for an image or a video: a dummy needs one of text")
+    first = int(text[0])
+    for sample, length in enumerate(view.lengths):
+        if first < length:
+            return sample, first
+        first -= length
+    raise AssertionError("the token lies in one of the samples")
 
 
 def shard(packed: PackedBatch, cp_rank: int, cp_size: int, layout: Layout = "contiguous") -> Shard:

@@ -1,7 +1,8 @@
 """The fastest static and the fastest dynamic plan of a few sequences, by trying all: the oracle of the planner.
 
-Shares nothing with the planner's searches: partitions are enumerated one by one, and the time of a group comes from the
-cost model's coefficients and `local_tokens`, as for `predicted_seconds`. Seven sequences on eight ranks take some 50 ms.
+Shares nothing with the planner's searches: partitions are enumerated one by one, and the time of a group comes from
+the cost model's coefficients and `local_tokens`, as for `predicted_seconds`. Seven sequences on eight ranks take some
+50 ms.
 
 1. Seconds of a set of sequences as one group of s ranks: infinite where a rank would hold more than the cap.
 2. Static: over all partitions into sets, all sets on s ranks; sorted by time, W / s of them make a step, which is the

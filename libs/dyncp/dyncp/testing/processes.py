@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_world(world_size: int, check: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = 600.0) -> list[Any]:
+def run_world(
+    world_size: int, check: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = 600.0
+) -> list[Any]:
     """check(*args) in each of world_size processes on this machine; the list of what every rank returned.
 
     backend: gloo on the CPU, or nccl, which gives each process the CUDA device of its rank. timeout: seconds that a

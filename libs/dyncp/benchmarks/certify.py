@@ -1,0 +1,52 @@
+"""Plans against every plan there is: python libs/dyncp/benchmarks/certify.py [--instances 3000] [--seed 0].
+
+Small instances as `dyncp.testing.exhaustive.small_questions` draws them. `plan` is held to the fastest static and the
+fastest dynamic plan of an exhaustive search; the second line has the same without `planning/exact.py`, by the searches
+that plan more sequences than a handful.
+"""
+
+import argparse
+import statistics
+from unittest import mock
+
+from dyncp.planning import planner
+from dyncp.planning.planner import plan, predicted_seconds
+from dyncp.testing.exhaustive import Exhaustive, Question, small_questions
+
+ROUNDING = 1 + 1e-9
+
+
+def planned(question: Question) -> tuple[float, float]:
+    """(seconds, lower bound) of the plan."""
+    made = plan(
+        question.lengths, question.world_size, question.cap, question.cost,
+        method=question.method, layout=question.layout, align=question.align,
+    )  # fmt: skip
+    return sum(predicted_seconds(made, question.cost)), made.lower_bound
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rows: dict[str, list[tuple[float, float, float, float]]] = {"plan": [], "without exact": []}
+    for question in small_questions(arguments.instances, arguments.seed):
+        oracle = Exhaustive(question)
+        static, dynamic = oracle.static(), oracle.dynamic()
+        rows["plan"].append((*planned(question), static, dynamic))
+        with mock.patch.object(planner, "exact_candidate", return_value=None):
+            rows["without exact"].append((*planned(question), static, dynamic))
+    names = ("", "instances", "beaten by a static plan", "mean ratio", "worst ratio", "bound above optimum", "mean gap")
+    print(f"| {' | '.join(names)} |", "|---" * len(names) + "|", sep="\n")
+    for name, found in rows.items():
+        ratios = [seconds / dynamic for seconds, _, _, dynamic in found]
+        beaten = sum(seconds > static * ROUNDING for seconds, _, static, _ in found)
+        above = sum(bound > dynamic * ROUNDING for _, bound, _, dynamic in found)
+        gap = statistics.mean(seconds / bound - 1 for seconds, bound, _, _ in found)
+        mean, worst = statistics.mean(ratios), max(ratios)
+        print(f"| {name} | {len(found)} | {beaten} | {mean:.5f} | {worst:.4f} | {above} | {gap:.2%} |")
+
+
+if __name__ == "__main__":
+    main()
