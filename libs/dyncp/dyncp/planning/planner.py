@@ -34,6 +34,8 @@ SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
 SLACKS_OF_MANY = (1.15,)
 CLOSE_ENOUGH = 1e-3
 """A candidate this near the lower bound is taken."""
+CLOSE_ENOUGH_FOR_MANY = 0.02
+"""The same for more than `MANY` sequences, where another candidate takes a third of a second."""
 
 
 def plan(
@@ -174,7 +176,8 @@ def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
 
 def _close_enough(problem: Problem) -> float:
     """The gap with which a search ends; none, but for rounding, where the optimum can be found."""
-    return 1e-9 if len(problem.lengths) <= MOST_OF_EXACT else CLOSE_ENOUGH
+    count = len(problem.lengths)
+    return 1e-9 if count <= MOST_OF_EXACT else CLOSE_ENOUGH if count <= MANY else CLOSE_ENOUGH_FOR_MANY
 
 
 def _targets(problem: Problem) -> list[float]:

@@ -17,8 +17,6 @@ Bins = tuple[tuple[int, ...], ...]
 
 MANY = 2048
 """More sequences than this are planned with fewer attempts."""
-EVENED = (1.005, 1.02)
-"""How much fuller than the mean a group may be, in the order in which that is tried."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +66,7 @@ class Problem:
         self.pairs = cost.pairs(self.lengths)
         self.order: list[int] = np.argsort(-self.lengths, kind="stable").tolist()
         self._columns: dict[int, tuple[list[int], list[float]]] = {}
-        self._packed: dict[tuple[int, int, tuple[int, ...]], Bins] = {}
+        self._packed: dict[tuple[int, tuple[int, ...]], Bins] = {}
         self._rooms = {size: group_room(size, cap, layout, align) for size in self.sizes}
 
     def columns(self, size: int) -> tuple[list[int], list[float]]:
@@ -148,28 +146,16 @@ class Problem:
         left = self.room(size) - sum(tokens[i] for i in samples)
         return Bin(size, left, sum(seconds[i] for i in samples), list(samples))
 
-    def packed(self, size: int, samples: Sequence[int], capacity: int | None = None) -> Bins:
-        """The samples in few groups of this size, packed by tokens alone to at most `capacity` (None: all the room)."""
-        room = self.room(size) if capacity is None else capacity
-        key = (size, room, tuple(samples))
+    def packed(self, size: int, samples: Sequence[int]) -> Bins:
+        """The samples in few groups of this size, packed by tokens alone; the fullest first. Computed once."""
+        key = (size, tuple(samples))
         if key not in self._packed:
             tokens, _ = self.columns(size)
-            found = pack([tokens[i] for i in samples], room).bins
-            self._packed[key] = tuple(tuple(samples[place] for place in places) for places in found)
+            found = pack([tokens[i] for i in samples], self.room(size))
+            loads = found.loads
+            order = sorted(range(len(loads)), key=lambda k: -loads[k])
+            self._packed[key] = tuple(tuple(samples[place] for place in found.bins[k]) for k in order)
         return self._packed[key]
-
-    def evened(self, size: int, samples: Sequence[int], slots: int) -> list[Bin]:
-        """The same in at most `slots` groups, which must be enough: packed to less than the room where that does."""
-        found = self.packed(size, samples)
-        tokens, _ = self.columns(size)
-        mean = ceil_div(sum(tokens[i] for i in samples), slots)
-        longest = max((tokens[i] for i in samples), default=0)
-        for share in EVENED if len(samples) <= MANY else ():
-            capacity = max(int(mean * share), longest)
-            if capacity < self.room(size) and len(tighter := self.packed(size, samples, capacity)) <= slots:
-                found = tighter
-                break
-        return [self.bin_of(size, samples) for samples in found]
 
     def bin_seconds(self, b: Bin) -> float:
         """Seconds of a group, base included."""

@@ -4,7 +4,8 @@ Static, one candidate a size s:
 1. At least ceil(tokens / (room of a group x W / s)) steps are needed. In so many, deal the sequences longest first,
    each to the least loaded group that has room.
 2. Where one finds no room, `seqpack.pack` fills groups by tokens alone: never more steps than `plan_micro_batches`
-   takes, which packs alike. Deal once more in that many; else keep what was packed, to an even share if that does.
+   takes, which packs alike. Deal once more in that many; else keep the fullest groups for all steps but one, and deal
+   what is left evenly in that one.
 3. Sort the groups by their time and take W / s at a time as a step: no other way to form steps has a smaller sum.
 
 Dynamic, one candidate a target time for a step:
@@ -40,7 +41,7 @@ def static_candidate(problem: Problem, size: int) -> CandidatePlan:
         steps = ceil_div(len(packed), groups)
         if steps > fewest:
             bins = _balance(problem, problem.order, [Bin(size, problem.room(size)) for _ in range(steps * groups)])
-        bins = bins or problem.evened(size, problem.order, steps * groups)
+        bins = bins or _packed(problem, problem.order, size, steps * groups, groups)
     return group_into_steps(problem, bins, groups, f"static-{size}")
 
 
@@ -112,6 +113,18 @@ def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[
     return bins
 
 
+def _packed(problem: Problem, samples: Sequence[int], size: int, slots: int, last: int) -> list[Bin]:
+    """At most `slots` bins, which must be enough, as full as can be; what the last `last` of them hold is dealt again,
+    evenly, so that the slack is all in one step.
+    """
+    found = problem.packed(size, samples)
+    kept = [problem.bin_of(size, members) for members in found[: slots - last]]
+    rest = {i for members in found[slots - last :] for i in members}
+    longest_first = [i for i in samples if i in rest]
+    dealt = _balance(problem, longest_first, [Bin(size, problem.room(size)) for _ in range(last)])
+    return kept + (dealt or [problem.bin_of(size, members) for members in found[slots - last :]])
+
+
 def _wanted_sizes(problem: Problem, target: float) -> list[int]:
     """For every sequence the smallest size that holds it and meets the target; else the fastest that holds it."""
     seconds = problem.seconds_alone
@@ -179,7 +192,7 @@ def _place_short(problem: Problem, samples: list[int], steps: list[list[Bin]]) -
                 for b, (room, seconds, members) in zip(wide, known, strict=True):
                     b.room, b.seconds, b.samples = room, seconds, list(members)
                 if len(problem.packed(1, samples)) <= singles:
-                    packed = problem.evened(1, samples, singles)
+                    packed = _packed(problem, samples, 1, singles, min(singles, problem.world_size))
                     bins = [*wide, *packed, *(Bin(1, problem.room(1)) for _ in range(singles - len(packed)))]
         if bins is not None:
             break
