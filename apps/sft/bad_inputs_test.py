@@ -154,6 +154,7 @@ def cut(name):
         (without("config.json"), "no config.json"),
         (rewritten("config.json", "{"), "config.json is not JSON"),
         (rewritten("config.json", '{"model_type": "perceptron"}'), "describes no model that transformers knows"),
+        (rewritten("config.json", '{"model_type": "gpt_oss"}'), "model family 'gpt_oss' is not supported"),
         (without("model.safetensors"), "has no weights"),
         (cut("model.safetensors"), "model.safetensors is not whole"),
         (without("tokenizer.json"), "no tokenizer.json"),

@@ -6,16 +6,18 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.model_files import longest_sequence
 from apps.sft.data import Conversations
+from engines.families.registry import family_of
 
 
-def check_sizes(
+def check_model(
     conversations: Conversations, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse conversations that the model has no positions for, and a tokenizer of another model.
+    """Refuse a family that no engine knows, conversations without positions, and a tokenizer of another model.
 
     Raises:
         ValueError: with the file or flag to change.
     """
+    family_of(model)
     longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
     here = max(len(sample["input_ids"]) for sample in (*conversations.train, *conversations.held_out))
     if longest is not None and here > longest:

@@ -19,7 +19,7 @@ from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.quickstart.model import ensure_tiny_model
-from apps.sft.checks import check_sizes
+from apps.sft.checks import check_model
 from apps.sft.config import OWNED, SftConfig
 from apps.sft.data import load_conversations, write_demonstrations
 from apps.sft.registry import recipes, runnable, work_of
@@ -65,7 +65,7 @@ def run(config: SftConfig) -> Result:
     model, data = _model(config, run_dir), _data(config, run_dir)
     model_config, tokenizer = check_model_directory(model), load_tokenizer(model)
     conversations = load_conversations(config.data, data, tokenizer)
-    check_sizes(conversations, model, model_config, tokenizer)
+    check_model(conversations, model, model_config, tokenizer)
     from_rank_0(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)

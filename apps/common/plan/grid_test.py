@@ -3,6 +3,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from apps.common.plan.grid import DENSE, EXPERT, Grid, make_grid
+from engines import ParallelLayout
 
 SIZE = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -37,6 +38,14 @@ def test_groups_of_an_axis_part_the_ranks_and_differ_along_it_alone(grid, axis):
         assert [cell[axis] for cell in cells] == list(range(grid.size(axis)))
         others = {tuple(value for name, value in cell.items() if name != axis) for cell in cells}
         assert len(others) == 1
+
+
+@given(grids())
+def test_ranks_stand_where_the_engines_put_them(grid):
+    layout = ParallelLayout(dp=grid.dp, cp=grid.cp, tp=grid.tp, pp=grid.pp, ep=grid.ep)
+    assert layout.world_size == grid.ranks
+    for rank in range(grid.ranks):
+        assert layout.coordinates(rank)._asdict() == grid.cell(rank)
 
 
 @given(grids())

@@ -8,6 +8,7 @@ from apps.common.plan.cluster import changed_fields
 from apps.common.plan.model_shape import count_parameters
 from apps.common.plan.work import Work
 from engines.capability import No, Yes, supports
+from engines.families.registry import FAMILIES
 
 GIB = 2**30
 # Fields of the cluster that the engine answers for, by its features.
@@ -72,7 +73,15 @@ def _engine_needs(work: Work) -> list[Need]:
     asked += ["context_parallel"] if engine.context_parallel not in ("off", "static:1") else []
     asked += ["gradient_checkpointing"] if engine.gradient_checkpointing else []
     asked += ["moe"] if shape is not None and shape.experts else []
-    return [Need(feature, supports(engine, feature)) for feature in asked]
+    found = [Need(feature, supports(engine, feature)) for feature in asked]
+    return found if shape is None else [*found, Need(f"family {shape.model_type}", _family(shape.model_type))]
+
+
+def _family(model_type: str) -> Yes | No:
+    known = {kind: family.name for family in FAMILIES for kind in family.model_types}
+    if model_type in known:
+        return Yes(f"engines/families/{known[model_type]}.py")
+    return No(f"no family of engines has it; there are {', '.join(sorted(known))}")
 
 
 def _cluster_need(work: Work, path: str) -> Need:

@@ -20,6 +20,7 @@ SHAPE = ModelShape(
     "mixture", "qwen3_moe", "here", layers=12, hidden=64, heads=8, kv_heads=2, head_dim=8, vocab=128, experts=16,
     experts_per_token=2, expert_intermediate=32,
 )  # fmt: skip
+UNKNOWN = replace(SHAPE, model_type="perceptron")
 ORIGIN = Origin("a script", SHAPE, "rows", 100)
 PLAIN = Work("grpo", "plain", EngineConfig(device="cpu"), Cluster(), 1, steps=10, rows=8, longest=64, group=4)
 LARGE = replace(PLAIN, recipe="large", engine=EngineConfig(backend="megatron"), processes=8, origin=ORIGIN)
@@ -132,6 +133,13 @@ def test_variables_must_be_set_by_whoever_starts_the_program():
     with pytest.raises(ValueError, match="start the program with B=2 in front"):
         refuse_unready(work, {"A": "1", "B": "3"})
     refuse_unready(work, {"A": "1", "B": "2", "C": ""})
+
+
+def test_a_family_that_the_engines_do_not_know_is_missing_by_name():
+    work = replace(PLAIN, origin=replace(ORIGIN, shape=UNKNOWN))
+    with pytest.raises(ValueError, match="family perceptron is not supported: no family of engines has it"):
+        refuse_unready(work, {})
+    refuse_unready(replace(PLAIN, origin=ORIGIN), {})
 
 
 def test_a_reference_policy_is_missing_by_name():
