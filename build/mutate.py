@@ -104,7 +104,7 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
         mutants = read_mutants(place, names)
         costs = costs_of(place, mutants)
         if not costs:
-            print(f"{group.root}: {'out of time' if status is None else 'the tests fail on unchanged code'}")
+            print(f"{group.package}: {'out of time' if status is None else 'the tests fail on unchanged code'}")
             print("\n".join(output.splitlines()[-40:]))
             return None if status is not None else mutants
         order = shuffled(costs, options.seed)
@@ -118,7 +118,7 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
             rate = (time.monotonic() - started) / len(batch)
             left = seconds - (time.monotonic() - begun)
             size = int(0.8 * left / rate)
-            print(f"{group.root}: {done} of {len(mutants)} mutants, {rate:.2f} s each", flush=True)
+            print(f"{group.package}: {done} of {len(mutants)} mutants, {rate:.2f} s each", flush=True)
             if size < SMALLEST_BATCH:
                 break
         return read_mutants(place, names)
