@@ -19,7 +19,7 @@ def app_module(name, deps = [], data = []):
         name = name,
         srcs = [name + ".py"] + _package_files(name),
         data = data,
-        visibility = ["//apps:__subpackages__"],
+        visibility = ["//visibility:public"],
         deps = deps + ["//apps:init"],
     )
 
