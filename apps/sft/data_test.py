@@ -147,16 +147,16 @@ def test_every_message_counts(at, field):
     assert Conversation(1, tuple(messages)).key != Conversation(1, tuple(changed)).key
 
 
-def test_a_row_whose_mask_is_not_proven_is_dropped_and_counted(tmp_path, monkeypatch):
-    """A template that writes the answer twice: which of the two the assistant wrote can't be proven."""
+def test_a_row_with_a_problem_is_dropped_and_counted(tmp_path):
+    """The template leaves tool calls out: what the assistant wrote in such a turn is not what is rendered."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' and 'odd' in messages[0].content %}"
-        "{{ m.content|upper }}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     rows = [{"messages": chat(f"question {i}", "yes")} for i in range(20)]
-    rows += [{"messages": chat(f"is {i} odd?", "yes")} for i in range(5)]
+    call = {"role": "assistant", "content": "let me see", "tool_calls": [CALL]}
+    rows += [{"messages": [{"role": "user", "content": f"is {i} odd?"}, call]} for i in range(5)]
     found = load_conversations(DataConfig(eval_share=0.2), write(tmp_path / "a.jsonl", rows), tokenizer)
     assert len(found.train) + len(found.held_out) == 20
     (reason,) = found.skipped.counts
