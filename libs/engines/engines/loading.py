@@ -1,5 +1,6 @@
-"""From a directory, a config or a module to a causal LM on the right device."""
+"""Load a causal LM from a directory, a config or a module, with what its exports are to hold."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engines.config import EngineConfig
 from engines.families.registry import family_of
+from engines.weights.directory import ModelDirectory
+from engines.weights.model_weights import ModelWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,28 +37,48 @@ def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal LM in the master dtype, and what its exports are to hold."""
+
+    module: Any
+    weights: ModelWeights
+
+
 def load_model(config: EngineConfig, model: Any = None) -> Any:
-    """The causal LM in the master dtype, on the CPU unless given elsewhere.
+    """Load the module alone; see `load`."""
+    return load(config, model).module
+
+
+def load(config: EngineConfig, model: Any = None) -> LoadedModel:
+    """Load the causal LM in the master dtype, on the CPU unless given elsewhere.
 
     `model` may be a module (used as it is), or a transformers config (random weights); otherwise config.model is a
-    local directory. ValueError says what is wrong with either.
+    local directory. ValueError says what is wrong with either: a family that is not supported, a tensor that is
+    missing, damaged or not known, before any weight is loaded.
     """
-    if isinstance(model, nn.Module):
-        if config.model is not None:
-            raise ValueError("give a module to build_engine or a directory in EngineConfig.model, not both")
-        loaded = model
-    elif model is not None:
-        loaded = _from_config(config, model)
-    elif config.model is not None:
-        loaded = _from_directory(Path(config.model), config)
-    else:
+    dtype = _DTYPES[config.master_dtype]
+    if model is not None and config.model is not None:
+        raise ValueError("give a module or a config to build_engine, or a directory in EngineConfig.model, not both")
+    if model is None and config.model is None:
         raise ValueError(
             "no model: set EngineConfig.model to a local directory, or hand a module or config to build_engine"
         )
-    if not hasattr(loaded, "get_output_embeddings") or not hasattr(loaded, "base_model"):
-        raise ValueError(f"{type(loaded).__name__} is not a transformers causal LM (such as Qwen3_5ForCausalLM)")
-    family_of(loaded.config).check_module(loaded)
-    return cast_parameters(loaded, _DTYPES[config.master_dtype])
+    if config.model is not None:
+        return _from_directory(Path(config.model), dtype)
+    if isinstance(model, PretrainedConfig):
+        family_of(model)
+        module = AutoModelForCausalLM.from_config(model)
+    elif isinstance(model, nn.Module):
+        module = model
+    else:
+        raise ValueError(f"model must be a module or a transformers config, got {type(model).__name__}")
+    if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
+        raise ValueError(f"{type(module).__name__} is not a transformers causal LM (such as Qwen3_5ForCausalLM)")
+    family = family_of(module.config)
+    family.check_module(module)
+    weights = ModelWeights.of(family, module)  # the dtypes before they are cast
+    return LoadedModel(cast_parameters(module, dtype), weights)
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
@@ -66,16 +89,19 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _from_config(config: EngineConfig, model_config: Any) -> nn.Module:
-    if not isinstance(model_config, PretrainedConfig):
-        raise ValueError(f"model must be a module or a transformers config, got {type(model_config).__name__}")
-    if config.model is not None:
-        raise ValueError("give a config to build_engine or a directory in EngineConfig.model, not both")
-    family_of(model_config)
-    return AutoModelForCausalLM.from_config(model_config)
+def _from_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
+    config = read_config(directory)
+    family = family_of(config)
+    source = ModelDirectory.read(directory)
+    with torch.device("meta"):
+        ModelWeights.of(family, AutoModelForCausalLM.from_config(config), source)
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    family.check_module(module)
+    return LoadedModel(module, ModelWeights.of(family, module, source))
 
 
-def _from_directory(directory: Path, config: EngineConfig) -> nn.Module:
+def read_config(directory: Path) -> PretrainedConfig:
+    """Read a model directory's config.json; ValueError says what is wrong with it."""
     if not directory.is_dir():
         raise ValueError(
             f"there is no model directory {directory}: give the path of a local one (nothing is downloaded)"
@@ -84,5 +110,7 @@ def _from_directory(directory: Path, config: EngineConfig) -> nn.Module:
         raise ValueError(
             f"{directory} has no config.json: it is not a Hugging Face model directory (save_pretrained makes one)"
         )
-    family_of(AutoConfig.from_pretrained(directory, local_files_only=True))
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=_DTYPES[config.master_dtype], local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory / 'config.json'} cannot be read: {error}") from error

@@ -7,14 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engines.capability import FSDP2, No, Yes, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.schedule import learning_rate
-from engines.weights.pieces import assemble, pieces
 
 BAD = {
     "backend": ["fsdp", None, 1],
@@ -126,23 +122,3 @@ def test_every_capability_answers_with_its_ground():
 def test_unsupported_settings_are_refused_with_the_reason(options):
     with pytest.raises(ValueError, match="is not supported:"):
         refuse_unsupported(EngineConfig(**options))
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 64))
-def test_pieces_and_back(sizes, max_bytes):
-    tensors = {f"t{i}": torch.arange(n, dtype=torch.float32) for i, n in enumerate(sizes)}
-    tensors["matrix"] = torch.arange(12, dtype=torch.float64).view(3, 4).t()
-    parts = list(pieces(tensors.items(), max_bytes))
-    for part in parts:
-        assert part.flat.numel() * part.flat.element_size() <= max(max_bytes, part.flat.element_size())
-    back = assemble(parts)
-    assert list(back) == list(tensors)
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_lost_piece_is_named():
-    parts = list(pieces([("w", torch.arange(8.0))], 8))
-    with pytest.raises(ValueError, match="w: a piece begins at 4"):
-        assemble([parts[0], *parts[2:]])
-    with pytest.raises(ValueError, match="w: 6 of 8"):
-        assemble(parts[:-1])

@@ -64,10 +64,9 @@ class Family:
     """Patterns (`fnmatch`, live names) of parameters that stay float32 in an export that asks for a smaller dtype."""
     buffers: tuple[str, ...] = ()
     """Patterns of persistent buffers: part of every export."""
-    carried: tuple[str, ...] = ()
-    """Patterns (names on disk) of tensors that are not trained and go into every export as they are."""
-    carried_fields: tuple[str, ...] = ()
-    """Config fields that describe carried tensors: left out of an export that has none."""
+    carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Patterns (names on disk) of tensors that are not trained and go into every export as they are, each with the
+    config fields that describe them: these are left out of an export that has no such tensor."""
 
     def check_config(self, config: Any) -> None:
         """Refuse (ValueError) a config with a field or value that no test of this family has run."""

@@ -35,7 +35,8 @@ DELTA_NET: Fields = {
     "output_gate_type": ("swish",),
     "mamba_ssm_dtype": ("float32",),
 }
-# Heads that are carried, not trained.
-MULTI_TOKEN_PREDICTION = any_value(
-    "mtp_num_hidden_layers num_nextn_predict_layers num_mtp_layers mtp_use_dedicated_embeddings mtp_layer_types"
-)
+# A head that predicts further tokens: carried, not trained.
+MULTI_TOKEN_PREDICTION = any_value("mtp_num_hidden_layers num_mtp_layers mtp_use_dedicated_embeddings mtp_layer_types")
+MTP_TENSORS = {"mtp.*": tuple(MULTI_TOKEN_PREDICTION)}
+VISION_TENSORS: Mapping[str, tuple[str, ...]] = {"model.visual.*": ()}
+OLD_ROPE_TENSORS: Mapping[str, tuple[str, ...]] = {"*.rotary_emb.inv_freq": ()}

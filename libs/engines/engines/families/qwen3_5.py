@@ -1,11 +1,8 @@
 """Qwen3.5, dense: gated delta nets and gated attention in turn; alone, or the text part of a vision-language model."""
 
 from engines.families.family import Family
-from engines.families.fields import ATTENTION, DELTA_NET, MULTI_TOKEN_PREDICTION
+from engines.families.fields import ATTENTION, DELTA_NET, MTP_TENSORS, MULTI_TOKEN_PREDICTION, VISION_TENSORS
 from engines.packing.delta_net import split_projections
-
-MTP_TENSORS = ("mtp.*",)
-VISION_TENSORS = ("model.visual.*",)
 
 QWEN3_5 = Family(
     name="qwen3_5",
@@ -24,6 +21,5 @@ QWEN3_5 = Family(
         "mlp_only_layers": ([],),
     },
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
-    carried=(*MTP_TENSORS, *VISION_TENSORS),
-    carried_fields=tuple(MULTI_TOKEN_PREDICTION),
+    carried={**MTP_TENSORS, **VISION_TENSORS},
 )

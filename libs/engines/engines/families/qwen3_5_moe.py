@@ -1,8 +1,7 @@
 """Qwen3.5 with experts (and a shared one); alone, or the text part of a vision-language model."""
 
 from engines.families.family import Family
-from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MULTI_TOKEN_PREDICTION
-from engines.families.qwen3_5 import MTP_TENSORS, VISION_TENSORS
+from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MTP_TENSORS, MULTI_TOKEN_PREDICTION, VISION_TENSORS
 from engines.packing.delta_net import split_projections
 
 QWEN3_5_MOE = Family(
@@ -26,6 +25,5 @@ QWEN3_5_MOE = Family(
     },
     routed=True,
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
-    carried=(*MTP_TENSORS, *VISION_TENSORS),
-    carried_fields=tuple(MULTI_TOKEN_PREDICTION),
+    carried={**MTP_TENSORS, **VISION_TENSORS},
 )

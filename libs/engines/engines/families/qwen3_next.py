@@ -1,8 +1,7 @@
 """Qwen3-Next: gated delta nets with joint projections, gated attention, experts and a shared one."""
 
 from engines.families.family import Family
-from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MULTI_TOKEN_PREDICTION
-from engines.families.qwen3_5 import MTP_TENSORS
+from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MTP_TENSORS, MULTI_TOKEN_PREDICTION
 from engines.packing.delta_net import joint_projections
 
 QWEN3_NEXT = Family(
@@ -17,5 +16,4 @@ QWEN3_NEXT = Family(
     routed=True,
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
     carried=MTP_TENSORS,
-    carried_fields=tuple(MULTI_TOKEN_PREDICTION),
 )

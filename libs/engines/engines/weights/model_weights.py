@@ -1,0 +1,122 @@
+"""The weights of one run: what the live model holds, what its checkpoint calls it, and what is carried along.
+
+`ModelWeights.of` compares a model with the directory it comes from: every live tensor must be there, and every tensor
+there must be live, carried (`Family.carried`) or a second copy of a tied one. Anything else is refused, so that nothing
+is initialised at random or dropped without a word. `export` and `save` stream from an iterator of live tensors.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.families.family import Family
+from engines.weights.directory import ModelDirectory
+from engines.weights.names import DiskNames
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """See the module's text; made by `of`."""
+
+    family: Family
+    names: DiskNames
+    shapes: Mapping[str, tuple[int, ...]]
+    """Live tensors (parameters, tied ones once, and persistent buffers) in the model's order."""
+    dtypes: Mapping[str, torch.dtype]
+    """By name on disk: what an export has unless it is asked otherwise."""
+    carried: tuple[str, ...] = ()
+    """Names on disk of tensors that go into every export as they are."""
+    source: ModelDirectory | None = None
+
+    @staticmethod
+    def of(family: Family, model: Any, source: ModelDirectory | None = None) -> "ModelWeights":
+        """Match a model (on any device, meta too) with its directory; ValueError names the first tensor amiss."""
+        live = live_tensors(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
+        if source is None:
+            names = _names_of_module(model)
+            dtypes = {p.name: live[name].dtype for name in live for p in names.parts(name, shapes[name])}
+            return ModelWeights(family, names, shapes, dtypes)
+        names = DiskNames.of(source.tensors)
+        dtypes = _check_present(names, live, source)
+        tied = {p.name for n, t in model.state_dict().items() if n not in live for p in names.parts(n, t.shape)}
+        carried = tuple(name for name in source.tensors if _matches(name, family.carried))
+        for name in source.tensors:
+            if name not in dtypes and name not in tied and name not in carried:
+                raise ValueError(
+                    f"{source.tensors[name].file} holds {name}, which {family.architecture} does not know: it would be "
+                    f"lost. If it is to be kept as it is, add it to `carried` in engines/families/{family.name}.py"
+                )
+        return ModelWeights(family, names, shapes, dtypes, carried, source)
+
+    def carries(self, pattern: str) -> bool:
+        """Whether a tensor of this name on disk is carried."""
+        return any(fnmatchcase(name, pattern) for name in self.carried)
+
+    def export(
+        self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None, carried: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Stream the names and tensors of a checkpoint from live ones, one live tensor at a time.
+
+        In the checkpoint's dtypes, or in `dtype` but for the family's float32 parameters and what is carried. All live
+        tensors must come, in any order; RuntimeError names one that did not, or that is not known.
+        """
+        left = dict.fromkeys(self.shapes)
+        for name, tensor in tensors:
+            if name not in left:
+                raise RuntimeError(f"the executor gave {name}, which is no tensor of the model or came twice")
+            del left[name]
+            for disk, part in self.names.split(name, tensor.detach()):
+                yield disk, part.to(self.export_dtype(name, disk, dtype))
+        if left:
+            raise RuntimeError(f"the executor did not give {next(iter(left))}")
+        if carried and self.source is not None:
+            yield from self.source.load(self.carried)
+
+    def export_dtype(self, name: str, disk: str, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype on disk of a part of the live tensor `name`."""
+        if dtype is None or not self.dtypes[disk].is_floating_point:
+            return self.dtypes[disk]
+        return torch.float32 if _matches(name, self.family.float32) else dtype
+
+
+def live_tensors(model: Any) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers, in the order of the state dict."""
+    first = {name for name, _ in model.named_parameters()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if name in first or name not in every}
+
+
+def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDirectory) -> dict[str, torch.dtype]:
+    dtypes: dict[str, torch.dtype] = {}
+    for name, tensor in live.items():
+        for part in names.parts(name, tensor.shape):
+            found = source.tensors.get(part.name)
+            wanted = tuple(tensor[part.index].shape) if part.index else tuple(tensor.shape)
+            if found is None:
+                raise ValueError(
+                    f"{source.path} lacks {part.name}: the checkpoint is not whole, or its config is another's"
+                )
+            if found.shape != wanted:
+                raise ValueError(f"{found.file}: {part.name} has shape {found.shape}, the config says {wanted}")
+            if found.dtype is None:
+                raise ValueError(f"{found.file}: {part.name} is quantised, and quantised weights cannot be trained")
+            dtypes[part.name] = found.dtype
+    return dtypes
+
+
+def _names_of_module(model: Any) -> DiskNames:
+    """The form that transformers gives an export: it remembers what it converted while loading."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        return DiskNames()
+    kinds = {type(conversion).__name__ for conversion in conversions}
+    return DiskNames("PrefixChange" in kinds, "WeightConverter" in kinds)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
