@@ -9,7 +9,7 @@ from apps.common.ranks import gather_lists, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
 from engines import TrainEngine, WeightPiece
-from rollout import Chat, RolloutEngine, Sampling, Trajectory
+from rollout import Chat, NativeEngine, RolloutEngine, Sampling, Trajectory
 from rollout.episode import derive_seed, run_episode, run_group
 
 T = TypeVar("T")
@@ -31,7 +31,8 @@ class Session:
 
         def counted() -> Iterator[WeightPiece]:
             nonlocal size
-            for piece in engine.export_weights():
+            # The app's own sampler runs the module that is trained; any other reads a checkpoint's names.
+            for piece in engine.export_weights(live=isinstance(self.sampler, NativeEngine)):
                 size += piece.flat.numel() * piece.flat.element_size()
                 yield piece
 

@@ -9,7 +9,7 @@ from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.inputs import InputBuilder, PackedInputs, PaddedInputs
 from engines.fsdp2.executor import FSDP2Executor
 from engines.launch import ensure_group
-from engines.loading import load_model, resolve_device
+from engines.loading import load, resolve_device
 from engines.parallel.context_parallel import ContextParallel, ContextParallelPlanner, ShardedInputs
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
@@ -28,9 +28,10 @@ def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True
     refuse_unsupported(config)
     ensure_group(config.device)
     groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
-    loaded = load_model(config, model).to(resolve_device(config))
-    planner, inputs = planner_and_inputs(config, loaded.config, groups)
-    return Engine(config, FSDP2Executor(config, groups, loaded, inputs, trainable), planner)
+    loaded = load(config, model)
+    module = loaded.module.to(resolve_device(config))
+    planner, inputs = planner_and_inputs(config, module.config, groups)
+    return Engine(config, FSDP2Executor(config, groups, module, inputs, trainable), planner, loaded.weights)
 
 
 def layout_of(config: EngineConfig, world_size: int) -> ParallelLayout:

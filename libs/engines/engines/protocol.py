@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from tensordict import TensorDict
 
 from engines.capability import No, Yes
@@ -40,8 +41,8 @@ class TrainEngine(Protocol):
         """Score the batch's tokens: jagged `log_probs` (and `entropy`), aligned to input_ids, 0 at first tokens."""
         ...
 
-    def export_weights(self, max_bytes: int = ...) -> Iterator[WeightPiece]:
-        """Yield the weights under their Hugging Face names, in pieces of at most max_bytes."""
+    def export_weights(self, max_bytes: int = ..., live: bool = False) -> Iterator[WeightPiece]:
+        """Yield the weights as a checkpoint holds them (`live`: as the trained module does), in pieces of max_bytes."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -52,8 +53,8 @@ class TrainEngine(Protocol):
         """Read what `save` wrote."""
         ...
 
-    def save_hf(self, directory: str | Path) -> None:
-        """Write a directory that AutoModelForCausalLM.from_pretrained loads."""
+    def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a directory that AutoModelForCausalLM.from_pretrained loads, in the source's dtypes or in `dtype`."""
         ...
 
     def offload(self) -> None:

@@ -13,6 +13,7 @@ rank runs as many micro-batches as the others; a step that fails leaves weights,
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,9 @@ from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch
 from engines.storage.checkpoint import load_checkpoint, save_checkpoint
 from engines.storage.directories import fresh_temporary, replace_directory
+from engines.weights.model_weights import ModelWeights
 from engines.weights.pieces import WeightPiece, pieces
+from engines.weights.saving import save_configuration, save_weights
 from seqpack.batches.batch import view_batch
 from seqpack.batches.jagged import jagged_from_values
 from seqpack.batches.objective import Objective
@@ -60,8 +63,9 @@ class _Work:
 class Engine:
     """See `engines.protocol.TrainEngine`; made by `build_engine`."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, planner: Planner) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, planner: Planner, weights: ModelWeights) -> None:
         self.config = config
+        self.weights = weights
         self.executor = executor
         self.planner = planner
         self.groups = executor.groups
@@ -141,7 +145,9 @@ class Engine:
         return _Work(batch, plan.without(facts.zero_gradient), facts, kept)
 
     def _zero_gradient_rows(self, view: BatchView, objective: Objective) -> Tensor | None:
-        return objective.zero_gradient_rows(view) if self.config.skip_zero_gradient_rows else None
+        if self.executor.adds_loss or not self.config.skip_zero_gradient_rows:
+            return None
+        return objective.zero_gradient_rows(view)
 
     def _check_agreement(self, *facts: object) -> None:
         check_agreement(agreed_number(facts), "the plan of this step", self.device, self.groups.world)
@@ -191,13 +197,16 @@ class Engine:
 
     # ------------------------------------------------------------------ weights and files
 
-    def export_weights(self, max_bytes: int = PIECE_BYTES) -> Iterator[WeightPiece]:
-        """Yield the weights under their Hugging Face names, tied ones once; all ranks iterate to the end together.
+    def export_weights(self, max_bytes: int = PIECE_BYTES, live: bool = False) -> Iterator[WeightPiece]:
+        """Yield the weights as a checkpoint holds them, tied ones once; all ranks iterate to the end together.
 
-        `NonFiniteError` for a weight that is not finite.
+        Names, split experts and dtypes are those of the checkpoint that the model came from, and what it held besides
+        is carried along; `live` gives names, shapes and dtypes of the module that is trained, for a sampler over the
+        same transformers class. `NonFiniteError` for a weight that is not finite.
         """
         self._check_onloaded()
-        return pieces(finite_tensors(self.executor.tensors()), max_bytes)
+        tensors = finite_tensors(self.executor.tensors())
+        return pieces(tensors if live else self.weights.export(tensors), max_bytes)
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, step and random state; `directory` appears whole or not at all."""
@@ -215,24 +224,24 @@ class Engine:
         self.step = int(facts["step"])
         self.guard = FiniteGuard(self.config, skipped=int(facts.get("skipped_steps", 0)))
 
-    def save_hf(self, directory: str | Path) -> None:
-        """Write a directory for AutoModelForCausalLM.from_pretrained; rank 0 holds all weights once in host memory.
+    def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a directory for AutoModelForCausalLM.from_pretrained, in the dtypes of the source or in `dtype`.
 
-        `NonFiniteError` for a weight that is not finite, or after a step that made no update; the directory is then
-        as it was.
+        Weights are gathered one tensor at a time; rank 0 holds one file of them in host memory. `NonFiniteError` for
+        a weight that is not finite, or after a step that made no update; the directory is then as it was.
         """
         self._check_onloaded()
         self.guard.check_export()
         target = Path(directory)
-        weights = {}
-        for name, tensor in finite_tensors(self.executor.tensors()):
-            if dist.get_rank() == 0:
-                weights[name] = tensor.detach().to("cpu", copy=True)
-        if dist.get_rank() == 0:
-            model: Any = self.executor.model
-            temporary = fresh_temporary(target)
-            model.save_pretrained(temporary, state_dict=weights)
-            replace_directory(temporary, target)
+        writes = dist.get_rank() == 0
+        tensors = self.weights.export(finite_tensors(self.executor.tensors()), dtype, carried=writes)
+        if writes:
+            made = fresh_temporary(target)
+            save_weights(tensors, made)
+            save_configuration(self.weights, self.executor.model, made, dtype)
+            replace_directory(made, target)
+        else:
+            deque(tensors, maxlen=0)
         dist.barrier()
 
     def offload(self) -> None:

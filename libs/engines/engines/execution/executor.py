@@ -61,6 +61,8 @@ class Executor(Protocol):
     model: nn.Module
     """The transformers module of the run, for its configuration and the names of its tensors."""
     trainable: bool
+    adds_loss: bool
+    """Whether the model adds a loss of its own (`Scores.auxiliary`), to which every row matters."""
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Compute the gradient of the step, summed over micro-batches and ranks; an earlier one is forgotten first."""
@@ -78,7 +80,7 @@ class Executor(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor of the model, whole, under its live name, one at a time; tied ones once."""
+        """Yield each parameter (tied ones once) and persistent buffer, whole, under its live name, one at a time."""
         ...
 
     def state(self) -> dict[str, Any]:

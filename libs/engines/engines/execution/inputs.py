@@ -20,7 +20,8 @@ class ModelInputs:
 
     `input_ids`, `position_ids` [T] or [axes, T] with a `context` (packed); [B, L] or [axes, B, L] with an
     `attention_mask` (padded). Hidden state `rows[i]` (flattened tokens) predicts `targets[i]`, whose score belongs to
-    token `slots[i]` of the packed micro-batch of `tokens` tokens.
+    token `slots[i]` of the packed micro-batch of `tokens` tokens. `counted` (bool, as many as hidden states) are the
+    tokens that are no padding and no dummy's: those that a router's loss counts.
     """
 
     input_ids: Tensor
@@ -29,6 +30,7 @@ class ModelInputs:
     targets: Tensor
     slots: Tensor
     tokens: int
+    counted: Tensor
     context: PackedContext | None = None
     attention_mask: Tensor | None = None
 
@@ -42,6 +44,10 @@ class InputBuilder(Protocol):
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """Return f32[T] of the micro-batch from the scores f32[N] at `inputs.slots`; differentiable, 0 elsewhere."""
+        ...
+
+    def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return a sum over the micro-batch's tokens from this rank's part of it; differentiable."""
         ...
 
 
@@ -58,11 +64,17 @@ class PackedInputs:
         ids = packed.values["input_ids"]
         positions = positions_of(packed.values, packed.position_ids)
         context = PackedContext(packed.cu_seqlens, packed.max_seqlen, ops=self.ops)
-        return ModelInputs(ids, positions, slots - 1, ids[slots], slots, ids.numel(), context)
+        counted = packed.token_mask & (not micro_batch.dummy)
+        return ModelInputs(ids, positions, slots - 1, ids[slots], slots, ids.numel(), counted, context)
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""
         return scores.new_zeros(inputs.tokens).index_put((inputs.slots,), scores)
+
+    def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
+        """See `InputBuilder`."""
+        del inputs
+        return value
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ class PaddedInputs(PackedInputs):
             input_ids=_scatter(flat.input_ids, place, rows, width),
             position_ids=_scatter(flat.position_ids, place, rows, width),
             rows=place[flat.rows],
+            counted=_scatter(flat.counted, place, rows, width).flatten(),
             context=None,
             attention_mask=mask.view(rows, width),
         )

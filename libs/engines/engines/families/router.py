@@ -29,6 +29,13 @@ class Routing(NamedTuple):
     """f32[]: tokens x layers."""
 
 
+class RouterCounts(NamedTuple):
+    """`chosen` f32[E] and `rows` f32[] summed over the whole global batch, without gradients."""
+
+    chosen: Tensor
+    rows: Tensor
+
+
 @dataclass(frozen=True)
 class RouterLoss:
     """See the module's text. `coefficient` is the config's `router_aux_loss_coef`."""
@@ -49,6 +56,6 @@ class RouterLoss:
             chosen = chosen.index_add(0, top.reshape(-1), weight.repeat_interleave(self.top_k))
         return Routing(probability, chosen, len(router_logits) * weight.sum())
 
-    def loss(self, routing: Routing, chosen: Tensor, rows: Tensor) -> Tensor:
-        """This micro-batch's share, given `chosen` and `rows` summed over the whole global batch."""
-        return self.coefficient * self.experts * (chosen / rows * routing.probability / rows).sum()
+    def loss(self, probability: Tensor, counts: RouterCounts) -> Tensor:
+        """This micro-batch's share, of its `Routing.probability` and the counts of the whole global batch."""
+        return self.coefficient * self.experts * (counts.chosen / counts.rows * probability / counts.rows).sum()

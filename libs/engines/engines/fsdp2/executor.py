@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -13,13 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
-from engines.execution.inputs import InputBuilder
+from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import build_optimizer, clip_gradients
+from engines.families.registry import family_of
+from engines.families.router import RouterCounts, RouterLoss, Routing
 from engines.loading import compute_dtype
 from engines.packing.model import adapt_for_packing
 from engines.parallel.groups import ParallelGroups
-from engines.scorer import TokenScorer
+from engines.scorer import ModelScores, TokenScorer
+from engines.weights.model_weights import live_tensors
 
 
 class FSDP2Executor:
@@ -48,6 +51,8 @@ class FSDP2Executor:
         model.requires_grad_(trainable)
         self.scorer: Any = TokenScorer(model, config.logit_chunk)
         self.scorer.training = False
+        self.router: RouterLoss | None = self.scorer.router
+        self.adds_loss = self.router is not None
         self._shard()
         self.optimizer = build_optimizer(self.scorer, config) if trainable else None
 
@@ -56,7 +61,7 @@ class FSDP2Executor:
         dtype = compute_dtype(self.config, self.device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        for layer in layers_of(self.model):
+        for layer in family_of(self.model.config).layers(self.model):
             fully_shard(layer, reshard_after_forward=self.config.reshard_after_forward, **options)
         fully_shard(self.scorer, reshard_after_forward=False, **options)
         for module in self.scorer.modules():
@@ -66,10 +71,34 @@ class FSDP2Executor:
                 module.set_force_sum_reduction_for_comms(True)
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
-        """Run forward and backward of one micro-batch after another."""
+        """Run forward and backward of one micro-batch after another.
+
+        A router's loss needs the counts of the whole step first (`engines.families.router`): they are taken in a pass
+        of their own, without gradients, unless the only micro-batch of a rank gives them on its way.
+        """
         self._optimizer.zero_grad(set_to_none=True)
+        counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
         for micro_batch in micro_batches:
-            loss(micro_batch, self._scores(micro_batch, scoring)).backward()
+            loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
+
+    @torch.no_grad()
+    def _counts(self, micro_batches: MicroBatches) -> RouterCounts:
+        """Forward passes of all micro-batches, for what the router chooses in them."""
+        found = []
+        for micro_batch in micro_batches:
+            inputs = self.builder.inputs(micro_batch)
+            routing = self.scorer(inputs, 1.0, False, routing=True).routing
+            found.append(self._own_counts(routing, micro_batch, inputs))
+        return self._summed(torch.stack(found).sum(0))
+
+    def _own_counts(self, routing: Routing, micro_batch: MicroBatch, inputs: ModelInputs) -> Tensor:
+        """f32[E + 1]: how often each expert was chosen, and rows; ranks that share a micro-batch take shares of it."""
+        counts = torch.cat([routing.chosen, routing.rows[None]])
+        return self.builder.total(counts, inputs) * micro_batch.loss_weight
+
+    def _summed(self, counts: Tensor) -> RouterCounts:
+        dist.all_reduce(counts, group=self.groups.plan)
+        return RouterCounts(counts[:-1], counts[-1])
 
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
@@ -78,12 +107,23 @@ class FSDP2Executor:
             take(micro_batch, self._scores(micro_batch, scoring))
         self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
 
-    def _scores(self, micro_batch: MicroBatch, scoring: Scoring) -> Scores:
+    def _scores(
+        self,
+        micro_batch: MicroBatch,
+        scoring: Scoring,
+        router: RouterLoss | None = None,
+        counts: RouterCounts | None = None,
+    ) -> Scores:
         inputs = self.builder.inputs(micro_batch)
-        log_probs, entropy = self.scorer(inputs, scoring.temperature, scoring.entropy)
+        found: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=router is not None)
+        auxiliary = None
+        if router is not None and found.routing is not None:
+            counts = counts or self._summed(self._own_counts(found.routing, micro_batch, inputs))
+            auxiliary = router.loss(self.builder.total(found.routing.probability, inputs), counts)
         return Scores(
-            self.builder.collect(log_probs, inputs),
-            None if entropy is None else self.builder.collect(entropy, inputs),
+            self.builder.collect(found.log_probs, inputs),
+            None if found.entropy is None else self.builder.collect(found.entropy, inputs),
+            auxiliary,
         )
 
     def optimizer_step(self, lr: float) -> float:
@@ -97,9 +137,9 @@ class FSDP2Executor:
         return norm
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather one parameter after another."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        """Gather one tensor after another."""
+        for name, tensor in live_tensors(self.model).items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def state(self) -> dict[str, Any]:
         """Return live shards by name (tied weights once); loading writes into them."""
@@ -133,17 +173,9 @@ class FSDP2Executor:
         return self.optimizer
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers, each of which becomes a unit of sharding."""
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(model).__name__} has no base_model.layers to shard")
-    return list(layers)
-
-
 def _recompute_layers(model: Any) -> None:
     """Switch gradient checkpointing on, under the name this transformers release has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    for layer in layers_of(model):
+    for layer in family_of(model.config).layers(model):
         layer.training = True  # the layer alone: what is inside of it stays in evaluation mode

@@ -158,13 +158,18 @@ class ShardedInputs(PackedInputs):
         )
         slots = following[rows]
         positions = positions_of(packed.values, packed.position_ids)[..., index]
-        return ModelInputs(ids[index], positions, rows, ids[slots], slots, packed.num_tokens, context)
+        return ModelInputs(ids[index], positions, rows, ids[slots], slots, packed.num_tokens, real, context)
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """Scores at their slots, those of the group's other ranks added: the whole f32[T] on each of them."""
         flat = super().collect(scores, inputs)
         group = None if inputs.context is None else inputs.context.cp_group
         return flat if group is None else _SumOverGroup.apply(flat, group)
+
+    def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
+        """The sum of the group's ranks, on each of them."""
+        group = None if inputs.context is None else inputs.context.cp_group
+        return value if group is None else _SumOverGroup.apply(value, group)
 
 
 def shard_stream(lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Layout) -> tuple[Sharding, np.ndarray]:

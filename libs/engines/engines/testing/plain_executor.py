@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.families.registry import family_of
 from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
+from engines.weights.model_weights import ModelWeights, live_tensors
 
 
 def build_plain_engine(config: EngineConfig, model: Any, trainable: bool = True) -> Engine:
@@ -27,13 +29,18 @@ def build_plain_engine(config: EngineConfig, model: Any, trainable: bool = True)
     ensure_group(config.device)
     groups = ParallelGroups.make(ParallelLayout(dp=dist.get_world_size()))
     planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
-    return Engine(config, PlainExecutor(config, groups, model, trainable), planner)
+    weights = ModelWeights.of(family_of(model.config), model)
+    return Engine(config, PlainExecutor(config, groups, model, trainable), planner, weights)
 
 
 class PlainExecutor:
     """See `engines.execution.executor.Executor`."""
 
+    adds_loss = False
+
     def __init__(self, config: EngineConfig, groups: ParallelGroups, model: Any, trainable: bool = True) -> None:
+        if family_of(model.config).auxiliary_loss(model.config) is not None:
+            raise ValueError("the plain executor has no router's loss: set output_router_logits=False in the config")
         self.config = config
         self.groups = groups
         self.trainable = trainable
@@ -89,8 +96,8 @@ class PlainExecutor:
         return norm
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters as they are."""
-        yield from self.model.named_parameters()
+        """Yield parameters and persistent buffers as they are."""
+        yield from live_tensors(self.model).items()
 
     def state(self) -> dict[str, Any]:
         """Return parameters and optimizer."""
