@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
+from engines.families.registry import family_of
 from engines.launch import ensure_group, launch
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
@@ -12,6 +13,7 @@ from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
 from engines.testing.pipeline_executor import PipelineExecutor
 from engines.tiny import tiny_batch, tiny_model
+from engines.weights.model_weights import ModelWeights
 from objectives import GRPO, SFT
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
@@ -25,8 +27,11 @@ def model(seed=0):
 
 def piped(seed=0):
     groups = ParallelGroups.make(ParallelLayout(dp=2, pp=2))
-    executor = PipelineExecutor(CONFIG, groups, model(seed))
-    return Engine(CONFIG, executor, DataParallelPlanner(CONFIG.max_tokens_per_rank, groups.layout.plan_size))
+    module = model(seed)
+    shapes = ModelWeights.of(family_of(module.config), module)
+    executor = PipelineExecutor(CONFIG, groups, module)
+    planner = DataParallelPlanner(CONFIG.max_tokens_per_rank, groups.layout.plan_size)
+    return Engine(CONFIG, executor, planner, shapes)
 
 
 def weights(built):

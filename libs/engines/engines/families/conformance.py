@@ -95,20 +95,25 @@ def measure(case: Case, lengths: Sequence[int] = LENGTHS) -> Row:
     got = {}
     for name, builder in (("padded", PaddedInputs()), ("packed", PackedInputs())):
         got[name] = _engine(copy.deepcopy(model), packed, builder, adapt=name == "packed")
-    both = (got["packed"], got["padded"])
-    auxiliary = None
-    if want.auxiliary is not None:
-        found = [one.auxiliary for one in both if one.auxiliary is not None]
-        auxiliary = max(float((one / want.auxiliary - 1).abs()) for one in found) if len(found) == 2 else float("inf")
+    one, other = got["packed"], got["padded"]
     same, reloaded = _round_trip(case, packed)
     return Row(
-        str(case),
-        *(float((one.log_probs - want.log_probs).abs().max()) for one in both),
-        *(_worst_gradient(one.gradients, want.gradients) for one in both),
-        auxiliary,
-        same,
-        reloaded,
+        case=str(case),
+        log_prob_packed=float((one.log_probs - want.log_probs).abs().max()),
+        log_prob_padded=float((other.log_probs - want.log_probs).abs().max()),
+        gradient_packed=_worst_gradient(one.gradients, want.gradients),
+        gradient_padded=_worst_gradient(other.gradients, want.gradients),
+        auxiliary=_relative(want.auxiliary, one.auxiliary, other.auxiliary),
+        names_and_dtypes=same,
+        reloaded=reloaded,
     )
+
+
+def _relative(want: Tensor | None, *found: Tensor | None) -> float | None:
+    """The worst relative difference; infinite where one has a router's loss and another has none."""
+    if want is None and not any(one is not None for one in found):
+        return None
+    return max(float("inf") if one is None or want is None else float((one / want - 1).abs()) for one in found)
 
 
 def _objective(log_probs: Tensor, auxiliary: Tensor | None) -> Tensor:
