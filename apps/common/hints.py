@@ -65,8 +65,6 @@ COMMON: dict[str, str] = {
     "test-freq": "--eval-every",
     "resume-from-checkpoint": "--resume",
     "resume-mode": "--resume",
-    "save-total-limit": "--keep-checkpoints",
-    "max-actor-ckpt-to-keep": "--keep-checkpoints",
     "num-processes": "--processes",
     "nproc-per-node": "--processes",
     "n-gpus-per-node": "--processes",
@@ -79,6 +77,8 @@ COMMON: dict[str, str] = {
 }
 
 GRPO: dict[str, str] = COMMON | {
+    "save-total-limit": "--keep-checkpoints",
+    "max-actor-ckpt-to-keep": "--keep-checkpoints",
     "num-generations": "--group-size",
     "rollout.n": "--group-size",
     "n-samples-per-prompt": "--group-size",
