@@ -1,0 +1,279 @@
+"""What cannot work is refused with status 2 before a token is sampled: flags, files, models, lengths, runs.
+
+Each row of a table is a name, what is given, and what the message must name (patterns, all of them).
+"""
+
+import json
+import re
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from apps.common.cli import main
+from apps.grpo.main import configure, run
+from apps.quickstart.model import save_tiny_model
+from rollout import NativeEngine
+
+FLAGS = [
+    ("--steps 0", ["--steps must be at least 1"]),
+    ("--steps many", ["--steps", "many"]),
+    ("--processes 0", ["--processes must be at least 1"]),
+    ("--threads 0", ["--threads must be at least 1"]),
+    ("--epochs 0", ["--epochs must be at least 1"]),
+    ("--save-every 0", ["--save-every must be at least 1"]),
+    ("--keep-checkpoints -1", ["--keep-checkpoints"]),
+    ("--keep-episodes -1", ["--keep-episodes"]),
+    ("--mini-batches 1000", ["--mini-batches 1000", "--group-size"]),
+    ("--group-size 1", ["group size of at least 2"]),
+    ("--group-size 1 --advantage dr_grpo", ["group size of at least 2"]),
+    ("--advantage best", ["--advantage", "best", "dr_grpo"]),
+    ("--control sideways", ["--control", "shuffled-advantages"]),
+    ("--recipe quikstart", ["quikstart", "perhaps you meant 'quickstart'"]),
+    ("--stesp 3", ["--stesp", "--steps"]),
+    ("--digits 0", ["--digits"]),
+    ("--digits 1", ["raise digits"]),
+    ("--eval-prompts 0", ["--eval-prompts"]),
+    ("--max-turns 2", ["--max-turns", "no tool"]),
+    ("--prompt-column ask", ["--prompt-column goes with --recipe math"]),
+    ("--eval-data x.jsonl", ["--eval-data goes with --data"]),
+    ("--data x.jsonl", ["add --model DIR"]),
+    ("--max-prompt-tokens 9", ["--max-prompt-tokens goes with --recipe math"]),
+    ("--max-episode-tokens 10 --sampling.max-new-tokens 4", ["a prompt has", "--max-episode-tokens 10"]),
+    ("--sampling.max-new-tokens 64", ["--sampling.max-new-tokens 64", "--max-episode-tokens 64"]),
+    ("--sampling.max-new-tokens 0", ["max_new_tokens must be at least 1"]),
+    ("--sampling.temperature 0", ["temperature must be above 0"]),
+    ("--sampling.temperature nan", ["temperature must be"]),
+    ("--sampling.top-p 0.9", ["--sampling.top-p", "whole vocabulary"]),
+    ("--sampling.top-k 5", ["--sampling.top-k", "whole vocabulary"]),
+    ("--sampling.greedy", ["--sampling.greedy", "must differ"]),
+    ("--sampling.seed 1", ["--seed"]),
+    ("--sampling.stop-token-ids 5 99999", ["--sampling.stop-token-ids 99999", "vocabulary of 277"]),
+    ("--engine.lr -1", ["lr"]),
+    ("--engine.lr nan", ["lr"]),
+    ("--engine.grad-clip 0", ["grad_clip"]),
+    ("--engine.min-lr-ratio 0.5", ["min_lr_ratio has no effect"]),
+    ("--engine.lr-schedule cosine", ["needs total_steps"]),
+    ("--engine.context-parallel sideways", ["context_parallel must be"]),
+    ("--engine.context-parallel static:2", ["--engine.context-parallel static:2", "--processes"]),
+    ("--engine.context-parallel dynamic --engine.batching padded", ["batching='packed'"]),
+    ("--engine.max-tokens-per-rank 32", ["--max-episode-tokens 64", "--engine.max-tokens-per-rank 32"]),
+    ("--engine.backend megatron", ["megatron"]),
+    ("--engine.device npu", ["npu"]),
+    ("--engine.model dir", ["--model"]),
+    ("--engine.temperature 0.5", ["--sampling.temperature"]),
+    ("--objective.clip-high 0.3", ["no effect with one update a batch"]),
+    ("--epochs 2 --objective.clip-low 1.5", ["clip_low"]),
+    ("--epochs 2 --objective.clip-high nan", ["clip_high"]),
+    ("--epochs 2 --objective.policy-loss cispo --objective.dual-clip 3", ["dual_clip"]),
+    ("--objective.policy-loss cipso", ["cipso"]),
+    ("--objective.aggregation constant", ["max_tokens"]),
+    ("--objective.max-tokens 5", ["max_tokens"]),
+    ("--objective.kl-coef 0.1", ["reference policy"]),
+    ("--objective.entropy-coef -1", ["entropy_coef"]),
+    ("--objective.off-policy-cap 3", ["off_policy_cap"]),
+    ("--warm-start.steps -1", ["--warm-start.steps"]),
+    ("--warm-start.lr nan", ["--warm-start.lr"]),
+    ("--warm-start.until-accuracy 2", ["--warm-start.until-accuracy"]),
+    ("--warm-start.steps 0 --warm-start.batch-size 8", ["--warm-start.batch-size has no effect"]),
+]  # fmt: skip
+if not torch.cuda.is_available():
+    FLAGS.append(("--engine.device cuda", ["cuda"]))
+
+GOOD = '{"question": "1+1=", "answer": "2"}\n'
+
+
+def ask(question):
+    return (GOOD + json.dumps({"question": question, "answer": "2"}) + "\n").encode()
+
+
+def answer(value):
+    return (GOOD + json.dumps({"question": "2+2=", "answer": value}) + "\n").encode()
+
+
+USER = {"role": "user", "content": "x"}
+LONG = b"".join(json.dumps({"question": "x" * 300 + str(i), "answer": "1"}).encode() + b"\n" for i in range(4))
+FILES = [
+    ("an ending of another kind", "a.csv", GOOD.encode(), [r"a\.csv", r"\.jsonl or \.parquet"]),
+    ("empty", "a.jsonl", b"", [r"a\.jsonl", "no rows"]),
+    ("blank lines", "a.jsonl", b"\n \n", [r"a\.jsonl", "no rows"]),
+    ("another encoding", "a.jsonl", GOOD.encode() + b'{"question": "caf\xe9"}\n', [r"a\.jsonl, line 2", "UTF-8"]),
+    ("cut short", "a.jsonl", (GOOD + GOOD[:20]).encode(), [r"a\.jsonl, line 2", "not JSON"]),
+    ("a list", "a.jsonl", (GOOD + "[1]\n").encode(), [r"a\.jsonl, line 2", "expected an object"]),
+    ("another column", "a.jsonl", b'{"prompt": "x", "answer": "1"}\n', ["row 1", "no column 'question'", "prompt"]),
+    ("no answer in row 2", "a.jsonl", (GOOD + '{"question": "x"}\n').encode(), ["row 2", "no column 'answer'"]),
+    ("an empty question", "a.jsonl", ask(" "), ["row 2", "'question'"]),
+    ("a number as question", "a.jsonl", ask(3), ["row 2", "'question'", "int"]),
+    ("no messages", "a.jsonl", ask([]), ["row 2", "'question'"]),
+    ("a role that is none", "a.jsonl", ask([{"role": "usr", "content": "x"}]), ["row 2", "a message needs a role"]),
+    ("no content", "a.jsonl", ask([{"role": "user"}]), ["row 2", "needs its content"]),
+    ("an image", "a.jsonl", ask([{"role": "user", "content": [{"type": "image"}]}]), ["row 2", "only text"]),
+    ("tool calls as text", "a.jsonl", ask([{**USER, "tool_calls": "f()"}]), ["row 2", "tool_calls"]),
+    ("already answered", "a.jsonl", ask([USER, {"role": "assistant", "content": "y"}]), ["row 2", "nothing is left"]),
+    ("a late system", "a.jsonl", ask([USER, {"role": "system", "content": "y"}]), ["row 2", "template refuses"]),
+    ("no reference", "a.jsonl", answer(None), ["row 2", "'answer'"]),
+    ("an empty reference", "a.jsonl", answer(" "), ["row 2", "'answer'"]),
+    ("yes as reference", "a.jsonl", answer(True), ["row 2", "'answer'", "bool"]),
+    ("NaN as reference", "a.jsonl", (GOOD + '{"question": "x", "answer": NaN}\n').encode(), ["row 2", "'answer'"]),
+    ("one row", "a.jsonl", GOOD.encode(), ["too few"]),
+    ("long prompts", "a.jsonl", LONG, ["too few", "--max-prompt-tokens 64"]),
+    ("no Parquet", "a.parquet", b"PAR1 and nonsense PAR1", [r"a\.parquet", "Parquet"]),
+]  # fmt: skip
+
+MODELS = [
+    ("no config", lambda d: (d / "config.json").unlink(), ["no config.json"]),
+    ("config cut short", lambda d: cut(d / "config.json"), [r"config\.json is not JSON"]),
+    ("config a list", lambda d: (d / "config.json").write_text("[1]"), [r"config\.json", "expected an object"]),
+    ("config of no model", lambda d: (d / "config.json").write_text("{}"), [r"config\.json", "no model"]),
+    ("config of an unknown model", lambda d: edit(d, model_type="nope"), [r"config\.json", "nope"]),
+    ("config of an unsupported family", lambda d: gpt2(d), ["gpt2"]),
+    ("a size that is text", lambda d: edit(d, hidden_size="wide"), [r"config\.json", "hidden_size"]),
+    ("layers that do not add up", lambda d: edit(d, num_hidden_layers=2), [r"config\.json", "num_hidden_layers"]),
+    ("a small vocabulary", lambda d: edit(d, vocab_size=100), ["token 276", "vocabulary of 100"]),
+    ("no tokenizer", lambda d: [p.unlink() for p in d.glob("tokenizer*")], ["no tokenizer.json"]),
+    ("tokenizer cut short", lambda d: cut(d / "tokenizer.json"), [r"tokenizer\.json is not JSON"]),
+    ("tokenizer of nothing", lambda d: (d / "tokenizer.json").write_text("{}"), ["tokenizer", "can't be read"]),
+    ("its settings cut short", lambda d: cut(d / "tokenizer_config.json"), [r"tokenizer_config\.json is not JSON"]),
+    ("no template", lambda d: (d / "chat_template.jinja").unlink(), ["no chat template"]),
+    ("a broken template", lambda d: (d / "chat_template.jinja").write_text("{% if"), ["template", "does not work"]),
+    ("no weights", lambda d: (d / "model.safetensors").unlink(), ["no weights"]),
+    ("weights cut short", lambda d: cut(d / "model.safetensors"), [r"model\.safetensors is not whole"]),
+    ("weights of no bytes", lambda d: (d / "model.safetensors").write_bytes(b""), [r"model\.safetensors is not whole"]),
+    ("weights of nothing", lambda d: save_file({}, d / "model.safetensors"), ["holds no tensor"]),
+    ("a shard is missing", lambda d: index(d, {"x": "model-00001-of-00002.safetensors"}), ["lacks model-00001"]),
+    ("an index of nothing", lambda d: index(d, {}), ["weight_map"]),
+]  # fmt: skip
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def gpt2(directory):
+    (directory / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+
+
+def index(directory, names):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """Run a command line that must be refused; what it printed, in one line."""
+
+    def sampled(*args):
+        raise AssertionError("a token was sampled")
+
+    monkeypatch.setattr(NativeEngine, "generate_batch", sampled)
+
+    def refuse(*argv, run_dir=None):
+        folder = run_dir or tmp_path / "run"
+        with pytest.raises(SystemExit) as stop:
+            main(lambda: run(configure([*argv, "--run-dir", str(folder)])))
+        assert stop.value.code == 2
+        assert run_dir or not list(folder.rglob("metrics.jsonl"))
+        printed = capsys.readouterr()
+        return " ".join(re.sub("[\u2500-\u257f]", " ", printed.err + printed.out).split())
+
+    return refuse
+
+
+def on_a_file(model, path):
+    words = f"--model {model} --data {path} --engine.device cpu --max-episode-tokens 128 --max-prompt-tokens 64"
+    return (*words.split(), "--sampling.max-new-tokens", "4")
+
+
+def assert_names(printed, patterns):
+    for pattern in patterns:
+        assert re.search(pattern, printed), printed
+
+
+@pytest.mark.parametrize(("line", "patterns"), FLAGS, ids=[line for line, _ in FLAGS])
+def test_flags(refused, line, patterns):
+    assert_names(refused(*line.split()), patterns)
+
+
+@pytest.mark.parametrize(("name", "content", "patterns"), [case[1:] for case in FILES], ids=[case[0] for case in FILES])
+def test_files(refused, model, tmp_path, name, content, patterns):
+    (tmp_path / name).write_bytes(content)
+    printed = refused(*on_a_file(model, tmp_path / name))
+    assert_names(printed, patterns)
+    assert name in printed
+
+
+@pytest.mark.parametrize(("damage", "patterns"), [case[1:] for case in MODELS], ids=[case[0] for case in MODELS])
+def test_models(refused, model, tmp_path, damage, patterns):
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    damage(broken)
+    (tmp_path / "a.jsonl").write_text("".join(GOOD.replace("1+1", f"1+{i}") for i in range(40)))
+    printed = refused(*on_a_file(broken, tmp_path / "a.jsonl"))
+    assert_names(printed, patterns)
+    assert str(tmp_path) in printed
+
+
+def test_files_and_models_that_are_not_there(refused, model, tmp_path):
+    good = tmp_path / "train.jsonl"
+    good.write_text("".join(GOOD.replace("1+1", f"1+{i}") for i in range(40)))
+    assert_names(
+        refused(*on_a_file(model, tmp_path / "trian.jsonl")), [r"no such data file.*did you mean train\.jsonl"]
+    )
+    assert_names(refused(*on_a_file(model, tmp_path)), ["no such data file"])
+    assert_names(refused(*on_a_file(tmp_path / "nowhere", good)), ["no model directory"])
+    assert_names(refused(*on_a_file(good, good)), ["no model directory"])
+    assert_names(refused(*on_a_file(model, good), "--eval-data", "nowhere.jsonl"), ["no such data file: nowhere"])
+    assert_names(refused(*on_a_file(model, good), "--digits", "3"), ["--digits"])
+    assert_names(refused(*on_a_file(model, good), "--max-turns", "2"), ["--max-turns"])
+    assert_names(refused(*on_a_file(model, good), "--warm-start.steps", "2"), ["no demonstrations"])
+    assert_names(refused(*on_a_file(model, good), "--eval-data", str(good), "--eval-share", "0.2"), ["--eval-share"])
+    assert_names(refused("--recipe", "quickstart", *on_a_file(model, good)), ["--data goes with --recipe math"])
+
+
+def test_a_truncated_parquet_file(refused, model, tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"question": ["1+1="] * 50, "answer": ["2"] * 50}), path)
+    cut(path)
+    assert_names(refused(*on_a_file(model, path)), [r"a\.parquet", "Parquet"])
+
+
+@pytest.mark.parametrize(
+    ("line", "patterns"),
+    [
+        ("--max-episode-tokens 4096", ["--max-episode-tokens 4096", "2048 positions"]),
+        ("--max-prompt-tokens 128", ["--max-prompt-tokens 128 must be below --max-episode-tokens 128"]),
+        ("--sampling.max-new-tokens 128", ["--sampling.max-new-tokens 128 must be below"]),
+        ("--engine.max-tokens-per-rank 100", ["--max-episode-tokens 128", "--engine.max-tokens-per-rank 100"]),
+    ],
+)
+def test_lengths_that_cannot_fit(refused, model, tmp_path, line, patterns):
+    (tmp_path / "a.jsonl").write_text("".join(GOOD.replace("1+1", f"1+{i}") for i in range(40)))
+    assert_names(refused(*on_a_file(model, tmp_path / "a.jsonl"), *line.split()), patterns)
+
+
+def test_runs_that_cannot_be_gone_on_with(refused, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert_names(refused(run_dir=tmp_path / "file"), ["--run-dir", "can't be made"])
+    assert_names(refused("--resume", run_dir=tmp_path / "empty"), ["nothing to resume"])
+    (tmp_path / "broken").mkdir()
+    config = tmp_path / "broken" / "config.json"
+    config.write_text("{")
+    assert_names(refused("--resume", run_dir=tmp_path / "broken"), [r"broken.config\.json doesn't describe a run"])
+    config.write_text('{"steppes": 3}')
+    assert_names(refused("--resume", run_dir=tmp_path / "broken"), ["steppes"])
+    config.write_text('{"recipe": "quickstart", "steps": 3}')
+    for line in ("--model x", "--recipe math", "--warm-start.steps 3"):
+        assert_names(refused("--resume", *line.split(), run_dir=tmp_path / "broken"), ["can't change", line.split()[0]])
+    assert_names(refused(run_dir=tmp_path / "broken"), ["holds a run already"])
