@@ -17,7 +17,7 @@ from rollout.tools import Tool
 
 @dataclass(frozen=True)
 class Babble:
-    """One turn about a number; whatever is said earns the share of its characters that are ASCII."""
+    """Talk about a number, as many turns as there may be; a turn earns the share of its characters that are ASCII."""
 
     number: int
 
@@ -36,8 +36,9 @@ class Babble:
         return self
 
     async def step(self, reply: Reply) -> Outcome:
-        """Score the reply, cut off or not."""
-        return Outcome(reward=sum(map(str.isascii, reply.text)) / max(1, len(reply.text)))
+        """Score the reply to a quarter, cut off or not, and ask for more."""
+        share = sum(map(str.isascii, reply.text)) / max(1, len(reply.text))
+        return Outcome(messages=({"role": "user", "content": "more"},), reward=round(4 * share) / 4, done=False)
 
 
 @dataclass(frozen=True)
