@@ -1,10 +1,13 @@
 """The few things an app does across ranks; everything else is collective inside the engine."""
 
+import os
 import random
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from engines.launch import under_torchrun
 
 T = TypeVar("T")
 
@@ -12,6 +15,11 @@ T = TypeVar("T")
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and how many there are; (0, 1) outside any group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def ranks_of_run(processes: int) -> int:
+    """How many ranks a run will have: those that torchrun started, else those that the settings ask for."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else processes
 
 
 def gather_lists(mine: list[T]) -> list[T]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +48,7 @@ def put_all(config: C, values: Mapping[str, Any]) -> C:
 
 
 def another(kind: type, path: str, value: Any) -> Any:
-    """Some other value of a field's type: the next choice, the other truth, twice the number.
+    """Some other value of a field's type: the next choice, the other truth, twice the number, some value for None.
 
     Raises:
         ValueError: the type has none that can be guessed.
@@ -56,6 +57,11 @@ def another(kind: type, path: str, value: Any) -> Any:
     hint = get_type_hints(kind)[name]
     if rest and is_dataclass(hint):
         return another(hint, rest, value)  # type: ignore[arg-type]
+    if value is None:
+        (hint,) = set(get_args(hint)) - {NoneType}
+        if get_origin(hint) is not Literal:
+            return {int: 2, float: 0.5, str: "other"}[hint]
+        value = get_args(hint)[-1]
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         return choices[(choices.index(value) + 1) % len(choices)]

@@ -58,9 +58,9 @@ FLAGS = [
     ("--engine.min-lr-ratio 0.5", ["min_lr_ratio has no effect"]),
     ("--engine.lr-schedule cosine", ["needs total_steps"]),
     ("--engine.context-parallel sideways", ["context_parallel must be"]),
-    ("--engine.context-parallel static:2", ["--engine.context-parallel static:2", "--processes"]),
+    ("--engine.context-parallel static:2", ["1 ranks are no multiple", "cp", "use 2 ranks"]),
     ("--engine.context-parallel dynamic --engine.batching padded", ["batching='packed'"]),
-    ("--engine.max-tokens-per-rank 32", ["--max-episode-tokens 64", "--engine.max-tokens-per-rank 32"]),
+    ("--engine.max-tokens-per-rank 32", ["64 tokens", "raise --engine.max-tokens-per-rank"]),
     ("--engine.backend megatron", ["megatron"]),
     ("--engine.device npu", ["npu"]),
     ("--engine.model dir", ["--model"]),
@@ -255,7 +255,7 @@ def test_a_truncated_parquet_file(refused, model, tmp_path):
         ("--max-episode-tokens 4096", ["--max-episode-tokens 4096", "2048 positions"]),
         ("--max-prompt-tokens 128", ["--max-prompt-tokens 128 must be below --max-episode-tokens 128"]),
         ("--sampling.max-new-tokens 128", ["--sampling.max-new-tokens 128 must be below"]),
-        ("--engine.max-tokens-per-rank 100", ["--max-episode-tokens 128", "--engine.max-tokens-per-rank 100"]),
+        ("--engine.max-tokens-per-rank 100", ["128 tokens", "raise --engine.max-tokens-per-rank"]),
     ],
 )
 def test_lengths_that_cannot_fit(refused, model, tmp_path, line, patterns):

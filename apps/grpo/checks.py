@@ -10,33 +10,19 @@ from apps.common.tokens import end_of_turn
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
 from engines.capability import refuse_unsupported
-from engines.config import parse_context_parallel
 from engines.families.registry import family_of
 from engines.loading import resolve_device
 from rollout import Chat
 
 
-def check_machine(config: GrpoConfig, world_size: int) -> None:
-    """Refuse an engine that is not there, and lengths that its ranks cannot hold.
+def check_machine(config: GrpoConfig) -> None:
+    """Refuse an engine or a device that is not there; ranks and lengths are the plan's (`apps.common.plan`).
 
     Raises:
-        ValueError: with the flag to change.
+        ValueError: with the setting to change.
     """
     refuse_unsupported(config.engine)
     resolve_device(config.engine)
-    asked = parse_context_parallel(config.engine.context_parallel)
-    ranks = world_size if asked == "dynamic" else asked
-    if world_size % ranks:
-        raise ValueError(
-            f"--engine.context-parallel {config.engine.context_parallel} needs a multiple of {ranks} ranks, there "
-            f"{'is' if world_size == 1 else 'are'} {world_size}: change it or --processes"
-        )
-    room = ranks * config.engine.max_tokens_per_rank
-    if config.max_episode_tokens > room:
-        raise ValueError(
-            f"an episode of --max-episode-tokens {config.max_episode_tokens} is over the {room} tokens that "
-            f"--engine.max-tokens-per-rank {config.engine.max_tokens_per_rank} allows: raise that, or lower the other"
-        )
 
 
 def check_model(

@@ -73,7 +73,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     """
     quiet_libraries()
     recipe = runnable(config, recipe)
-    check_machine(config, int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.processes)
+    check_machine(config)
     if under_torchrun():
         ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)

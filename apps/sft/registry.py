@@ -4,6 +4,7 @@ import os
 
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.work import Work
+from apps.common.ranks import ranks_of_run
 from apps.common.recipes import load_recipes
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
@@ -26,7 +27,7 @@ def work_of(config: SftConfig) -> Work:
         recipe=config.recipe,
         engine=config.engine,
         cluster=config.cluster,
-        processes=config.processes,
+        processes=ranks_of_run(config.processes),
         steps=config.steps,
         rows=config.batch_size,
         longest=config.data.max_tokens,

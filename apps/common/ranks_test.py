@@ -1,0 +1,14 @@
+from apps.common.ranks import from_rank_0, gather_lists, rank_and_world, ranks_of_run
+
+
+def test_torchrun_says_how_many_ranks_there_are(monkeypatch):
+    assert ranks_of_run(3) == 3
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert ranks_of_run(1) == 8
+
+
+def test_without_a_group_there_is_one_rank():
+    assert rank_and_world() == (0, 1)
+    assert gather_lists([1, 2]) == [1, 2]
+    assert from_rank_0("x") == "x"
