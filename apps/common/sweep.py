@@ -72,28 +72,31 @@ def another(kind: type, path: str, value: Any) -> Any:
     raise ValueError(f"give another value for {path}: none can be guessed from {value!r}")
 
 
-def effect(run: Callable[[C], Any], base: C, path: str, change: Change, folder: Path) -> str:
+def effect(
+    run: Callable[[C], Any], base: C, path: str, change: Change, folder: Path, known: dict[C, dict[str, Any]]
+) -> str:
     """In a word, what changing `path` does: "refused", or the first thing in which the two runs differ.
 
-    `run` is given configurations whose `run_dir` is set.
+    `run` is given configurations whose `run_dir` is set. `known` keeps what unchanged runs left behind, for the next
+    call.
 
     Raises:
         AssertionError: nothing differs, or the refusal does not say which field it is about.
     """
     base = put_all(base, change.both)
+    refusal: str | None = None
     try:
         changed = put(base, path, change.value)
         new = outcome(run, put(changed, "run_dir", folder / "changed"))
     except ValueError as error:
         refusal = str(error)
-    else:
-        refusal = None
     if refusal is not None:
         names = (flag(path), path.rpartition(".")[2])
         assert any(name in refusal for name in names), f"{path}: the refusal names neither of {names}: {refusal}"
         return "refused"
-    old = outcome(run, put(base, "run_dir", folder / "base"))
-    different = [name for name in old if old[name] != new[name]]
+    if base not in known:
+        known[base] = outcome(run, put(base, "run_dir", folder / "base"))
+    different = [name for name, left in known[base].items() if left != new[name]]
     if different:
         return different[0]
     counts = [

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from apps.common.cli import main
 from apps.common.config_file import CONFIG_NAME
 from apps.grpo.config import WarmStart
 from apps.grpo.main import run
@@ -99,14 +100,47 @@ def test_a_kill_at_any_rename(whole, tmp_path, when):
         assert_same_end(run_dir, whole_dir)
 
 
+def interrupted(run_dir, said, **changes):
+    """The child: a run under the command line's own handling of Ctrl-C, which comes as a signal."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process)
+    sys.stderr = said.open("w")
+    main(lambda: run(small(run_dir, steps=2000, **changes), RECIPE))
+
+
+def wait_for_row(path):
+    deadline = time.monotonic() + 200
+    while not (path.is_file() and path.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("rows", "report", "says"),
+    [
+        ("warm-start/metrics.jsonl", "warm-start/report.html", "goes on from the start"),
+        ("metrics.jsonl", "report.html", "goes on from "),
+    ],
+)
+def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path, rows, report, says):
+    warm = replace(WARM, steps=200) if rows.startswith("warm") else replace(WARM, steps=0)
+    child = FORK.Process(target=interrupted, args=(tmp_path / "run", tmp_path / "said"), kwargs={"warm_start": warm})
+    child.start()
+    wait_for_row(tmp_path / "run" / rows)
+    os.kill(child.pid, signal.SIGINT)
+    child.join()
+    assert child.exitcode == 130
+    said = (tmp_path / "said").read_text().splitlines()[-1]
+    assert f"--resume --run-dir {tmp_path / 'run'} {says}" in said
+    assert (tmp_path / "run" / report).is_file()
+    assert not (tmp_path / "run" / "export").exists()
+
+
 def test_a_kill_amid_the_warm_start(whole, tmp_path):
     whole_dir, _ = whole
     child = FORK.Process(target=go, args=(tmp_path / "run",))
     child.start()
     rows = tmp_path / "run" / "warm-start" / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while not (rows.is_file() and rows.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for_row(rows)
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     assert child.exitcode == -signal.SIGKILL

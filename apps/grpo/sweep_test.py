@@ -14,6 +14,7 @@ from apps.grpo.recipes.math import make_tasks as prompt_tasks_of
 from apps.grpo.recipes.quickstart import make_tasks as sum_tasks_of
 from apps.grpo.testing import RECIPE
 from apps.quickstart.tokenizer import build_tokenizer
+from engines import NonFiniteError
 from objectives import GRPO
 from rollout import Sampling
 
@@ -31,8 +32,9 @@ BASE = replace(
     sampling=Sampling(max_new_tokens=7, stop_token_ids=tuple(range(100))),
     objective=GRPO(),
 )
-NAMED = {"recipe", "model", "run_dir", "resume"}
-"""What a run is of and where it is: config_test, run_test and bad_inputs_test change these."""
+NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite"}
+"""What a run is of and where it is, changed in config_test, run_test and bad_inputs_test; the last has a test below."""
+KNOWN = {}
 CHANGES = {
     "advantage": Change("leave_one_out"),
     "processes": Change(2),
@@ -55,7 +57,7 @@ CHANGES = {
     "engine.eps": Change(1e-2),
     "engine.weight_decay": Change(0.5),
     "engine.grad_clip": Change(None, {"engine.grad_clip": 1e-3}),
-    "engine.on_nonfinite": Change("skip", {"engine.lr": 1e30, "engine.grad_clip": None, "warm_start.steps": 0}),
+    "engine.warmup_steps": Change(3),
     "sampling.max_new_tokens": Change(3),
     "sampling.stop_token_ids": Change(()),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
@@ -80,15 +82,11 @@ def paths():
     return sorted(set(field_paths(BASE)) - set(OWNED) - set(NOT_YET) - NAMED - of_data)
 
 
-@functools.cache
-def two_equal_runs(folder):
-    return [outcome(go, put(BASE, "run_dir", folder / name)) for name in ("one", "two")]
-
-
 def test_equal_settings_make_equal_runs(tmp_path):
     """Without this, every change would seem to do something."""
-    one, two = two_equal_runs(tmp_path)
+    one, two = (outcome(go, put(BASE, "run_dir", tmp_path / name)) for name in ("one", "two"))
     assert one == two
+    KNOWN[BASE] = one
     assert one["metrics"]
     assert one["episodes"]
     assert one["weights"]
@@ -102,7 +100,16 @@ def test_the_table_names_fields_that_are_there():
 def test_a_setting_does_something_or_is_refused(path, tmp_path):
     value = functools.reduce(getattr, path.split("."), BASE)
     change = CHANGES[path] if path in CHANGES else Change(another(GrpoConfig, path, value))
-    assert effect(go, BASE, path, change, tmp_path)
+    assert effect(go, BASE, path, change, tmp_path, KNOWN)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(tmp_path):
+    """The second update of the batch finds weights that the first has blown up; skipped, the sampler finds them."""
+    engine = replace(BASE.engine, lr=1e30, grad_clip=None)
+    for name, error in (("stop", NonFiniteError), ("skip", ValueError)):
+        changes = {"steps": 1, "warm_start": WarmStart(), "engine": replace(engine, on_nonfinite=name)}
+        with pytest.raises(error, match="finite"):
+            go(replace(BASE, run_dir=tmp_path / name, **changes))
 
 
 def tasks_of(config):

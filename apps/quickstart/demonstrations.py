@@ -1,4 +1,4 @@
-"""Worked examples of the made tasks, as conversations: what a warm start imitates."""
+"""Worked examples of the synthetic tasks, as conversations: what a warm start imitates."""
 
 from typing import Any, Literal
 
