@@ -4,8 +4,14 @@
     assert_packing_isolated(model)                       # transformers' own packing: position ids that start again
     assert_packing_isolated(model, my_packed_forward)    # yours
 
-Three things are compared: logits, the gradient of every parameter, and, with one sequence changed at a time, the
-logits of all others.
+What is measured, each by itself enough for a verdict:
+
+1. Logits and the gradient of every parameter, packed against alone. Both are rounded differently, so they have bounds;
+   in half precision a parameter's bound is also four times what one unit in the last place of the embedded tokens does
+   to its gradient.
+2. The logits of all other sequences when one is changed. Both rows have one shape, so hardly anything may move.
+3. The gradient of each sequence's logits at the embedded tokens of all others. It is exactly zero where nothing leaks,
+   so that no rounding hides a leak, however small: one boundary missed, behind a state that decays fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +24,7 @@ from torch import Tensor, nn
 
 from seqpack.batches.packed import PackedBatch
 from seqpack.planning.geometry import packed_geometry
+from seqpack.testing.embedding import input_embedding, reach, rounded_anew, watched
 from seqpack.testing.trace import Origin, find_origin, relative_error
 
 if TYPE_CHECKING:
@@ -25,7 +32,12 @@ if TYPE_CHECKING:
 
 PackedForward = Callable[[nn.Module, PackedBatch], Tensor]
 AloneForward = Callable[[nn.Module, Tensor], Tensor]
-LENGTHS = (17, 1, 22, 6, 13)  # 59 tokens, a prime: a dimension of this size is the token dimension
+LENGTHS = (17, 1, 70, 6, 34, 3)
+"""Sequences that span, begin within and begin at a chunk of 64 tokens. 131 in all, a prime: a dimension of this size is
+the token dimension."""
+HALF = (torch.bfloat16, torch.float16)
+NOISE = 4.0
+"""Rounding may differ by so many times what one unit in the last place of the embedding changes."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +45,19 @@ class Tolerance:
     """Largest relative error (norm of the difference over norm of the value) that counts as rounding.
 
     `logits`: packed against alone. `grads`: likewise, each parameter. `moved`: logits of a sequence when another one is
-    changed; the shapes are the same in both runs, so hardly anything may move.
+    changed; the shapes are the same in both runs, so hardly anything may move. `reached`: the gradient of a sequence's
+    logits at another sequence's tokens over that at its own, which is exactly zero without a leak.
     """
 
     logits: float
     grads: float
     moved: float
+    reached: float = 1e-12
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> "Tolerance":
         """Return the defaults for a parameter dtype."""
-        return cls(0.02, 0.1, 5e-3) if dtype in (torch.bfloat16, torch.float16) else cls(1e-4, 1e-3, 1e-5)
+        return cls(0.02, 0.1, 5e-3) if dtype in HALF else cls(1e-4, 1e-3, 1e-5)
 
 
 @dataclass(frozen=True)
@@ -51,8 +65,9 @@ class IsolationReport:
     """What was measured. `isolated` is the verdict, `str()` the account.
 
     `logits`: relative error of each sequence. `worst_grad`: (parameter, relative error), None where gradients were not
-    compared. `moved`: (changed sequence, sequence that moved, relative error), worst first. `origin`: the module that
-    leaks first.
+    compared, and `grad_bound` what that error may be. `moved`: (changed sequence, sequence that moved, relative error),
+    worst first. `reached`: (sequence, sequence whose logits depend on it, relative gradient), worst first. `origin`:
+    the module that leaks first.
     """
 
     logits: tuple[float, ...]
@@ -60,6 +75,8 @@ class IsolationReport:
     moved: tuple[tuple[int, int, float], ...]
     origin: Origin | None
     tolerance: Tolerance
+    reached: tuple[tuple[int, int, float], ...] = ()
+    grad_bound: float = 0.0
 
     @property
     def logits_equal(self) -> bool:
@@ -69,17 +86,17 @@ class IsolationReport:
     @property
     def grads_equal(self) -> bool:
         """Packed gradients are those of the sequences alone."""
-        return self.worst_grad is None or self.worst_grad[1] <= self.tolerance.grads
+        return self.worst_grad is None or self.worst_grad[1] <= self.grad_bound
 
     @property
     def isolated(self) -> bool:
         """All of it holds."""
-        return self.logits_equal and self.grads_equal and not self.moved
+        return self.logits_equal and self.grads_equal and not self.moved and not self.reached
 
     def _verdict(self) -> str:
         if self.isolated:
             return "packing is isolated"
-        if self.moved:
+        if self.moved or self.reached:
             return "packing LEAKS between sequences"
         return "packed is NOT the same as alone, although no sequence moves another's logits"
 
@@ -92,12 +109,18 @@ class IsolationReport:
         )
         if self.worst_grad:
             name, error = self.worst_grad
-            lines.append(f"  gradients: {name} off by {error:.1e} (bound {bounds.grads:.0e})")
+            lines.append(f"  gradients: {name} off by {error:.1e} (bound {self.grad_bound:.0e})")
         if self.moved:
             changed, other, error = self.moved[0]
             lines.append(
                 f"  changing sequence {changed} moves sequence {other} by {error:.1e} (bound {bounds.moved:.0e}), "
                 f"{len(self.moved)} such pairs"
+            )
+        if self.reached:
+            source, other, size = self.reached[0]
+            lines.append(
+                f"  logits of sequence {other} have a gradient at tokens of sequence {source}, {size:.1e} of that at "
+                f"their own (without a leak: 0), {len(self.reached)} such pairs"
             )
         if self.origin:
             lines.append(f"  first seen at {self.origin}")
@@ -161,6 +184,8 @@ def check_packing(
         weights = [torch.randn(n, generator=generator).to(first.device) for n in lengths]
         together, grads_packed = rows.packed(ids, weights if grads else None)
         apart, grads_alone = rows.alone(ids, weights if grads else None)
+        noise_grads = rows.rounding(ids, weights, seed) if grads and first.dtype in HALF else {}
+        reached = rows.reached(ids, weights, bounds.reached) if grads else ()
         again, _ = rows.packed(ids, None)
         noise = max(relative_error(a, b) for a, b in zip(again, together, strict=True))
         if noise > bounds.moved:
@@ -172,7 +197,8 @@ def check_packing(
         origin = None
         if max(errors) > bounds.logits or moved:
             origin = rows.origin(ids, bounds.logits)
-    return IsolationReport(errors, _worst_grad(grads_packed, grads_alone) if grads else None, moved, origin, bounds)
+    worst, grad_bound = _worst_grad(grads_packed, grads_alone, noise_grads, bounds.grads) if grads else (None, 0.0)
+    return IsolationReport(errors, worst, moved, origin, bounds, reached, grad_bound)
 
 
 def assert_packing_isolated(
@@ -270,6 +296,30 @@ class _Rows:
         found = torch.autograd.grad(torch.stack(losses).sum(), [p for _, p in self.named], allow_unused=True)
         return {name: grad.double() for (name, _), grad in zip(self.named, found, strict=True) if grad is not None}
 
+    def rounding(self, ids: Sequence[Tensor], weights: Sequence[Tensor], seed: int) -> dict[str, Tensor]:
+        """Return the gradients alone with embedded tokens rounded anew; empty where there is no embedding."""
+        embedding = input_embedding(self.model)
+        if embedding is None:
+            return {}
+        with rounded_anew(embedding, seed):
+            return self.alone(ids, weights)[1]
+
+    def reached(
+        self, ids: Sequence[Tensor], weights: Sequence[Tensor], bound: float
+    ) -> tuple[tuple[int, int, float], ...]:
+        """List the pairs (j, i) where sequence i's logits have a gradient at tokens of sequence j."""
+        embedding = input_embedding(self.model)
+        if embedding is None:
+            return ()
+        with torch.enable_grad(), watched(embedding) as leaves:
+            flat = self.logits(self.run_packed(self.model, self.row(ids)), self.geometry.total)
+            parts = [flat[start : start + length] for start, length in self.spans]
+            losses = [_loss(part, weight) for part, weight in zip(parts, weights, strict=True)]
+            norms = reach(losses, leaves, self.spans, self.geometry.total)
+        own = norms.diagonal().clamp(min=1e-300)
+        pairs = [(j, i, float(norms[i, j] / own[i])) for i in range(len(ids)) for j in range(len(ids)) if i != j]
+        return tuple(sorted((pair for pair in pairs if pair[2] > bound), key=lambda pair: -pair[2]))
+
     def moved(
         self, ids: Sequence[Tensor], others: Sequence[Tensor], before: Sequence[Tensor], bound: float
     ) -> tuple[tuple[int, int, float], ...]:
@@ -298,27 +348,33 @@ def _loss(logits: Tensor, weights: Tensor) -> Tensor:
     return (logits.float().log_softmax(-1) @ spread * weights).sum() + (logits.float() @ spread * weights).sum()
 
 
-def _worst_grad(packed: dict[str, Tensor], alone: dict[str, Tensor]) -> tuple[str, float]:
-    """Return the parameter with the largest relative gradient error; next to nothing is measured against the rest."""
-    names = sorted(packed.keys() | alone.keys())
+def _worst_grad(
+    packed: dict[str, Tensor], alone: dict[str, Tensor], noisy: dict[str, Tensor], bound: float
+) -> tuple[tuple[str, float], float]:
+    """Return the parameter whose relative gradient error is furthest over its bound, with the error, and the bound.
+
+    Next to nothing is measured against the rest. `noisy`: the gradients of another rounding, where it is known.
+    """
     floor = 1e-3 * max(float(g.norm() / g.numel() ** 0.5) for g in alone.values())
 
-    def error(name: str) -> float:
-        if name not in packed or name not in alone:
+    def error(other: dict[str, Tensor], name: str) -> float:
+        if name not in other or name not in alone:
             return 1.0
         size = max(float(alone[name].norm()), floor * alone[name].numel() ** 0.5)
-        gap = float((packed[name] - alone[name]).norm()) / size
+        gap = float((other[name] - alone[name]).norm()) / size
         return gap if gap == gap else float("inf")
 
-    worst = max(names, key=error)
-    return worst, error(worst)
+    names = sorted(packed.keys() | alone.keys())
+    errors = {name: error(packed, name) for name in names}
+    limits = {name: min(max(bound, NOISE * error(noisy, name)), 1.0) if noisy else bound for name in names}
+    worst = max(names, key=lambda name: errors[name] / limits[name])
+    return (worst, errors[worst]), limits[worst]
 
 
 def _vocabulary(model: nn.Module) -> int:
     """Return the number of rows of the input embedding."""
-    find = getattr(model, "get_input_embeddings", None)
-    table = find() if find else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    if table is None:
+    table = input_embedding(model)
+    if table is None or not isinstance(table.weight, Tensor):
         raise ValueError("the model has no input embedding; pass vocab_size")
     return int(table.weight.shape[0])
 

@@ -1,0 +1,61 @@
+"""What the isolation check does at a model's input embedding: watch gradients that arrive, and add rounding noise."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the input embedding: what the model says it is, else its first `nn.Embedding`, None where it has none."""
+    find = getattr(model, "get_input_embeddings", None)
+    return find() if find else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+
+
+@contextmanager
+def watched(embedding: nn.Module) -> Iterator[list[Tensor]]:
+    """Add a zero tensor that takes gradients to every output of the embedding, and yield them in the order of calls."""
+    leaves: list[Tensor] = []
+
+    def add(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        leaves.append(torch.zeros_like(output, requires_grad=True))
+        return output + leaves[-1]
+
+    handle = embedding.register_forward_hook(add)
+    try:
+        yield leaves
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def rounded_anew(embedding: nn.Module, seed: int) -> Iterator[None]:
+    """Move every number that leaves the embedding by one unit in its last place, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
+        return output * (1 + signs * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    handle = embedding.register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def reach(losses: Sequence[Tensor], leaves: Sequence[Tensor], spans: Sequence[tuple[int, int]], total: int) -> Tensor:
+    """Return [n, n] float64: the gradient norm of sequence i's loss at the embedded tokens of sequence j.
+
+    Where the row is embedded in one piece or in several in its order; all zero where it cannot be told (other sizes).
+    """
+    norms = torch.zeros(len(losses), len(spans), dtype=torch.float64)
+    for index, loss in enumerate(losses):
+        found = torch.autograd.grad(loss, list(leaves), retain_graph=True, allow_unused=True)
+        grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves, strict=True)]
+        rows = torch.cat([grad.reshape(-1, grad.shape[-1]).double() for grad in grads])
+        if len(rows) == total:
+            for other, (start, length) in enumerate(spans):
+                norms[index, other] = rows[start : start + length].norm()
+    return norms
