@@ -3,7 +3,7 @@
     PYTHONPATH=libs/chat_tools python libs/chat_tools/benchmarks/adversarial.py --seconds 20
 
 A text is a turn that breaks off somewhere, a unit repeated, and the rest of the turn (or of another place in it). Units
-are pairs and triples of the format's markers and of bits of values; random ones are tried and the dearest changed
+are pairs and triples of the format's markers and of bits of values; random ones are tried and the worst changed
 further, at 4,000 characters each. The worst of them and of the known ones (`testing.fuzzing`) are then measured
 at a million characters: processor time, the least of the rounds, whole and fed in pieces of 16 characters.
 """
@@ -30,7 +30,7 @@ def turns(name):
 
 
 class Search:
-    """Random units first, then changes of the dearest."""
+    """Random units first, then changes of the worst."""
 
     def __init__(self, name, seed):
         self.name, self.random = name, random.Random(seed)
@@ -71,7 +71,7 @@ class Search:
             self.found[text] = seconds / len(whole)
 
     def run(self, seconds, size=4000):
-        """Return the dearest texts, the dearest first."""
+        """Return the worst texts, the worst first."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if len(self.found) > 150 and self.random.random() < 0.7:
@@ -81,7 +81,7 @@ class Search:
         return self.best(4)
 
     def best(self, count):
-        """List the dearest so far."""
+        """List the worst so far."""
         return sorted(self.found, key=self.found.__getitem__, reverse=True)[:count]
 
 

@@ -17,11 +17,11 @@ with atheris.instrument_imports(include=["chat_tools"]):
     from chat_tools.parsing import cursor
     from chat_tools.testing.fuzzing import check_bytes
 
-ALLOWANCE = cursor.ALLOWANCE
+SCAN_BUDGET = cursor.SCAN_BUDGET
 
 
 def one(data):
-    cursor.ALLOWANCE = 50 if data[1:2] > b"\x7f" else ALLOWANCE
+    cursor.SCAN_BUDGET = 50 if data[1:2] > b"\x7f" else SCAN_BUDGET
     check_bytes(data)
 
 

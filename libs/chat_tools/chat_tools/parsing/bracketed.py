@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.cursor import PRICE_OF_A_CALL, TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.cursor import CALL_COST, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.formats import Format, Json, Pythonic
 from chat_tools.parsing.literals import (
     UNUSUAL,
     LiteralError,
     LiteralParser,
     dumps,
-    literal_price,
+    literal_cost,
     loads,
     loads_noting,
     loads_plain,
@@ -188,7 +188,7 @@ class BracketReader:
             if value is UNUSUAL and not quotes:
                 value = loads_plain(text)
             if value is UNUSUAL:
-                self.reader.spent += literal_price(text)
+                self.reader.charged += literal_cost(text)
                 literal = LiteralParser(text, notes, quotes=quotes, bare_keys=True) if quotes else None
                 value = literal.whole() if literal else loads_noting(text, notes)
         except LiteralError as error:
@@ -212,7 +212,7 @@ class BracketReader:
         reader.pos += 1
         found = 0
         while True:
-            if not reader.spend(PRICE_OF_A_CALL):
+            if not reader.charge(CALL_COST):
                 return TOO_DENSE
             yield from reader.search(_NOT_COMMA)
             first = yield from reader.need(1)
@@ -282,7 +282,7 @@ class BracketReader:
     def _record_python(self, text: str, name: str) -> str | None:
         """Record a Python call from its parenthesis; or say why it cannot be read."""
         notes = self.notes = []
-        self.reader.spent += literal_price(text)
+        self.reader.charged += literal_cost(text)
         parser = LiteralParser(text, notes, pos=1)
         values: dict[str, Any] = {}
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.cursor import PRICE_OF_A_CALL, Marks, Reader, Wait
+from chat_tools.parsing.cursor import CALL_COST, Marks, Reader, Wait
 from chat_tools.parsing.formats import Channels
 from chat_tools.parsing.literals import LiteralError, dumps, loads
 from chat_tools.parsing.result import Kind
@@ -44,7 +44,7 @@ class ChannelReader:
         """Read a header and the text that belongs to it."""
         reader, tables, body = self.reader, self.tables, self.tables.body
         start = reader.pos
-        reader.spent += PRICE_OF_A_CALL // 3
+        reader.charged += CALL_COST // 3
         reader.pos += len(body.start if reader.window.startswith(body.start, start - reader.base) else body.channel)
         match = yield from reader.search(tables.header)
         if match is not None and match.group() == body.channel:  # <|start|>assistant<|channel|>...
@@ -84,7 +84,7 @@ class ChannelReader:
     def _call(self, name: str) -> Wait[None]:
         """Take a call: all of the message has to be its arguments."""
         reader, recorder = self.reader, self.recorder
-        reader.spent += PRICE_OF_A_CALL
+        reader.charged += CALL_COST
         start = reader.pos
         match = yield from reader.search(self.tables.inside)
         text = reader.slice(start, reader.pos)

@@ -14,15 +14,15 @@ Wait = Generator[None, None, T]
 # refused; this alone makes every parse linear.
 REREAD_FACTOR = 2
 
-# What is looked at has a price, about a microsecond of a slow core each. A text may cost ALLOWANCE, and one more for
-# every CHARACTERS_PER_UNIT read; past that, text is passed over unread until enough has gone by. This makes a megabyte
-# of nothing but markers cheap. It depends on the text alone, not on how it was cut.
-ALLOWANCE = 80_000
+# The scan budget. What is looked at is charged, in units of about a microsecond of a slow core. A text may cost
+# SCAN_BUDGET, and one more for every CHARACTERS_PER_UNIT read; past that, text is passed over unread until enough has
+# gone by. This bounds a megabyte of nothing but markers. It depends on the text alone, not on how it was cut.
+SCAN_BUDGET = 80_000
 CHARACTERS_PER_UNIT = 12
-PRICE_OF_A_MARK = 5
-PRICE_OF_A_CALL = 25
+MARKER_COST = 5
+CALL_COST = 25
 # However much was looked at for one call: a bad one takes no good one with it.
-MOST_FOR_A_CALL = 40_000
+MAX_CALL_COST = 40_000
 TOO_DENSE = "too many markers and calls in too little text"
 
 
@@ -63,7 +63,7 @@ class Marks(NamedTuple):
 class Reader:
     """Positions are characters from the beginning of the text. `operations` counts the characters examined."""
 
-    __slots__ = ("_store", "base", "end", "final", "operations", "pos", "reread", "spent", "window")
+    __slots__ = ("_store", "base", "end", "final", "operations", "pos", "reread", "charged", "window")
 
     def __init__(self) -> None:
         self.pos = 0
@@ -71,7 +71,7 @@ class Reader:
         self.final = False
         self.operations = 0
         self.reread = 0
-        self.spent = 0
+        self.charged = 0
         self._store: io.StringIO | None = None  # made when a second piece comes
         self.window = ""
         self.base = 0
@@ -123,20 +123,20 @@ class Reader:
         """Say whether the budget for going back still holds; depends on the text alone, not on how it was cut."""
         return self.reread <= REREAD_FACTOR * self.pos
 
-    def spend(self, units: int) -> bool:
-        """Pay for what is about to be looked at; False, and nothing paid, where the text has cost too much so far."""
-        if self.spent > ALLOWANCE + self.pos // CHARACTERS_PER_UNIT:
+    def charge(self, units: int) -> bool:
+        """Charge for what is about to be looked at; False, and nothing charged, where the budget is used up so far."""
+        if self.charged > SCAN_BUDGET + self.pos // CHARACTERS_PER_UNIT:
             return False
-        self.spent += units
+        self.charged += units
         return True
 
-    def settle(self, before: int) -> None:
-        """End a call that began when `before` had been spent: all of it costs MOST_FOR_A_CALL at most."""
-        self.spent = min(self.spent, before + MOST_FOR_A_CALL)
+    def cap_call(self, before: int) -> None:
+        """Cap what a call costs, which began when `before` had been charged, at MAX_CALL_COST."""
+        self.charged = min(self.charged, before + MAX_CALL_COST)
 
-    def solvent_at(self) -> int:
-        """Return from which position on more may be spent."""
-        return (self.spent - ALLOWANCE) * CHARACTERS_PER_UNIT
+    def affordable_from(self) -> int:
+        """Return from which position on the budget allows more."""
+        return (self.charged - SCAN_BUDGET) * CHARACTERS_PER_UNIT
 
     def step(self, marks: Marks) -> re.Match[str] | None:
         """Move to the next mark and return it; without one, move over what can no longer be part of one."""

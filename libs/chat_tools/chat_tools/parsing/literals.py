@@ -64,8 +64,8 @@ def loads_noting(text: str, notes: list[str]) -> Any:
     return value
 
 
-def literal_price(text: str) -> int:
-    """Return about what reading a literal costs (`Reader.spend`): it is read value by value."""
+def literal_cost(text: str) -> int:
+    """Return about what reading a literal costs (`Reader.charge`): it is read value by value."""
     return 3 * sum(map(text.count, ",[{(")) + len(text) // 50
 
 

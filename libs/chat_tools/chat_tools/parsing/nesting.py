@@ -75,7 +75,7 @@ def find_end(reader: Reader, brackets: Brackets) -> Wait[str]:
         reader.pos = reader.base + state.pos
         if verdict is not None:
             if verdict:
-                reader.spent += (reader.pos - begin) // 4
+                reader.charged += (reader.pos - begin) // 4
             return verdict
         yield
 

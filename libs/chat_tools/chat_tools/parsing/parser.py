@@ -10,7 +10,7 @@ from typing import Any
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader, BracketTables
 from chat_tools.parsing.channels import ChannelReader, ChannelTables
-from chat_tools.parsing.cursor import PRICE_OF_A_CALL, PRICE_OF_A_MARK, TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.formats import Channels, Format, Tagged, find_format
 from chat_tools.parsing.result import Event, Kind, ParsedMessage
 from chat_tools.parsing.segments import Recorder
@@ -151,7 +151,7 @@ class StreamParser:
                 self._thought = True
                 recorder.retract(reader.pos, start, reader.slice(0, start))
                 yield from self._opening()
-            elif not reader.spend(PRICE_OF_A_MARK):
+            elif not reader.charge(MARKER_COST):
                 yield from self._pass_over()
             elif mark in ends:
                 reader.pos += len(mark)
@@ -165,7 +165,7 @@ class StreamParser:
     def _pass_over(self) -> Wait[None]:
         """Take as malformed, unread, until more may be looked at; up to reasoning, which has to be known as such."""
         reader, tables = self._reader, self.tables
-        goal = reader.solvent_at()
+        goal = reader.affordable_from()
         known = tables.think if self._thought else tables.thinking
         while True:
             match = reader.step(tables.top)
@@ -217,15 +217,15 @@ class StreamParser:
         """Read calls that need no marker, where an answer begins with them."""
         opening, reader = self.tables.fmt.opening, self._reader
         while opening:
-            before = reader.spent
-            if not reader.spend(PRICE_OF_A_CALL):
+            before = reader.charged
+            if not reader.charge(CALL_COST):
                 return
             start = reader.pos
             if (reader.peek() or (yield from reader.next())) != opening or not isinstance(self._body, BracketReader):
                 reader.rewind(start)
                 return
             reason = yield from self._body.read("", bare=True)
-            reader.settle(before)
+            reader.cap_call(before)
             if reason == NOT_A_CALL:
                 reader.rewind(start)
                 return
@@ -243,7 +243,7 @@ class StreamParser:
         reader, recorder, fmt = self._reader, self._recorder, self.tables.fmt
         assert fmt.section is not None
         found = 0
-        reader.spent += PRICE_OF_A_CALL // 2
+        reader.charged += CALL_COST // 2
         while True:
             if not reader.peek():
                 yield from reader.space()
@@ -264,8 +264,8 @@ class StreamParser:
                 return
 
     def _call(self, opened: str) -> Wait[None]:
-        before = self._reader.spent
-        if not self._reader.spend(PRICE_OF_A_CALL):
+        before = self._reader.charged
+        if not self._reader.charge(CALL_COST):
             yield from self._pass_over()
             return
         if isinstance(self._body, TaggedReader):
@@ -273,7 +273,7 @@ class StreamParser:
         else:
             assert isinstance(self._body, BracketReader)
             reason = yield from self._body.read(self.tables.calls[opened])
-        self._reader.settle(before)
+        self._reader.cap_call(before)
         if reason is not None:
             yield from self._give_up(reason)
 

@@ -96,7 +96,7 @@ def test_operations_are_linear(name):
 
 
 @pytest.mark.parametrize("name", formats())
-def test_the_dearest_known_texts_are_linear_whole_and_in_pieces(name):
+def test_the_worst_known_texts_are_linear_whole_and_in_pieces(name):
     for known in WORST[name]:
         text, longer = known.of(20_000), known.of(160_000)
         tools = TOOLS if known.typed else None
@@ -123,10 +123,10 @@ def test_a_megabyte_of_the_worst_costs_no_more_operations(name):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), NAMES, st.integers(0, 60))
-def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(data, name, allowance):
+def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(data, name, budget):
     text = data.draw(texts(name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cursor, "ALLOWANCE", allowance)
+        patch.setattr(cursor, "SCAN_BUDGET", budget)
         whole = parse(text, name, TOOLS)
         check(whole, text)
         parser = StreamParser(name, TOOLS)

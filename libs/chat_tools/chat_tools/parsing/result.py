@@ -1,4 +1,4 @@
-"""What a parse gives: spans that tile the text, the calls in it, and the events of a stream."""
+"""What a parse gives: segments that cover the text, the calls in it, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind = Literal["content", "reasoning", "call", "malformed"]
 
 
 class Segment(NamedTuple):
-    """One tile of the text: characters `start:end`; what stands between its own markers is `inner_start:inner_end`."""
+    """One part of the text: characters `start:end`; what stands between its own markers is `inner_start:inner_end`."""
 
     kind: Kind
     start: int
@@ -53,7 +53,7 @@ class Malformed(NamedTuple):
 class ParsedMessage:
     """One assistant turn taken apart.
 
-    `segments` tile `text`: each character is in exactly one of them, in order. `content` and `reasoning` are the text
+    `segments` cover `text`: each character is in exactly one of them, in order. `content` and `reasoning` are the text
     of their segments without markers; white space that borders on a block is the format's, and trimmed.
     """
 

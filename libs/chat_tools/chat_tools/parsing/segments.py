@@ -1,4 +1,4 @@
-"""The tiles of a parse: what is taken always begins where the last tile ended, so nothing is lost or doubled."""
+"""The segments of a parse: what is taken always begins where the last segment ended, so nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Call(NamedTuple):
 
 
 class Recorder:
-    """Collects tiles and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported.
+    """Collects segments and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported.
 
-    The tiles are columns, since a text can have very many: kind, end, the span of the inner text; and what a call or
-    a malformed tile is besides. A tile begins where the one before it ends.
+    The segments are columns, since a text can have very many: kind, end, the span of the inner text; and what a call or
+    a malformed segment is besides. A segment begins where the one before it ends.
     """
 
     __slots__ = ("_details", "_ends", "_inner_ends", "_inner_starts", "_kinds", "cursor", "events", "offset", "silent")
@@ -70,7 +70,7 @@ class Recorder:
             self._add(kind, end, cursor)
 
     def opens(self, kind: Kind, end: int) -> None:
-        """Take the characters up to `end` as the marker that begins a tile of `kind`."""
+        """Take the characters up to `end` as the marker that begins a segment of `kind`."""
         self._add(kind, end, end)
 
     def closes(self, kind: Kind, end: int) -> None:
@@ -99,11 +99,11 @@ class Recorder:
         self._add("malformed", end, self.cursor)
 
     def extend(self, end: int) -> None:
-        """Add the characters up to `end` (a closing wrapper) to the last tile."""
+        """Add the characters up to `end` (a closing wrapper) to the last segment."""
         self._ends[-1] = self.cursor = end
 
     def note(self, note: str) -> None:
-        """Add a diagnostic to the last call, if the last tile is one."""
+        """Add a diagnostic to the last call, if the last segment is one."""
         last = len(self._kinds) - 1
         call = self._details.get(last)
         if isinstance(call, _Call):
@@ -126,7 +126,7 @@ class Recorder:
         if self.offset:
             text, starts, ends = text[self.offset :], self._shifted(starts), self._shifted(ends)
             inner_starts, inner_ends = self._shifted(inner_starts), self._shifted(inner_ends)
-            hidden = sum(end <= 0 for end in ends)  # tiles that are all the prompt's
+            hidden = sum(end <= 0 for end in ends)  # segments that are all the prompt's
         else:
             hidden = 0
         rows = zip(kinds, starts, ends, inner_starts, inner_ends, strict=True)
@@ -159,7 +159,7 @@ class Recorder:
 
 
 def _content(text: str, segments: Sequence[Segment]) -> str:
-    """Join the text of the content tiles, trimmed at a side where a block stands."""
+    """Join the text of the content segments, trimmed at a side where a block stands."""
     parts = [s for s in segments if s.kind == "content" and s.inner_end > s.inner_start]
     if not parts:
         return ""

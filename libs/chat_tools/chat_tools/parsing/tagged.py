@@ -16,8 +16,8 @@ from chat_tools.parsing.formats import Format, Tagged
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.segments import Recorder
 
-_PRICE_OF_AN_ARGUMENT = 10
-_PRICE_OF_A_TAG = 3  # in a value
+_ARGUMENT_COST = 10
+_TAG_COST = 3  # in a value
 _HEADER = 200  # the longest name of a tag that is looked for inside values
 
 
@@ -123,7 +123,7 @@ class TaggedReader:
 
     def _parameter(self, properties: Mapping[str, object] | None) -> Wait[str | None]:
         body = self.tables.body
-        if not self.reader.spend(_PRICE_OF_AN_ARGUMENT):
+        if not self.reader.charge(_ARGUMENT_COST):
             return TOO_DENSE
         self.reader.pos += len(body.key[0])
         start = self.reader.pos
@@ -164,7 +164,7 @@ class TaggedReader:
         opened: list[str] = []
         while True:
             match = yield from reader.search(tables.in_value)
-            if match is None or not reader.spend(_PRICE_OF_A_TAG):
+            if match is None or not reader.charge(_TAG_COST):
                 return None
             mark, at = match.group(), reader.pos
             reader.pos += len(mark)
@@ -183,7 +183,7 @@ class TaggedReader:
         reader, tables = self.reader, self.tables
         while True:
             match = yield from reader.search(tables.in_value)
-            if match is None or not reader.spend(_PRICE_OF_A_TAG):
+            if match is None or not reader.charge(_TAG_COST):
                 return None
             mark, at = match.group(), reader.pos
             if match.lastgroup == "close":

@@ -9,7 +9,7 @@ from chat_tools.rendering.frames import find_frame
 from chat_tools.rendering.masks import Regions, find_regions
 from chat_tools.rendering.media import Media, expand, token_types
 from chat_tools.rendering.owners import common_prefix
-from chat_tools.rendering.render import Rendered, encode, tile
+from chat_tools.rendering.render import Rendered, encode, owned_text
 from chat_tools.rendering.template import ChatTemplate, Message
 
 
@@ -41,7 +41,7 @@ def extend(
     ids, _ = encode(template.tokenizer, expanded.text)
     types = token_types(template.tokenizer, ids, media) if media else [0] * len(ids)
     shift = len(rendered.text)
-    owners = tile((), found.owners.pieces, messages, expanded, skip=len(whole) - len(tail))
+    owners = owned_text((), found.owners.pieces, messages, expanded, skip=len(whole) - len(tail))
     return replace(
         rendered,
         ids=[*rendered.ids, *ids],

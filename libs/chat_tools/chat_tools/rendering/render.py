@@ -40,7 +40,7 @@ class Rendered:
     """Hold a conversation as tokens.
 
     `ids`, `assistant_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video, 3 audio) have one entry a token. The mask
-    is true for what the assistant writes, its end-of-turn token included. `owners` tile the text: each character is the
+    is true for what the assistant writes, its end-of-turn token included. `owners` cover the text: each character is the
     system's, a user's, a tool's, an assistant turn's (with what the template makes the model write around its words) or
     the template's. A token that straddles two owners is not trained; `straddling` lists those at the border of a turn,
     which is no problem. `problems` says in words what is not as the template alone would do, or could not be proven; a
@@ -151,7 +151,7 @@ def render(
         spans=tuple(spans),
         problems=tuple(problems),
         mm_token_type_ids=token_types(tokenizer, ids, media) if media else [0] * len(ids),
-        owners=tile(regions, found.owners.pieces, messages, expanded),
+        owners=owned_text(regions, found.owners.pieces, messages, expanded),
         straddling=tuple(sorted(set(straddling))),
         messages=tuple(messages),
         template=template,
@@ -288,7 +288,7 @@ def _overlapping(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
     return found
 
 
-def tile(
+def owned_text(
     regions: Sequence[Region], pieces: Sequence[Piece], messages: Sequence[Message], expanded: Expanded, skip: int = 0
 ) -> tuple[OwnedText, ...]:
     """Say whose each character is from `skip` on: turns first, then what other messages hold; the rest the template's.
@@ -301,16 +301,16 @@ def tile(
         at = bisect_right(starts, piece.start - skip, key=lambda claim: claim[0]) - 1
         if at < 0 or piece.start - skip >= starts[at][1]:
             claims.append((piece.start - skip, piece.end - skip, piece.message))
-    tiles: list[OwnedText] = []
+    found: list[OwnedText] = []
     at = 0
     for start, end, message in sorted(claims):
         start, end = max(expanded.move(max(start, 0)), at), expanded.move(max(end, 0))
         if end <= start:
             continue
         if start > at:
-            tiles.append(OwnedText(at, start, "template", None))
-        tiles.append(OwnedText(start, end, str(messages[message].get("role")), message))
+            found.append(OwnedText(at, start, "template", None))
+        found.append(OwnedText(start, end, str(messages[message].get("role")), message))
         at = end
     if at < len(expanded.text):
-        tiles.append(OwnedText(at, len(expanded.text), "template", None))
-    return tuple(tiles)
+        found.append(OwnedText(at, len(expanded.text), "template", None))
+    return tuple(found)

@@ -100,7 +100,7 @@ class Repeated(NamedTuple):
         return self.unit.replace("\0", str(index))
 
 
-# The dearest that benchmarks/adversarial.py found, now and before they were made cheap.
+# The worst cases that benchmarks/adversarial.py found, now and before their cost was bounded.
 WORST: dict[str, list[Repeated]] = {
     "qwen3_xml": [
         Repeated("", "<function=f><parameter=text>x</parameter></function>", "</function>\n</tool_call>", True),
