@@ -249,7 +249,7 @@ def report_agreement(parsers, turns, rounds):
     print(f"\n{len(turns)} well-formed turns a format: calls as written; characters/s of the short ones, of a long one")
     for name, fmt in FORMATS.items():
         able = [p for p in parsers if p.supports(name)]
-        texts = [write_turn(name, calls, "" if fmt.opening else content) for calls, content in turns]
+        texts = [write_turn(name, calls, "" if fmt.opening in ("{", "[") else content) for calls, content in turns]
         right = {
             p.name: sum(
                 outcome(p, name, text, TOOLS, [[n, a] for n, a in calls]) == "as expected"

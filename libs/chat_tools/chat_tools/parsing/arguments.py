@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -82,15 +83,18 @@ class ToolSet:
         return values
 
     def check(self, name: str, values: dict[str, Any], notes: list[str]) -> None:
-        """Say in `notes` what of already typed values does not fit the tool's schema."""
+        """Fit already typed values (of JSON, say) to the tool's schema where nothing is lost; say what does not fit.
+
+        A number or boolean where only text fits becomes its JSON text; text that is the JSON of what fits becomes that.
+        All else stays as the model wrote it, with a note; so does a fitted value.
+        """
         schema = self.get(name)
         if schema is not None:
             properties = _properties(schema)
             for key, value in values.items():
                 part = properties.get(key)
                 if part is not None and type(value) is not _EXACT.get(_plain_type(part)):
-                    for problem in mismatches(value, part, schema, key):
-                        note(notes, problem)
+                    values[key] = _fitted(value, part, schema, notes, key)
         self._check_names(name, values, notes)
 
     def _check_names(self, name: str, values: Mapping[str, Any], notes: list[str]) -> None:
@@ -107,6 +111,25 @@ class ToolSet:
         for key in _required(schema):
             if key not in values:
                 note(notes, f"missing argument {key!r}")
+
+
+def _fitted(value: Any, schema: Any, root: Schema, notes: list[str], key: str) -> Any:
+    """Return the value, or the scalar of another type that it stands for, if only that fits."""
+    problems = mismatches(value, schema, root, key)
+    if not problems:
+        return value
+    other = value
+    if isinstance(value, str):
+        other = from_text(value, schema, root, [], key)
+    elif isinstance(value, bool | int | float):
+        other = json.dumps(value)
+    is_other = type(other) is not type(value) and not isinstance(other, dict | list)
+    if is_other and not mismatches(other, schema, root, key):
+        note(notes, f"{key}: {_short(value)} taken as {_short(other)}")
+        return other
+    for problem in problems:
+        note(notes, problem)
+    return value
 
 
 def _properties(schema: Schema | None) -> Mapping[str, Any]:

@@ -1,4 +1,15 @@
-"""Read calls whose arguments stand in brackets: JSON objects, objects behind a header, Python calls."""
+"""Read calls whose arguments stand in brackets: JSON objects, objects behind a header, Python calls.
+
+Strategy
+1. The usual case first: all up to the next marker is one plain JSON object (`_at_once`); nothing else is looked at.
+2. Else the object's end is found by counting brackets outside of strings (nesting.py), so that a marker quoted in a
+   string ends nothing; a marker outside of a string ends the object unfinished.
+3. The text up to there is read as JSON, then as a literal of Python's kind; nothing is evaluated.
+4. In a list each element is recorded as soon as it is complete; a bad one is malformed and the list goes on.
+5. An object that no marker announces is a call only if it is meant as one: it has arguments, or a declared tool's name.
+
+Invariants (tests): one bad element takes no good one with it; text is read again at most a fixed number of times.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +91,7 @@ class BracketReader:
         elif body.objects and first == "{":
             reason = yield from self._object(None, None, bare)
         elif self.tables.header is not None:
-            reason = yield from self._headed()
+            reason = yield from self._headed(bare)
         else:
             reason = yield from self._nothing(first)
         if reason is not None:
@@ -115,10 +126,13 @@ class BracketReader:
             reader.rewind(stray)
             self.recorder.note("the call's closing marker is missing")
 
-    def _headed(self) -> Wait[str | None]:
+    def _headed(self, bare: bool) -> Wait[str | None]:
         reader, pattern = self.reader, self.tables.header
         assert pattern is not None
         start = reader.pos
+        if bare:
+            reason = yield from self._headed(False)
+            return NOT_A_CALL if reason is not None else None
         match = yield from reader.search(self.tables.header_end)
         header = pattern.fullmatch(reader.slice(start, reader.pos))
         if header is None:
@@ -138,9 +152,10 @@ class BracketReader:
         broken = (yield from find_end(reader, self.tables.brackets)) if value is UNUSUAL else ""
         end = reader.pos
         text = reader.slice(start, end)
-        reason = broken or self._record(text, name, identifier, end, value)
+        reason = broken or self._record(text, name, identifier, end, value, bare)
         if reason:
-            return NOT_A_CALL if bare and not _BEGINS_LIKE_A_CALL.match(text) else reason
+            meant = reason != NOT_A_CALL and _BEGINS_LIKE_A_CALL.match(text)
+            return reason if meant or not bare else NOT_A_CALL
         body = self.tables.body
         if isinstance(body, Json) and body.after:
             yield from self.reader.space()
@@ -179,9 +194,12 @@ class BracketReader:
         return value
 
     def _record(
-        self, text: str, name: str | None, identifier: str | None, end: int, value: Any = UNUSUAL
+        self, text: str, name: str | None, identifier: str | None, end: int, value: Any = UNUSUAL, bare: bool = False
     ) -> str | None:
-        """Record the call that an object stands for, its value if known; or say why it is none."""
+        """Record the call that an object stands for, its value if known; or say why it is none.
+
+        A `bare` object, which no marker announces, is one only if it is meant as one.
+        """
         notes = self.notes = []
         quotes = self.tables.quotes
         try:
@@ -194,6 +212,8 @@ class BracketReader:
         except LiteralError as error:
             return f"the arguments are neither JSON nor literals: {error}"
         if name is None:
+            if bare and not self._is_meant(value):
+                return NOT_A_CALL
             found = _call_object(value)
             if isinstance(found, str):
                 return found
@@ -205,6 +225,16 @@ class BracketReader:
         self.tools.check(name, value, notes)
         self.recorder.call(end, name, dumps(value), notes, identifier)
         return None
+
+    def _is_meant(self, value: Any) -> bool:
+        """Say whether an object of an answer is meant as a call: it has arguments, or the name of a declared tool."""
+        if not isinstance(value, dict):
+            return False
+        function = value.get("function")
+        inner = function if isinstance(function, dict) else value
+        name = inner.get("name", function)
+        has_arguments = "arguments" in inner or "parameters" in inner
+        return isinstance(name, str) and (has_arguments or self.tools.get(name) is not None)
 
     def _list(self, opening: str, bare: bool) -> Wait[str | None]:
         """Read a list of objects ("{") or Python calls (""), each recorded when it is complete."""
@@ -261,7 +291,10 @@ class BracketReader:
         if broken:
             return (yield from self._next_element(start, broken))
         text = reader.slice(start, reader.pos)
-        reason = self._record_python(text, call["name"]) if call else self._record(text, None, None, reader.pos)
+        if call is not None:
+            reason = self._record_python(text, call["name"])
+        else:
+            reason = self._record(text, None, None, reader.pos, bare=bare)
         if reason is not None:
             if bare:
                 return NOT_A_CALL

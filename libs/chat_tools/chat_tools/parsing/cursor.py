@@ -63,7 +63,7 @@ class Marks(NamedTuple):
 class Reader:
     """Positions are characters from the beginning of the text. `operations` counts the characters examined."""
 
-    __slots__ = ("_store", "base", "end", "final", "operations", "pos", "reread", "charged", "window")
+    __slots__ = ("_store", "base", "charged", "end", "final", "operations", "pos", "reread", "window")
 
     def __init__(self) -> None:
         self.pos = 0

@@ -58,7 +58,7 @@ class Format(NamedTuple):
 
     `calls` are the markers of one call (no closing one: the body ends itself), `section` a wrapper around calls,
     `reasoning` the markers of thinking, `ends` the tokens that end a turn. Calls stand inside the section only, or with
-    `bare` at the beginning of a line too; `opening` is a character that begins a call if it begins the answer.
+    `bare` at the beginning of a line too; `opening` is what begins a call without a marker if it begins the answer.
     """
 
     name: str
@@ -105,7 +105,7 @@ _ALL = (
         "llama3_json",
         calls=(("<|python_tag|>", ""),),
         body=Json(),
-        ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+        ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>"),
         opening="{",
     ),
     Format(
@@ -186,12 +186,25 @@ _ALL = (
         calls=(("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")),
         body=Json(objects=False, header=r"call:(?P<name>[^\s{]*)", quotes=('<|"|>', "<escape>")),
         reasoning=(("<|channel>thought", "<channel|>"),),
+        opening="call:",
         ends=("<turn|>", "<end_of_turn>", "<|tool_response>", "<start_function_response>"),
     ),
 )
 
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
+# Other names of the formats, as the peers' parsers, the models or the templates are called.
 ALIASES = {
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v3.1",
+    "functiongemma": "gemma",
+    "glm-4.7": "glm-4.5",
+    "glm47": "glm-4.5",
+    "granite4": "granite",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "openai": "harmony",
+    "qwen25": "hermes",
     "deepseek_v31": "deepseek_v3.1",
     "gemma4": "gemma",
     "glm": "glm-4.5",

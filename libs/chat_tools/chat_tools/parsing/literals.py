@@ -156,6 +156,7 @@ _STRING = re.compile(
     r"""|'((?:[^'\\]++|\\[\s\S])*+)'|"((?:[^"\\]++|\\[\s\S])*+)")"""
 )
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
+_BARE = re.compile(r"""[^\s,{}\[\]()"'<][^,{}\[\]]*""")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(\r\n|[\s\S]))")
@@ -193,7 +194,7 @@ def _unescape_one(match: re.Match[str]) -> str:
 class LiteralParser:
     """A recursive reader of literals: strings, numbers, words, lists, tuples, dicts. Depth is bounded.
 
-    `quotes` are further string delimiters, which know no escapes; with `bare_keys`, dict keys may be plain words.
+    `quotes` are further string delimiters, which know no escapes; with `bare_keys`, dict keys and strings may be plain.
     """
 
     def __init__(
@@ -255,6 +256,8 @@ class LiteralParser:
         if match := _STRING.match(self.text, self.pos):
             self.pos = match.end()
             return unescape(match[match.lastindex or 0])
+        if self.bare_keys and (match := _BARE.match(self.text, self.pos)):
+            return self._bare(match)
         if match := _NUMBER.match(self.text, self.pos):
             self.pos = match.end()
             try:
@@ -266,6 +269,17 @@ class LiteralParser:
             self.pos = match.end()
             return _WORDS[match.group()]
         raise LiteralError(f"no value at {self.text[self.pos : self.pos + 10]!r}")
+
+    def _bare(self, match: re.Match[str]) -> Any:
+        """Read what stands without quotes up to the next comma or bracket: a number, a word, or a string after all."""
+        self.pos = match.end()
+        text = match.group().rstrip()
+        if text in _WORDS:
+            return _WORDS[text]
+        if (number := _NUMBER.fullmatch(text)) and not number.group().endswith("_"):
+            return _number(text, self.notes)
+        note(self.notes, f"string {text[:20]!r} without quotes")
+        return text
 
     def items(self, close: str, depth: int) -> list[Any]:
         """Read values up to the closing bracket; a comma may follow the last."""

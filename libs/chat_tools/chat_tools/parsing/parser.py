@@ -1,4 +1,16 @@
-"""The engine: `parse` is the fold of `StreamParser.feed`, so a stream gives what the whole text gives."""
+"""The engine: `parse` is the fold of `StreamParser.feed`, so a stream gives what the whole text gives.
+
+Strategy
+1. A coroutine walks over the turn from marker to marker; each `yield` asks for more text. What is taken goes to the
+   Recorder, whose segments follow each other without a gap.
+2. A marker of calls hands over to the reader of the format's body (tagged, bracketed, channels), which records calls or
+   says in words why there is none.
+3. What cannot be read is malformed up to where something else can begin: the next marker that is sure to be one.
+4. What is looked at is charged to a budget (cursor.py); past it, text is passed over unread.
+
+Invariants (tests): the segments cover the text; any cuts of a stream give what the whole gives; the operations grow
+with the length of the text; no text raises; a call that was reported is in the result.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +23,7 @@ from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader, BracketTables
 from chat_tools.parsing.channels import ChannelReader, ChannelTables
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.formats import Channels, Format, Tagged, find_format
+from chat_tools.parsing.formats import Channels, Format, Json, Tagged, find_format
 from chat_tools.parsing.result import Event, Kind, ParsedMessage
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import TaggedReader, TaggedTables
@@ -34,6 +46,11 @@ class Tables:
         self.top = Marks.of([*self.think, *self.think_end, *stops, *channels])
         self.thinking = frozenset([*self.think, *self.think_end])
         self.resync = Marks.of(stops) if stops else self.top
+        self.inside = Marks.of([*stops, *self.thinking]) if section else self.top  # what ends text inside a section
+        # An opening marker that looks like a special token is one wherever it stands; others are quoted in texts too.
+        self.certain = frozenset(mark for mark in self.call_opens if mark.startswith(("<|", "<｜")))
+        # What may close a call that begins the answer without a marker.
+        self.bare_close = self.call_closes[0] if fmt.opening and isinstance(body, Json) and body.header else ""
         self.body: TaggedTables | BracketTables | ChannelTables
         if isinstance(body, Tagged):
             self.body = TaggedTables(fmt)
@@ -54,12 +71,14 @@ def _tables(fmt: Format) -> Tables:
 
 
 class StreamParser:
-    """Takes a model's output in pieces of any size.
+    """Take a model's output in pieces of any size.
 
-    `prefill` is what the prompt already holds of this turn (Qwen3.5's ends in "<think>\\n"): read first, not reported.
-    Without it (None), a closing marker of reasoning that nobody opened makes all before it reasoning, calls too, and
-    the stream says so by `Retracted`. `tools` (dicts or typed functions) give the arguments their types. A `silent`
-    parser reports no events, which is a little faster.
+    `prefill` is what the prompt already holds of this turn (Qwen3.5's ends in "<think>\\n", others' in nothing: ""):
+    read first, not reported. Without it (None) nobody knows whether the turn begins inside a block of reasoning: a
+    closing marker that nobody opened makes all before it reasoning, calls too, and the stream says so by `Retracted`.
+    So that no call is executed that is retracted later, calls are then reported when reasoning has been seen, or by
+    `last_events()` at the end; with a prefill, each as soon as it is complete. `tools` (dicts or typed functions) give
+    the arguments their types. A `silent` parser reports no events, which is a little faster.
     """
 
     def __init__(
@@ -82,7 +101,9 @@ class StreamParser:
             self._body = BracketReader(self._reader, self._recorder, tables.body, tool_set)
         else:
             self._body = ChannelReader(self._reader, self._recorder, tables.body, tool_set)
-        self._thought = prefill is not None
+        # Whether it is known what is reasoning: where the prompt is known, or the format has none.
+        self._thought = prefill is not None or not tables.thinking
+        self._recorder.holding = not self._thought
         self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
         self._run: Generator[None, None, None] | None = self._turn()
         self._message: ParsedMessage | None = None
@@ -103,6 +124,7 @@ class StreamParser:
                 text += self._decoder.decode(b"", True)
             self._reader.final = True
             self._append(text)
+            self._recorder.release()
             self._message = self._recorder.message(self._reader.text(), self._reader.operations)
         return self._message
 
@@ -143,6 +165,7 @@ class StreamParser:
             if mark in think:
                 reader.pos += len(mark)
                 self._thought = True
+                recorder.release()
                 recorder.opens("reasoning", reader.pos)
                 yield from self._reasoning(think[mark])
                 yield from self._opening()
@@ -221,10 +244,13 @@ class StreamParser:
             if not reader.charge(CALL_COST):
                 return
             start = reader.pos
-            if (reader.peek() or (yield from reader.next())) != opening or not isinstance(self._body, BracketReader):
+            if (reader.peek() or (yield from reader.next())) != opening[0]:
                 reader.rewind(start)
                 return
-            reason = yield from self._body.read("", bare=True)
+            if not (yield from reader.at([opening])) or not isinstance(self._body, BracketReader):
+                reader.rewind(start)
+                return
+            reason = yield from self._body.read(self.tables.bare_close, bare=True)
             reader.cap_call(before)
             if reason == NOT_A_CALL:
                 reader.rewind(start)
@@ -239,7 +265,11 @@ class StreamParser:
                 reader.rewind(after)
 
     def _section(self) -> Wait[None]:
-        """Read a wrapper and the calls in it; it ends at its closing marker, or where text begins after a call."""
+        """Read a wrapper and the calls in it; it ends at its closing marker, or where text begins after a call.
+
+        Text before the first call, or between calls, is malformed and takes no call with it: it is known by what comes
+        next, a call of this section or its end.
+        """
         reader, recorder, fmt = self._reader, self._recorder, self.tables.fmt
         assert fmt.section is not None
         found = 0
@@ -256,12 +286,29 @@ class StreamParser:
                 reader.pos += len(mark)
                 recorder.extend(reader.pos)
                 return
-            elif found:
-                recorder.note("the closing marker is missing")
+            elif not (yield from self._noise(found)):
+                if found:
+                    recorder.note("the closing marker is missing")
+                else:
+                    yield from self._give_up("no call inside the block")
                 return
-            else:
-                yield from self._give_up("no call inside the block")
-                return
+
+    def _noise(self, found: int) -> Wait[bool]:
+        """Take text inside a section as malformed, if a call or (after one) the section's end follows; else stay."""
+        reader, tables = self._reader, self.tables
+        start = reader.pos
+        match = yield from reader.search(tables.inside)
+        section = tables.fmt.section
+        assert section is not None
+        if match is None or reader.pos == start or not self._goes_on(match.group(), section[1], found):
+            reader.rewind(start)
+            return False
+        self._recorder.malformed(reader.pos, "text inside the block that is no call")
+        reader.charged += MARKER_COST
+        return True
+
+    def _goes_on(self, mark: str, closing: str, found: int) -> bool:
+        return mark in self.tables.calls or (mark == closing and found > 0)
 
     def _call(self, opened: str) -> Wait[None]:
         before = self._reader.charged
@@ -276,6 +323,19 @@ class StreamParser:
         self._reader.cap_call(before)
         if reason is not None:
             yield from self._give_up(reason)
+        elif self.tables.fmt.opening and not self.tables.calls[opened]:
+            yield from self._further()
+
+    def _further(self) -> Wait[None]:
+        """Read calls behind a semicolon, which have no marker of their own."""
+        reader = self._reader
+        after = reader.pos
+        if (yield from reader.next()) == ";":
+            reader.pos += 1
+            if (yield from reader.next()) == self.tables.fmt.opening:
+                yield from self._opening()
+                return
+        reader.rewind(after)
 
     def _give_up(self, reason: str) -> Wait[None]:
         """Take as malformed up to where something else can begin."""
@@ -288,7 +348,7 @@ class StreamParser:
             if mark in fmt.ends or (fmt.section and mark == fmt.section[0]):
                 break
             if mark in tables.calls:
-                if reader.at_line_start(reader.pos) or not fmt.section or not fmt.bare:
+                if mark in tables.certain or reader.at_line_start(reader.pos) or not fmt.section or not fmt.bare:
                     break
                 reader.pos += len(mark)
                 continue
@@ -322,6 +382,10 @@ def parse(
     *,
     prefill: str | None = None,
 ) -> ParsedMessage:
-    """Take one assistant turn apart. Never raises on what a model wrote, evaluates nothing, loses no character."""
+    """Take one assistant turn apart.
+
+    `prefill` is what the prompt already holds of the turn (see StreamParser). Nothing that a model wrote raises,
+    nothing is evaluated, no character is lost. ValueError for an unknown format or a tool that is no tool.
+    """
     parser = StreamParser(format, tools, prefill=prefill, silent=True)
     return parser.finish(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -34,12 +35,17 @@ class ToolCall:
         values: dict[str, Any] = json.loads(self.arguments)
         return values
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the call as chat templates take it, an entry of `tool_calls`."""
-        call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments_dict()}}
-        if self.id is not None:
-            call["id"] = self.id
-        return call
+    def to_message(self, number: int = 0) -> dict[str, Any]:
+        """Return the call as chat templates take it, an entry of `tool_calls`: arguments are values.
+
+        Without an id of its own it gets one from its number, nine letters and digits as Mistral's templates ask for.
+        """
+        function = {"name": self.name, "arguments": self.arguments_dict()}
+        return {"type": "function", "id": self.id or f"call{number:05d}", "function": function}
+
+    def to_openai(self, number: int = 0) -> dict[str, Any]:
+        """Return the call as OpenAI's API has it: like `to_message`, but arguments are JSON text."""
+        return {**self.to_message(number), "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class Malformed(NamedTuple):
@@ -65,18 +71,45 @@ class ParsedMessage:
     segments: tuple[Segment, ...] = ()
     operations: int = field(default=0, compare=False)
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the turn as an assistant message for `render`."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+    def to_message(self, first_call: int = 0) -> dict[str, Any]:
+        """Return the turn as an assistant message for `render`, with arguments as values.
+
+        What was malformed stays in the content as the model wrote it, so that the next turn sees it. Calls without an
+        id are numbered from `first_call` on: give how many calls went before, and ids differ between turns.
+        """
+        calls = [call.to_message(first_call + i) for i, call in enumerate(self.tool_calls)]
+        return self._message(calls)
+
+    def to_openai(self, first_call: int = 0) -> dict[str, Any]:
+        """Return the turn as OpenAI's API has it: like `to_message`, but arguments are JSON text."""
+        calls = [call.to_openai(first_call + i) for i, call in enumerate(self.tool_calls)]
+        return self._message(calls)
+
+    def _message(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        content = joined_text(self.text, self.segments, ("content", "malformed")) if self.malformed else self.content
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [call.to_message() for call in self.tool_calls]
+        if calls:
+            message["tool_calls"] = calls
         return message
 
 
+def joined_text(text: str, segments: Sequence[Segment], kinds: Sequence[Kind]) -> str:
+    """Join the text of the segments of some kinds, trimmed at a side where a segment of another kind stands."""
+    parts = [s for s in segments if s.kind in kinds and s.inner_end > s.inner_start]
+    if not parts:
+        return ""
+    joined = "".join([text[s.inner_start : s.inner_end] for s in parts])
+    if parts[0].start > 0:
+        joined = joined.lstrip()
+    if parts[-1].inner_end < len(text):
+        joined = joined.rstrip()
+    return joined
+
+
 class TextDelta(NamedTuple):
-    """More text of `kind`, verbatim."""
+    """Give more text of `kind`, verbatim."""
 
     kind: Literal["content", "reasoning"]
     text: str

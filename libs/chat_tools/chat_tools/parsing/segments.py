@@ -17,6 +17,7 @@ from chat_tools.parsing.result import (
     Segment,
     TextDelta,
     ToolCall,
+    joined_text,
 )
 
 
@@ -30,19 +31,26 @@ class _Call(NamedTuple):
 
 
 class Recorder:
-    """Collects segments and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported.
+    """Collect segments and, unless `silent`, events. Positions before `offset` are the prompt's and are not reported.
+
+    While `holding`, calls are kept back: it is not known yet whether they are reasoning.
 
     The segments are columns, since a text can have very many: kind, end, the span of the inner text; and what a call or
     a malformed segment is besides. A segment begins where the one before it ends.
     """
 
-    __slots__ = ("_details", "_ends", "_inner_ends", "_inner_starts", "_kinds", "cursor", "events", "offset", "silent")
+    __slots__ = (
+        "_details", "_ends", "_held", "_inner_ends", "_inner_starts", "_kinds",
+        "cursor", "events", "holding", "offset", "silent",
+    )  # fmt: skip
 
     def __init__(self, offset: int, silent: bool = False) -> None:
         self.offset = offset
         self.silent = silent
         self.cursor = 0
         self.events: list[Event] = []
+        self.holding = False
+        self._held: list[Event] = []
         self._kinds: list[Kind] = []
         self._ends: list[int] = []
         self._inner_starts: list[int] = []
@@ -85,8 +93,15 @@ class Recorder:
         call = self._details[len(self._kinds)] = _Call(name, arguments, identifier, tuple(notes))
         if end > self.offset and not self.silent:
             span = (max(self.cursor - self.offset, 0), end - self.offset)
-            self.events.append(CallFinished(ToolCall(name, arguments, span, identifier, call.notes)))
+            event = CallFinished(ToolCall(name, arguments, span, identifier, call.notes))
+            (self._held if self.holding else self.events).append(event)
         self._add("call", end, self.cursor)
+
+    def release(self) -> None:
+        """Report the calls that were held back, and hold back no more: they are no reasoning."""
+        self.events += self._held
+        self._held = []
+        self.holding = False
 
     def malformed(self, end: int, reason: str) -> None:
         """Take the characters up to `end` as malformed."""
@@ -113,6 +128,8 @@ class Recorder:
         """Make all characters up to `end` one block of reasoning, whose text ends at `text_end`."""
         self._kinds, self._ends, self._inner_starts, self._inner_ends = ["reasoning"], [end], [0], [text_end]
         self._details.clear()
+        self._held = []
+        self.holding = False
         self.cursor = end
         if not self.silent:
             self.events.append(Retracted(text))
@@ -145,7 +162,7 @@ class Recorder:
         thoughts = [text[s.inner_start : s.inner_end].strip() for s in segments if s.kind == "reasoning"]
         return ParsedMessage(
             text=text,
-            content=_content(text, segments),
+            content=joined_text(text, segments, ("content",)),
             reasoning="\n".join(filter(None, thoughts)),
             tool_calls=tuple(calls),
             malformed=tuple(malformed),
@@ -156,16 +173,3 @@ class Recorder:
     def _shifted(self, positions: Sequence[int]) -> list[int]:
         offset = self.offset
         return [position - offset if position > offset else 0 for position in positions]
-
-
-def _content(text: str, segments: Sequence[Segment]) -> str:
-    """Join the text of the content segments, trimmed at a side where a block stands."""
-    parts = [s for s in segments if s.kind == "content" and s.inner_end > s.inner_start]
-    if not parts:
-        return ""
-    content = "".join([text[s.inner_start : s.inner_end] for s in parts])
-    if parts[0].start > 0:
-        content = content.lstrip()
-    if parts[-1].inner_end < len(text):
-        content = content.rstrip()
-    return content

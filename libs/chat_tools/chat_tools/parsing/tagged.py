@@ -46,7 +46,8 @@ class TaggedTables:
             _HEADER + 2 * max(map(len, [*marks, body.key[1], body.name_end])),
             Marks.of(marks).first,
         )
-        self.between = Marks.of(m for m in marks if m != body.value[1])
+        self.between = Marks.of([*(m for m in marks if m != body.value[1]), *fmt.ends])
+        self.ends = frozenset(fmt.ends)
         self.name_stop = Marks.of([body.name_end, "\n", "<"])
         self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
         self.after_value = [m for m in marks if m != body.value[1]]
@@ -92,8 +93,14 @@ class TaggedReader:
             if match is not None and self.reader.slice(start, self.reader.pos).strip():
                 self.notes.append("text between the arguments was left out")
             if match is None:
-                return "the text ends inside the call"
+                if self.reader.slice(start, self.reader.pos).strip() or not self._has_all(name):
+                    return "the text ends inside the call"
+                self._record(name, "the call's closing tag is missing")
+                return None
             mark = match.group()
+            if mark in self.tables.ends:  # the model has ended its turn: no more arguments come
+                self._record(name, "the call's closing tag is missing")
+                return None
             if self.tables.open.get(mark) == "p":
                 reason = yield from self._parameter(properties if isinstance(properties, Mapping) else None)
                 if reason:
@@ -102,14 +109,28 @@ class TaggedReader:
             kind = self.tables.close.get(mark)
             if kind == "f":
                 self.reader.pos += len(mark)
-            elif kind is None and not self.reader.at_line_start(self.reader.pos):
+                self._record(name)
+                return None
+            if kind is None and not self.reader.at_line_start(self.reader.pos):
                 self.reader.pos += len(mark)  # an opening marker within a line is text
                 continue
-            else:
-                self.notes.append("the call's closing tag is missing")
-            arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes, self.tables.body.guess))
-            self.recorder.call(self.reader.pos, name, arguments, self.notes)
+            self._record(name, "the call's closing tag is missing")
             return None
+
+    def _record(self, name: str, note: str = "") -> None:
+        """Record the call with the arguments read so far."""
+        if note:
+            self.notes.append(note)
+        arguments = dumps(self.tools.from_texts(name, self.pairs, self.notes, self.tables.body.guess))
+        self.recorder.call(self.reader.pos, name, arguments, self.notes)
+
+    def _has_all(self, name: str) -> bool:
+        """Say whether every argument that the tool declares is given, so that no more can have been to come."""
+        schema = self.tools.get(name)
+        properties = schema.get("properties") if schema is not None else None
+        if not isinstance(properties, Mapping) or not properties or (schema or {}).get("additionalProperties"):
+            return False
+        return {key for key, _ in self.pairs} == set(properties)
 
     def _header(self, stop: Marks, end: str) -> Wait[str | None]:
         """Read a name up to `end`; None if the line ends before, or another tag begins."""

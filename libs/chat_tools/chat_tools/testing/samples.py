@@ -31,7 +31,7 @@ def write_calls(fmt: Format, calls: Sequence[Call]) -> str:
     """Write calls, with the wrapper around them."""
     if isinstance(fmt.body, Pythonic):
         return "[" + ", ".join(_python(name, arguments) for name, arguments in calls) + "]"
-    if fmt.opening:
+    if fmt.opening == "{":
         return "; ".join(json.dumps({"name": n, "parameters": a}, ensure_ascii=False) for n, a in calls)
     if fmt.name == "granite":
         return fmt.calls[0][0] + json.dumps([{"name": n, "arguments": a} for n, a in calls], ensure_ascii=False)
