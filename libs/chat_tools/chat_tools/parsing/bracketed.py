@@ -55,7 +55,7 @@ class BracketTables:
         self.stop = Marks.of(ends).pattern
         self.closing = {close: re.compile(r"\s*+" + re.escape(close)) for _, close in fmt.calls if close}
         self.header = re.compile(rf"\s*+{body.header}\s*+") if isinstance(body, Json) and body.header else None
-        self.header_end = Marks.of(["{", *stops])
+        self.header_end = Marks.of(["{", *ends])
         begins = r",\s{0,20}[A-Za-z_][\w.]{0,99}\(" if isinstance(body, Pythonic) else _OBJECT
         pattern = "|".join([begins, *map(re.escape, sorted(stops, key=len, reverse=True))])
         self.element = Marks(re.compile(pattern), 160, Marks.of([",", "{", *stops]).first)

@@ -139,18 +139,24 @@ NOISE = {
     ),
     "seed": ("<seed:tool_call>{}<function=add><parameter=a>1</parameter></function>{}</seed:tool_call>", "hm "),
     "kimi_k2": (
-        '<|tool_calls_section_begin|>{}<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{{"a": 1}}'
-        + "<|tool_call_end|>{}<|tool_calls_section_end|>",
+        (
+            '<|tool_calls_section_begin|>{}<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{{"a": 1}}'
+            "<|tool_call_end|>{}<|tool_calls_section_end|>"
+        ),
         "noise",
     ),
     "deepseek_v3.1": (
-        '<｜tool▁calls▁begin｜>{}<｜tool▁call▁begin｜>add<｜tool▁sep｜>{{"a": 1}}'
-        + "<｜tool▁call▁end｜>{}<｜tool▁calls▁end｜>",
+        (
+            '<｜tool▁calls▁begin｜>{}<｜tool▁call▁begin｜>add<｜tool▁sep｜>{{"a": 1}}'
+            "<｜tool▁call▁end｜>{}<｜tool▁calls▁end｜>"
+        ),
         "noise",
     ),
     "deepseek_v3": (
-        '<｜tool▁calls▁begin｜>{}<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{{"a": 1}}\n```'
-        + "<｜tool▁call▁end｜>{}<｜tool▁calls▁end｜>",
+        (
+            '<｜tool▁calls▁begin｜>{}<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{{"a": 1}}\n```'
+            "<｜tool▁call▁end｜>{}<｜tool▁calls▁end｜>"
+        ),
         "noise",
     ),
 }

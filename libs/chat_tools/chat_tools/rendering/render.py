@@ -42,11 +42,11 @@ class Rendered:
     `ids`, `assistant_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video, 3 audio) have one entry a token. The mask
     is true for what the assistant writes, its end-of-turn token included. `owners` cover the text: each character is
     the system's, a user's, a tool's, an assistant turn's (with what the template makes the model write around its
-    words) or the template's. A token that straddles two owners is not trained; `straddling` lists those at the border of a turn,
-    which is no problem. `problems` says in words what is not as the template alone would do, or could not be proven; a
-    turn that could not be proven is not trained. A row with a problem should be left out of training, and counted.
-    `plain` is the text before media were expanded, `turn_end` where the last assistant turn ends in it and `stop` the
-    token that ended it ("" if it was cut off).
+    words) or the template's. A token that straddles two owners is not trained; `straddling` lists those at the border
+    of a turn, which is no problem. `problems` says in words what is not as the template alone would do, or could not be
+    proven; a turn that could not be proven is not trained. A row with a problem should be left out of training, and
+    counted. `plain` is the text before media were expanded, `turn_end` where the last assistant turn ends in it and
+    `stop` the token that ended it ("" if it was cut off).
     """
 
     ids: list[int]

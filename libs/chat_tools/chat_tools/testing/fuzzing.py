@@ -106,6 +106,8 @@ WORST: dict[str, list[Repeated]] = {
         Repeated("", "<function=f><parameter=text>x</parameter></function>", "</function>\n</tool_call>", True),
         Repeated("<tool_call>\n<function=f>\n<parameter=text>\n", "<tool_call>", "\n</parameter>\n</function>"),
         Repeated("", "1</think>", ""),
+        Repeated("", "<tool_call>x", ""),
+        Repeated("<tool_call>", "<function=f></function>x", ""),
     ],
     "hermes": [
         Repeated("", '<tool_call>{"}', "</tool_call>"),
@@ -142,6 +144,7 @@ WORST: dict[str, list[Repeated]] = {
     "kimi_k2": [
         Repeated("<|tool_calls_section_begin|><|tool_call_begin|>functions.f", " :1", "x"),
         Repeated("", "}[EOS]>", "", True),
+        Repeated("<|tool_calls_section_begin|>", "x<|tool_call_begin|>", ""),
         Repeated("<think>\n", "\\</think>", ""),
     ],
     "minimax": [
@@ -161,6 +164,8 @@ WORST: dict[str, list[Repeated]] = {
     "seed": [Repeated("<seed:tool_call>\n", "<function=f><parameter=tet>x</paamter ></function>", "", True)],
     "gemma": [
         Repeated("", "<|tool_call>call:f{'a':1,}", "<tool_call|>", True),
+        Repeated("", "<channel|>call:f", ""),
+        Repeated("", "<channel|>call:f{a:b c", "}"),
         Repeated("<|tool_call>call:f{items:[", '<|"|><|"|>,', "1]}<tool_call|>", True),
     ],
 }
