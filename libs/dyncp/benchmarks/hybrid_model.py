@@ -13,6 +13,8 @@ from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
 from dyncp.ops.methods import Method
 from dyncp.planning.cost import CostModel
 from dyncp.sharding.layout import Sharding
+from seqpack.planning.costs import SequenceCost
+from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
 
 
 @dataclass(frozen=True)
@@ -39,42 +41,25 @@ class Config:
     def delta_layers(self) -> int:
         return self.layers - self.attention_layers
 
+    @property
+    def flops(self) -> ModelFlops:
+        """The layers' operations, as seqpack counts them."""
+        feed_forward = mlp(self.hidden, self.intermediate)
+        attends = full_attention(self.hidden, self.heads, self.kv_heads, self.head_dim, feed_forward, gated=True)
+        recurs = delta_net(
+            self.hidden, self.delta_key_heads, self.delta_value_heads, self.delta_dim, self.delta_dim, 4, feed_forward
+        )
+        layers = (attends,) * self.attention_layers + (recurs,) * self.delta_layers
+        return ModelFlops(layers, head=2.0 * self.hidden * self.vocab)
+
     def cost(self, flops: float) -> CostModel:
         """The uncalibrated cost model of this shape."""
-        shared = self.delta_value_heads * self.delta_dim * 2 * self.delta_dim * 4.0
-        return CostModel(
-            fixed=8e-3,
-            linear=6 * self.matmul_parameters / flops,
-            pair=12 * self.heads * self.head_dim * self.attention_layers / flops,
-            delta=3 * self.delta_flops * self.delta_layers / flops,
-            q_bytes=self.heads * self.head_dim * 2.0 * self.attention_layers,
-            kv_bytes=2 * self.kv_heads * self.head_dim * 2.0 * self.attention_layers,
-            state_bytes=shared * self.delta_layers,
-            attention_layers=self.attention_layers,
-            delta_layers=self.delta_layers,
-            query_heads=self.heads,
-            kv_heads=self.kv_heads,
-        )
-
-    @property
-    def matmul_parameters(self) -> float:
-        attention_width = self.head_dim * (2 * self.heads + 2 * self.kv_heads + self.heads)
-        delta_width = (
-            self.delta_dim * (2 * self.delta_key_heads + 3 * self.delta_value_heads) + 2 * self.delta_value_heads
-        )
-        mixing = self.attention_layers * attention_width + self.delta_layers * delta_width
-        return self.hidden * (mixing + self.layers * 3 * self.intermediate + self.vocab)
-
-    @property
-    def delta_flops(self) -> float:
-        """Forward operations a token and layer: state update and read in chunks of 64."""
-        return self.delta_value_heads * (8.0 * self.delta_dim**2 + 64.0 * 4 * self.delta_dim)
+        return CostModel.of(self.flops, flops)
 
     def model_flops(self, lengths: list[int]) -> float:
         """Forward and backward operations of these sequences, nothing counted twice."""
-        per_token = 6 * self.matmul_parameters + 3 * self.delta_flops * self.delta_layers
-        pairs = sum(n * n / 2 for n in lengths)
-        return per_token * sum(lengths) + 12 * self.heads * self.head_dim * self.attention_layers * pairs
+        count = SequenceCost.of(self.flops)
+        return 3 * sum(count(length) for length in lengths)
 
 
 TINY = Config(

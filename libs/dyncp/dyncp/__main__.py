@@ -8,9 +8,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+import torch.distributed as dist
+
+from dyncp.calibrate.machine import measure_cost, measure_links
 from dyncp.ops.methods import METHODS
 from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.planner import plan
+from dyncp.planning.simulation import markdown, simulate
 from dyncp.planning.sizes import LAYOUTS
+from dyncp.planning.timeline import timeline_html
+from dyncp.planning.types import DynamicPlan
+from dyncp.testing import exactness
+from dyncp.testing.processes import run_world
 
 
 def main(words: list[str] | None = None) -> int:
@@ -26,23 +36,26 @@ def main(words: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dyncp", description="Static and dynamic context parallelism.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="plan a JSON list of lengths, write the plan as JSON")
-    plan.add_argument("lengths", type=Path, help="a JSON list of sequence lengths")
-    plan.add_argument("--ranks", type=int, required=True)
-    plan.add_argument("--out", type=Path, help="where the plan goes; stdout otherwise")
-    plan.set_defaults(run=_plan)
+    planning = commands.add_parser("plan", help="plan a JSON list of lengths, write the plan as JSON")
+    planning.add_argument("lengths", type=Path, help="a JSON list of sequence lengths")
+    planning.add_argument("--ranks", type=int, required=True)
+    planning.add_argument("--align", type=int, default=1, help="each rank's tokens are padded to a multiple of it")
+    planning.add_argument("--out", type=Path, help="where the plan goes; stdout otherwise")
+    planning.set_defaults(run=_plan)
     view = commands.add_parser("view", help="draw a plan's timeline as one HTML page")
     view.add_argument("plan", type=Path, help="a plan as JSON")
     view.add_argument("--out", type=Path, help="the page; beside the plan otherwise")
     view.set_defaults(run=_view)
-    simulate = commands.add_parser("simulate", help="replay a length trace on many ranks under the cost model")
-    simulate.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
-    simulate.add_argument("--trace", default="lognormal", help="lognormal, bimodal, uniform or a JSON list of lengths")
-    simulate.add_argument("--longest", type=int, default=0, help="longest sequence; 4 x cap by default")
-    simulate.add_argument("--sequences-per-rank", type=int, default=8)
-    simulate.add_argument("--batches", type=int, default=2)
-    simulate.set_defaults(run=_simulate)
-    for command in (plan, simulate):
+    simulating = commands.add_parser("simulate", help="replay a length trace on many ranks under the cost model")
+    simulating.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    simulating.add_argument(
+        "--trace", default="lognormal", help="lognormal, bimodal, uniform or a JSON list of lengths"
+    )
+    simulating.add_argument("--longest", type=int, default=0, help="longest sequence; 4 x cap by default")
+    simulating.add_argument("--sequences-per-rank", type=int, default=8)
+    simulating.add_argument("--batches", type=int, default=2)
+    simulating.set_defaults(run=_simulate)
+    for command in (planning, simulating):
         command.add_argument("--cap", type=int, required=True, help="tokens a rank may hold")
         command.add_argument("--method", choices=METHODS, default="ring")
         command.add_argument("--layout", choices=LAYOUTS, default="contiguous")
@@ -72,30 +85,33 @@ def _cost(arguments: argparse.Namespace) -> tuple[CostModel, Topology]:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from dyncp.planning.planner import plan
-
     lengths = json.loads(arguments.lengths.read_text())
     cost, topology = _cost(arguments)
-    made = plan(lengths, arguments.ranks, arguments.cap, cost, topology, arguments.method, arguments.layout)
+    made = plan(
+        lengths,
+        arguments.ranks,
+        arguments.cap,
+        cost,
+        topology,
+        arguments.method,
+        arguments.layout,
+        align=arguments.align,
+    )
     if arguments.out is None:
         print(made.to_json())
         return
     arguments.out.write_text(made.to_json())
-    print(f"{made.name}: {len(made.steps)} steps, {sum(made.seconds) * 1e3:.1f} ms predicted -> {arguments.out}")
+    forecast = f"{sum(made.seconds) * 1e3:.1f} ms predicted, at most {made.gap:.1%} over the fastest plan"
+    print(f"{made.name}: {len(made.steps)} steps, {forecast} -> {arguments.out}")
 
 
 def _view(arguments: argparse.Namespace) -> None:
-    from dyncp.planning.timeline import timeline_html
-    from dyncp.planning.types import DynamicPlan
-
     page = arguments.out or arguments.plan.with_suffix(".html")
     page.write_text(timeline_html(DynamicPlan.from_json(arguments.plan.read_text())))
     print(page)
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from dyncp.planning.simulation import markdown, simulate
-
     cost, topology = _cost(arguments)
     replays = simulate(
         arguments.ranks,
@@ -114,11 +130,6 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from dyncp.calibrate.machine import measure_cost, measure_links
-
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     config = SimpleNamespace(**json.loads(arguments.config.read_text())) if arguments.config else DEFAULT_CONFIG
@@ -141,14 +152,11 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _matrix(arguments: argparse.Namespace) -> int:
-    from dyncp.testing.exactness import TOLERANCE, Verdict, markdown, run_sizes
-    from dyncp.testing.processes import run_world
-
-    found = run_world(max(arguments.sizes), run_sizes, arguments.sizes)[0]
-    verdicts = [Verdict(**row) for rows in found.values() for row in rows]
+    found = run_world(max(arguments.sizes), exactness.run_sizes, arguments.sizes)[0]
+    verdicts = [exactness.Verdict(**row) for rows in found.values() for row in rows]
     print("Largest relative difference of outputs and gradients from one process, float64\n")
-    print(markdown(verdicts))
-    return int(any(max(v.output_error, v.gradient_error) > TOLERANCE for v in verdicts))
+    print(exactness.markdown(verdicts))
+    return int(any(max(v.output_error, v.gradient_error) > exactness.TOLERANCE for v in verdicts))
 
 
 DEFAULT_CONFIG = SimpleNamespace(

@@ -36,6 +36,8 @@ def timeline_html(plan: DynamicPlan) -> str:
 
 def _facts(plan: DynamicPlan) -> str:
     total = f", {sum(plan.seconds) * 1e3:.1f} ms predicted" if plan.seconds else ""
+    if plan.lower_bound:
+        total += f", at most {plan.gap:.1%} over the fastest plan"
     return (
         f"{sum(plan.lengths):,} tokens in {len(plan.steps)} steps{total}; at most {plan.max_tokens_per_rank:,} tokens "
         f"a rank, {plan.fill:.0%} of the slots filled; {plan.method}, {plan.layout}; plan {plan.hash}"
