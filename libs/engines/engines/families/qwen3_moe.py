@@ -8,7 +8,6 @@ QWEN3_MOE = Family(
     model_types=("qwen3_moe",),
     architecture="Qwen3MoeForCausalLM",
     attention="Qwen3MoeAttention",
-    layer_types=("full_attention", "sliding_attention"),
     rope_types=("default", "yarn"),
     fields={**ATTENTION, **EXPERTS, **WINDOWS, "attention_bias": (False, True)},
     routed=True,

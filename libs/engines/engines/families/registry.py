@@ -13,9 +13,19 @@ from engines.families.qwen3_5_moe import QWEN3_5_MOE
 from engines.families.qwen3_moe import QWEN3_MOE
 from engines.families.qwen3_next import QWEN3_NEXT
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: list[Family] = [
     QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GEMMA3,
-)  # fmt: skip
+]  # fmt: skip
+
+
+def register_family(family: Family) -> Family:
+    """Add a family; ValueError where one of its model types is taken."""
+    for known in FAMILIES:
+        for name in {*known.model_types, *known.wrappers}.intersection((*family.model_types, *family.wrappers)):
+            raise ValueError(f"model type {name!r} belongs to the family {known.name}")
+    FAMILIES.append(family)
+    return family
+
 
 _REASONS = {
     "gpt_oss": "its attention has sinks (s_aux), which packed attention does not compute",
@@ -45,5 +55,5 @@ def family_of(config: Any) -> Family:
         f"model family {kind!r} is not supported{because}: no test holds its packed log-probs to transformers'. "
         f"Supported are {known}. To add it, write engines/families/{kind}.py (layers, head, attention, auxiliary loss, "
         "float32 parameters, buffers, names on disk), register it in engines/families/registry.py, and add its rows to "
-        "engines/families/cases.py until `python -m engines families` passes"
+        "engines/families/cases.py until `python -m engines families` passes (docs/add-a-model-family.md)"
     )

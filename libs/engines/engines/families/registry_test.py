@@ -1,12 +1,14 @@
 """What is not registered, and fields and values that no test has run, are refused before weights are loaded."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig
 
 from engines import EngineConfig
-from engines.families.registry import FAMILIES, family_of
+from engines.families.registry import FAMILIES, family_of, register_family
 from engines.loading import load_model
 from engines.packing.model import adapt_for_packing
 from engines.tiny import tiny_config, tiny_model
@@ -105,6 +107,13 @@ def test_a_field_that_is_unset_is_no_reason():
     config = tiny_config("attention")
     config.final_logit_softcapping = None
     assert family_of(config).name == "qwen3"
+
+
+def test_two_families_cannot_have_one_model_type():
+    before = list(FAMILIES)
+    with pytest.raises(ValueError, match="'llama' belongs to the family llama"):
+        register_family(dataclasses.replace(FAMILIES[0], model_types=("another", "llama"), wrappers=()))
+    assert before == FAMILIES
 
 
 def test_vision_language_configs_are_their_text_part():
