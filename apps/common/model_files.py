@@ -2,79 +2,55 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from engines.families.registry import family_of
+from engines.loading import read_config
+from engines.weights.directory import ModelDirectory
+from engines.weights.model_weights import ModelWeights
 
 
 def check_model_directory(directory: Path) -> PretrainedConfig:
-    """The configuration of a local Hugging Face directory whose files are there and whole.
+    """The configuration of a local Hugging Face directory that an engine can load.
 
-    Weights are opened, which checks each file's header against its length; no tensor is read. Whether the tensors fit
-    the model is for the engine to say.
+    Its JSON files are read, the headers of its weights held against the model of its configuration; no tensor is read.
 
     Raises:
-        ValueError: no such directory, a file is missing, cut short, or not what its name says.
+        ValueError: no such directory, a family that is not supported, a file or tensor that is missing, cut short or
+            not known; the text names the directory.
     """
     if not directory.is_dir():
         raise ValueError(f"no model directory {directory}; --model takes a local Hugging Face directory")
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} has no config.json: it is not a Hugging Face model directory")
     for path in sorted(directory.glob("*.json")):
-        content = _read_json(path)
-        if path.name in ("config.json", INDEX) and not isinstance(content, dict):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if path.name == "config.json" and not isinstance(content, dict):
             raise ValueError(f"{path}: expected an object, got {type(content).__name__}")
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ValueError(f"{directory / 'config.json'} describes no model that transformers knows: {error}") from error
-    for path in weight_files(directory):
-        _check_weights(path)
+        config = read_config(directory)
+        family = family_of(config)
+        weights = ModelDirectory.read(directory)
+        ModelWeights.of(family, _empty(config), weights)
+    except (ValueError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{directory} can't be used: {error}") from error
     return config
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory, those of its index where it has one.
-
-    Raises:
-        ValueError: there are none, or one that the index names is missing.
-    """
-    if not (directory / INDEX).is_file():
-        if not (directory / SINGLE).is_file():
-            raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
-        return [directory / SINGLE]
-    names = _read_json(directory / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{directory / INDEX} has no weight_map of tensor names to file names")
-    files = [directory / name for name in sorted(set(names.values()))]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ValueError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names")
-    return files
+def _empty(config: PretrainedConfig) -> nn.Module:
+    """The model without any memory for its tensors."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"config.json describes a model that can't be built: {error}") from error
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """The most tokens that a model's positions are made for; None where its configuration does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def _check_weights(path: Path) -> None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            empty = not list(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not whole: {error}") from error
-    if empty:
-        raise ValueError(f"{path} holds no tensor")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from apps.common.cli import main
 from apps.grpo.main import configure, run
@@ -123,28 +123,35 @@ FILES = [
     ("no Parquet", "a.parquet", b"PAR1 and nonsense PAR1", [r"a\.parquet", "Parquet"]),
 ]  # fmt: skip
 
+NORM, WEIGHTS = "model.norm.weight", "model.safetensors"
 MODELS = [
     ("no config", lambda d: (d / "config.json").unlink(), ["no config.json"]),
     ("config cut short", lambda d: cut(d / "config.json"), [r"config\.json is not JSON"]),
     ("config a list", lambda d: (d / "config.json").write_text("[1]"), [r"config\.json", "expected an object"]),
-    ("config of no model", lambda d: (d / "config.json").write_text("{}"), [r"config\.json", "no model"]),
-    ("config of an unknown model", lambda d: edit(d, model_type="nope"), [r"config\.json", "nope"]),
+    ("config of no model", lambda d: (d / "config.json").write_text("{}"), ["model_type"]),
+    ("config of an unknown model", lambda d: edit(d, model_type="nope"), ["nope"]),
     ("config of an unsupported family", lambda d: gpt2(d), ["gpt2"]),
-    ("a size that is text", lambda d: edit(d, hidden_size="wide"), [r"config\.json", "hidden_size"]),
-    ("layers that do not add up", lambda d: edit(d, num_hidden_layers=2), [r"config\.json", "num_hidden_layers"]),
-    ("a small vocabulary", lambda d: edit(d, vocab_size=100), ["token 276", "vocabulary of 100"]),
+    ("a size that is text", lambda d: edit(d, hidden_size="wide"), ["hidden_size"]),
+    ("layers that do not add up", lambda d: edit(d, num_hidden_layers=2), ["num_hidden_layers"]),
+    ("a small vocabulary", lambda d: edit(d, vocab_size=276), ["embed_tokens", r"\(277, 64\)", r"\(276, 64\)"]),
+    ("a model that can't be built", lambda d: edit(d, vocab_size=100), ["can't be built"]),
     ("no tokenizer", lambda d: [p.unlink() for p in d.glob("tokenizer*")], ["no tokenizer.json"]),
     ("tokenizer cut short", lambda d: cut(d / "tokenizer.json"), [r"tokenizer\.json is not JSON"]),
     ("tokenizer of nothing", lambda d: (d / "tokenizer.json").write_text("{}"), ["tokenizer", "can't be read"]),
     ("its settings cut short", lambda d: cut(d / "tokenizer_config.json"), [r"tokenizer_config\.json is not JSON"]),
     ("no template", lambda d: (d / "chat_template.jinja").unlink(), ["no chat template"]),
     ("a broken template", lambda d: (d / "chat_template.jinja").write_text("{% if"), ["template", "does not work"]),
-    ("no weights", lambda d: (d / "model.safetensors").unlink(), ["no weights"]),
-    ("weights cut short", lambda d: cut(d / "model.safetensors"), [r"model\.safetensors is not whole"]),
-    ("weights of no bytes", lambda d: (d / "model.safetensors").write_bytes(b""), [r"model\.safetensors is not whole"]),
-    ("weights of nothing", lambda d: save_file({}, d / "model.safetensors"), ["holds no tensor"]),
-    ("a shard is missing", lambda d: index(d, {"x": "model-00001-of-00002.safetensors"}), ["lacks model-00001"]),
-    ("an index of nothing", lambda d: index(d, {}), ["weight_map"]),
+    ("no weights", lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor"]),
+    ("weights cut short", lambda d: cut(d / "model.safetensors"), ["safetensors is missing or damaged"]),
+    ("weights of no bytes", lambda d: (d / "model.safetensors").write_bytes(b""), ["missing or damaged"]),
+    ("weights of nothing", lambda d: save_file({}, d / "model.safetensors"), ["lacks model"]),
+    ("a shard is missing", lambda d: index(d, {"x": "shard.safetensors"}), [r"shard\.safetensors is missing"]),
+    ("an index of nothing", lambda d: index(d, {}), ["lacks model"]),
+    ("an index without a map", lambda d: (d / f"{WEIGHTS}.index.json").write_text("{}"), ["no index of weights"]),
+    ("a tensor is missing", lambda d: tensors(d, {NORM: None}), [f"lacks {NORM}"]),
+    ("a tensor of another shape", lambda d: tensors(d, {NORM: torch.ones(32)}), [NORM, r"\(32,\)", r"\(64,\)"]),
+    ("a tensor that nobody knows", lambda d: tensors(d, {"strange": torch.ones(3)}), ["holds strange"]),
+    ("another model's tokenizer", lambda d: grow(d), ["has a token 277", "vocabulary of 277"]),
 ]  # fmt: skip
 
 
@@ -155,6 +162,19 @@ def cut(path):
 def edit(directory, **changes):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def tensors(directory, changes):
+    path = directory / "model.safetensors"
+    kept = {name: value for name, value in (load_file(path) | changes).items() if value is not None}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def grow(directory):
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"].append({**content["added_tokens"][-1], "id": 300, "content": "<new>"})
+    path.write_text(json.dumps(content))
 
 
 def gpt2(directory):

@@ -10,7 +10,6 @@ from apps.common.tokens import end_of_turn
 from apps.grpo.config import GrpoConfig
 from apps.grpo.tasks import Tasks
 from engines.capability import refuse_unsupported
-from engines.families.registry import family_of
 from engines.loading import resolve_device
 from rollout import Chat
 
@@ -28,15 +27,11 @@ def check_machine(config: GrpoConfig) -> None:
 def check_model(
     config: GrpoConfig, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse a family that is not supported, a model that cannot hold an episode, and a tokenizer of another model.
+    """Refuse a model that cannot hold an episode, and a tokenizer of another model.
 
     Raises:
         ValueError: with the file or flag to change.
     """
-    try:
-        family_of(model)
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
     longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
     if longest is not None and config.max_episode_tokens > longest:
         raise ValueError(
