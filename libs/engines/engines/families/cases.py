@@ -124,6 +124,7 @@ CASES: tuple[Case, ...] = (
          {**_EXPERTS, **_ROUTED, "decoder_sparse_step": 2, "tie_word_embeddings": True}),
     Case("qwen2", "tied", {"tie_word_embeddings": True}),
     Case("qwen2", "windows, yarn", {**_MIXED_WINDOWS, "rope_parameters": _YARN}),
+    Case("llama", "plain"),
     Case("llama", "llama3 rope", {"rope_parameters": _LLAMA3, "pretraining_tp": 2}),
     Case("llama", "tied, biases, linear rope",
          {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),

@@ -23,7 +23,7 @@ def test_every_family_has_cases_with_all_its_kinds():
         ]
         assert {part.get("rope_type", "default") for part in ropes} == set(family.rope_types), family.name
         layers = {kind for config in configs for kind in (getattr(config, "layer_types", None) or ["full_attention"])}
-        assert layers == set(family.layer_types) | (layers & {"full_attention"}), family.name
+        assert layers == set(family.layer_types), family.name
         for name, allowed in family.fields.items():
             if allowed and len(allowed) > 1:
                 assert {getattr(config, name) for config in configs} == set(allowed), (family.name, name)
