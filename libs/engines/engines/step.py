@@ -126,11 +126,13 @@ class Engine:
         local = _whole(view)
         local.require(("loss_mask", *objective.required_keys))
         facts = facts_of(view, self._zero_gradient_rows(view, objective))
-        kept = tuple(row for row in range(len(view)) if row not in facts.zero_gradient) or (0,)
-        plan = self.planner.plan([view.lengths[row] for row in kept])
+        kept = tuple(row for row in range(len(view)) if row not in facts.zero_gradient)
+        planned = kept or (0,)  # nothing to compute: a plan for one row, without it
+        plan = self.planner.plan([view.lengths[row] for row in planned])
         self._check_agreement("whole", plan.hash, facts.totals)
         self.planner.prepare(plan)
-        return _Work(local, plan.renumbered(kept, view.lengths), facts, kept)
+        plan = plan.renumbered(planned, view.lengths).without(() if kept else planned)
+        return _Work(local, plan, facts, kept)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
         """The same where ranks hold parts: the plan is of all lengths, and rows are left out where they are."""

@@ -1,0 +1,89 @@
+"""An executor over the smallest language model there is: the logits of a token are a row of a table, float64, SGD.
+
+Steps take a millisecond and their results can be written down by hand, for tests of what is above an executor.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.parallel.groups import ParallelGroups
+
+
+class Bigram(nn.Module):
+    """P(next | token) = softmax(table[token])."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.table = nn.Parameter(torch.randn(vocab, vocab, generator=generator, dtype=torch.float64))
+
+    def save_pretrained(self, directory: Any, state_dict: dict[str, Tensor]) -> None:
+        """Write the table."""
+        torch.save(state_dict, directory / "table.pt")
+
+
+class BigramExecutor:
+    """See `engines.execution.executor.Executor`; `seen` collects the micro-batches that it was given to train on."""
+
+    def __init__(self, groups: ParallelGroups, model: Bigram, trainable: bool = True, clip: float = 1e9) -> None:
+        self.groups = groups
+        self.model = model
+        self.device = torch.device("cpu")
+        self.trainable = trainable
+        self.adds_loss = False
+        self.clip = clip
+        self.seen: list[MicroBatch] = []
+        self.places: list[torch.device] = []
+        self.auxiliary: float | None = None
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """Sum up the micro-batches' losses, and run one backward pass."""
+        self.model.zero_grad()
+        self.seen = list(micro_batches)
+        assert len(self.seen) == len(micro_batches)
+        total: Tensor = sum(loss(one, self._scores(one, scoring)) for one in self.seen)  # type: ignore[assignment]
+        total.backward()
+
+    @torch.no_grad()
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
+        """Score in the opposite order."""
+        for micro_batch in reversed(list(micro_batches)):
+            take(micro_batch, self._scores(micro_batch, scoring))
+
+    def _scores(self, micro_batch: MicroBatch, scoring: Scoring) -> Scores:
+        ids = micro_batch.packed.values["input_ids"]
+        table = torch.log_softmax(self.model.table[ids.roll(1)] / scoring.temperature, dim=-1)
+        log_probs = torch.where(micro_batch.wanted, table.gather(1, ids[:, None]).squeeze(1), 0.0)
+        entropy = torch.where(micro_batch.wanted, -(table.exp() * table).sum(-1), 0.0)
+        auxiliary = None if self.auxiliary is None else self.auxiliary * self.model.table.sum()
+        return Scores(log_probs, entropy if scoring.entropy else None, auxiliary)
+
+    def optimizer_step(self, lr: float) -> float:
+        """Make one step of gradient descent."""
+        gradient = self.model.table.grad
+        assert gradient is not None
+        norm = float(gradient.norm())
+        if norm < float("inf"):
+            with torch.no_grad():
+                self.model.table -= lr * min(1.0, self.clip / max(norm, 1e-30)) * gradient
+        return norm
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the table."""
+        yield "table", self.model.table.detach()
+
+    def state(self) -> dict[str, Any]:
+        """Return the table."""
+        return {"model": {"table": self.model.table.detach()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do: the table was read in place."""
+
+    def move(self, device: torch.device) -> None:
+        """Remember where to."""
+        self.places.append(device)
