@@ -26,9 +26,9 @@ class No:
 
 
 FSDP2: dict[str, Yes | No] = {
-    "packed": Yes("step_test.py::test_packed_equals_padded_in_any_micro_batches"),
-    "padded": Yes("step_test.py::test_packed_equals_padded_in_any_micro_batches"),
-    "cpu": Yes("step_test.py::test_steps_equal_a_plain_loop"),
+    "packed": Yes("step_executors_test.py::test_packed_equals_padded_in_any_micro_batches"),
+    "padded": Yes("step_executors_test.py::test_packed_equals_padded_in_any_micro_batches"),
+    "cpu": Yes("step_executors_test.py::test_steps_equal_a_plain_loop"),
     "cuda": Yes("cuda_test.py::test_float32_equals_the_cpu"),
     "npu": No("no Ascend device was at hand: nothing ran on one yet"),
     "data_parallel": Yes("step_two_test.py::test_same_curve"),
@@ -38,10 +38,10 @@ FSDP2: dict[str, Yes | No] = {
     "moe": Yes("families/router_test.py::test_one_step_equals_transformers_on_the_whole_batch"),
     "router_loss": Yes("families/router_test.py::test_two_ranks_equal_one"),
     "expert_parallel": No("experts are sharded like other weights, not placed"),
-    "bfloat16": Yes("step_test.py::test_bfloat16_compute_with_float32_weights"),
-    "gradient_checkpointing": Yes("step_test.py::test_gradient_checkpointing_recomputes_the_layers"),
+    "bfloat16": Yes("step_executors_test.py::test_bfloat16_compute_with_float32_weights"),
+    "gradient_checkpointing": Yes("step_executors_test.py::test_gradient_checkpointing_recomputes_the_layers"),
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
-    "offload": Yes("step_test.py::test_offload_and_onload"),
+    "offload": Yes("step_executors_test.py::test_offload_and_onload"),
     "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
     "lora": No("adapters are not implemented yet"),

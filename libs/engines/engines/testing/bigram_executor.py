@@ -22,10 +22,6 @@ class Bigram(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.table = nn.Parameter(torch.randn(vocab, vocab, generator=generator, dtype=torch.float64))
 
-    def save_pretrained(self, directory: Any, state_dict: dict[str, Tensor]) -> None:
-        """Write the table."""
-        torch.save(state_dict, directory / "table.pt")
-
 
 class BigramExecutor:
     """See `engines.execution.executor.Executor`; `seen` collects the micro-batches that it was given to train on."""
@@ -70,7 +66,7 @@ class BigramExecutor:
         norm = float(gradient.norm())
         if norm < float("inf"):
             with torch.no_grad():
-                self.model.table -= lr * min(1.0, self.clip / max(norm, 1e-30)) * gradient
+                self.model.table.sub_(gradient, alpha=lr * min(1.0, self.clip / max(norm, 1e-30)))
         return norm
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

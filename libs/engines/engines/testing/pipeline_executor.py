@@ -74,7 +74,7 @@ class PipelineExecutor:
             if gradient is not None:
                 dist.recv(gradient, self.stages[self.stage + 1])
             torch.autograd.backward(output, gradient)
-            if received is not None:
+            if received is not None and received.grad is not None:
                 dist.send(received.grad, self.stages[self.stage - 1])
         for parameter in self.own.values():
             if parameter.grad is None:

@@ -1,0 +1,431 @@
+"""The step in one process, over every executor: against a plain loop, any micro-batches, and its refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from engines import EngineConfig, LocalBatch, NonFiniteError, build_engine
+from engines.launch import ensure_group
+from engines.testing.plain_executor import build_plain_engine
+from engines.tiny import tiny_batch, tiny_config, tiny_model
+from objectives import GRPO, SFT
+from seqpack import Totals, index_select, view_batch
+from seqpack.batches.batch import jagged
+
+LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
+# A large eps: with the usual one, a gradient of nearly zero moves a weight by the sign of its rounding error.
+EPS = 1e-3
+OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.05, off_policy="truncate", aggregation="sequence")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cpu")
+    yield
+    if made:
+        torch.distributed.destroy_process_group()
+
+
+BUILD = {"fsdp2": build_engine, "plain": build_plain_engine}
+EXECUTORS = pytest.mark.parametrize("executor", BUILD)
+
+
+def engine(seed=0, kind="dense", trainable=True, executor="fsdp2", model=None, **options):
+    config = EngineConfig(**{"device": "cpu", "lr": 1e-2, "eps": EPS, "weight_decay": 0.1, **options})
+    return BUILD[executor](config, model or tiny_model(kind, seed=seed, scale=2.0), trainable=trainable)
+
+
+class Broken(SFT):
+    """An objective whose loss is multiplied by something."""
+
+    def __init__(self, factor):
+        super().__init__()
+        object.__setattr__(self, "factor", factor)
+
+    def __call__(self, *args):
+        loss, metrics = super().__call__(*args)
+        return loss * self.factor, metrics
+
+
+def weights(built):
+    return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
+
+
+def assert_same_weights(one, other, tolerance=1e-5):
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], value, atol=tolerance, rtol=tolerance, msg=name)
+
+
+def plain_loop(model, batches, temperature=1.0, steps=3):
+    """Rows one by one through the untouched model, torch's AdamW, no packing, no sharding: the oracle of a step."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=EPS)
+    losses, norms = [], []
+    for batch in batches[:steps]:
+        total = torch.zeros(())
+        count = Totals.of(batch).tokens
+        for ids, mask in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+            chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
+            total = total - (chosen * mask[1:]).sum() / count
+        total.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize(("executor", "batching"), [("fsdp2", "packed"), ("fsdp2", "padded"), ("plain", "packed")])
+def test_steps_equal_a_plain_loop(executor, batching):
+    batches = [tiny_batch(LENGTHS, seed=seed) for seed in range(3)]
+    built = engine(executor=executor, batching=batching, max_tokens_per_rank=20, temperature=0.8)
+    oracle = copy.deepcopy(tiny_model("dense", scale=2.0))
+    losses, norms = plain_loop(oracle, batches, temperature=0.8)
+    results = [built.train_batch(batch, SFT()) for batch in batches]
+    assert [r["loss"] for r in results] == pytest.approx(losses, rel=1e-5)
+    assert [r["grad_norm"] for r in results] == pytest.approx(norms, rel=1e-4)
+    assert results[0]["loss"] == pytest.approx(results[0]["nll"], rel=1e-6)
+    assert results[-1]["step"] == 3.0
+    for name, parameter in oracle.named_parameters():
+        torch.testing.assert_close(
+            weights(built)[name].view_as(parameter), parameter.data, atol=2e-4, rtol=2e-4, msg=name
+        )
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_packed_equals_padded_in_any_micro_batches(kind):
+    batch = tiny_batch(LENGTHS)
+    want = engine(kind=kind, max_tokens_per_rank=1000)
+    first = want.train_batch(batch, OBJECTIVE)
+    assert first["micro_batches"] == 1.0
+    for options in (
+        {"max_tokens_per_rank": 15},
+        {"batching": "padded"},
+        {"batching": "padded", "max_tokens_per_rank": 31},
+        {"executor": "plain"},
+        {"executor": "plain", "max_tokens_per_rank": 15},
+    ):
+        other = engine(kind=kind, **options)
+        result = other.train_batch(batch, OBJECTIVE)
+        for key in ("loss", "grad_norm", "kl", "entropy", "ratio", "mismatch/abs", "mismatch/abs/max", "policy_loss"):
+            assert result[key] == pytest.approx(first[key], rel=1e-4, abs=1e-6), key
+        assert result["tokens"] == sum(LENGTHS)
+
+
+def test_gradient_checkpointing_and_resharding_change_nothing():
+    batch = tiny_batch(LENGTHS)
+    want = engine(lr=1e-3)
+    want.train_batch(batch, SFT())
+    for options in ({"gradient_checkpointing": True}, {"reshard_after_forward": False}, {"logit_chunk": 3}):
+        other = engine(lr=1e-3, **options)
+        other.train_batch(batch, SFT())
+        assert_same_weights(want, other, tolerance=1e-5)
+
+
+@EXECUTORS
+def test_rows_without_a_signal_are_not_computed_and_change_nothing(executor):
+    batch = tiny_batch(LENGTHS)
+    rows = list(batch["advantages"].unbind())
+    keep = [True, False, False, True, False, True, True, False]
+    batch["advantages"] = jagged([row * kept for row, kept in zip(rows, keep, strict=True)])
+    results = [
+        engine(executor=executor, max_tokens_per_rank=20, skip_zero_gradient_rows=skip).train_batch(batch, GRPO())
+        for skip in (True, False)
+    ]
+    assert [r["computed_sequences"] for r in results] == [4.0, 8.0]
+    assert [r["sequences"] for r in results] == [8.0, 8.0]
+    for key in ("loss", "grad_norm", "policy_loss", "trained_tokens", "tokens"):
+        assert results[0][key] == pytest.approx(results[1][key], rel=1e-5), key
+
+
+@EXECUTORS
+def test_a_batch_without_any_signal_still_makes_a_step(executor):
+    batch = tiny_batch(LENGTHS)
+    batch["advantages"] = jagged([0 * row for row in batch["advantages"].unbind()])
+    result = engine(executor=executor).train_batch(batch, GRPO())
+    assert (result["loss"], result["grad_norm"], result["step"]) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("executor", "batching"), [("fsdp2", "packed"), ("fsdp2", "padded"), ("plain", "packed")])
+def test_forward_scores_every_token(executor, batching):
+    batch = tiny_batch(LENGTHS)
+    built = engine(executor=executor, batching=batching, max_tokens_per_rank=16, temperature=0.7)
+    scored = built.forward(batch, entropy=True)
+    for i, ids in enumerate(batch["input_ids"].unbind()):
+        assert scored["log_probs"][i].shape == ids.shape
+        assert scored["log_probs"][i][0] == 0
+    model = tiny_model("dense", scale=2.0)
+    for i, ids in enumerate(batch["input_ids"].unbind()):
+        table = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float() / 0.7, -1)[:-1]
+        torch.testing.assert_close(
+            scored["log_probs"][i][1:], table.gather(1, ids[1:, None])[:, 0], atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(scored["entropy"][i][1:], -(table.exp() * table).sum(-1), atol=1e-4, rtol=1e-4)
+    warmer = built.forward(batch, temperature=1.0)
+    assert set(warmer.keys()) == {"log_probs"}
+    assert not torch.allclose(warmer["log_probs"].values(), scored["log_probs"].values())
+
+
+@EXECUTORS
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_scores_of_the_engine_are_those_it_trains_on(executor, dropout):
+    """old_log_probs from forward() give a ratio of one in the first step, whatever dropout the model asks for."""
+    batch = tiny_batch(LENGTHS)
+    model = tiny_model("dense", scale=2.0, attention_dropout=dropout)
+    built = engine(executor=executor, model=model, max_tokens_per_rank=20)
+    batch["old_log_probs"] = built.forward(batch)["log_probs"]
+    result = built.train_batch(batch, GRPO())
+    assert result["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert result["approx_kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+@EXECUTORS
+def test_learning_rate_zero_and_schedule(executor):
+    built = engine(executor=executor, lr=1e-2, warmup_steps=2, lr_schedule="linear", total_steps=4)
+    batch = tiny_batch(LENGTHS)
+    assert [round(built.train_batch(batch, SFT())["lr"], 6) for _ in range(5)] == [0.005, 0.01, 0.01, 0.005, 0.0]
+    before = weights(built)
+    built.train_batch(batch, SFT())
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+
+
+def test_bfloat16_compute_with_float32_weights():
+    batch = tiny_batch(LENGTHS)
+    want = engine(max_tokens_per_rank=20).train_batch(batch, SFT())
+    built = engine(max_tokens_per_rank=20, dtype="bfloat16")
+    got = built.train_batch(batch, SFT())
+    assert got["loss"] == pytest.approx(want["loss"], rel=0.03)
+    assert all(value.dtype == torch.float32 for value in weights(built).values())
+    losses = [built.train_batch(batch, SFT())["loss"] for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_dropout_adds_no_noise():
+    """Scores with dropout in the model's config are those without it, and the gradient is too."""
+    batch = tiny_batch(LENGTHS)
+    want = engine(max_tokens_per_rank=20)
+    for options in ({}, {"batching": "padded"}, {"gradient_checkpointing": True}):
+        noisy = engine(model=tiny_model("dense", scale=2.0, attention_dropout=0.5), max_tokens_per_rank=20, **options)
+        scores = [noisy.forward(batch)["log_probs"].values() for _ in range(2)]
+        assert torch.equal(scores[0], scores[1])
+        torch.testing.assert_close(scores[0], want.forward(batch)["log_probs"].values(), atol=1e-5, rtol=1e-5)
+        norm = noisy.train_batch(batch, SFT())["grad_norm"]
+        assert norm == pytest.approx(engine(max_tokens_per_rank=20).train_batch(batch, SFT())["grad_norm"], rel=1e-4)
+
+
+def test_gradient_checkpointing_recomputes_the_layers():
+    calls = []
+    for checkpointing in (False, True):
+        built = engine(gradient_checkpointing=checkpointing)
+        norm = built.executor.model.model.layers[0].input_layernorm
+        handle = norm.register_forward_hook(lambda *_: calls.append(1))
+        built.train_batch(tiny_batch(LENGTHS), SFT())
+        handle.remove()
+        calls.append(0)
+    assert calls == [1, 0, 1, 1, 0]
+
+
+@EXECUTORS
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run(executor, factor):
+    built = engine(executor=executor)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    before = weights(built)
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is (nan|inf); no update was made"):
+        built.train_batch(tiny_batch(LENGTHS), Broken(factor))
+    assert built.step == 1
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+
+
+@EXECUTORS
+def test_skipped_steps_are_counted_and_change_nothing(executor, tmp_path):
+    built = engine(executor=executor, on_nonfinite="skip")
+    before = weights(built)
+    result = built.train_batch(tiny_batch(LENGTHS), Broken(math.nan))
+    assert (result["skipped"], result["skipped_steps"], built.step) == (1.0, 1.0, 0)
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+    with pytest.raises(NonFiniteError, match="the last 1 steps made no update"):
+        built.save_hf(tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+    fresh, after = engine(executor=executor), built.train_batch(tiny_batch(LENGTHS), SFT())
+    assert (after["skipped"], after["skipped_steps"], after["step"]) == (0.0, 1.0, 1.0)
+    assert after["loss"] == fresh.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
+    assert_same_weights(fresh, built, tolerance=0.0)
+    built.save(tmp_path / "one")
+    fresh.load(tmp_path / "one")
+    assert fresh.train_batch(tiny_batch(LENGTHS), SFT())["skipped_steps"] == 1.0
+
+
+@EXECUTORS
+def test_ten_skipped_steps_in_a_row_end_a_run(executor):
+    built = engine(executor=executor, on_nonfinite="skip")
+    batch = tiny_batch([5, 4])
+    for _ in range(9):
+        built.train_batch(batch, Broken(math.nan))
+    built.train_batch(batch, SFT())
+    for _ in range(9):
+        built.train_batch(batch, Broken(math.nan))
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
+        built.train_batch(batch, Broken(math.nan))
+
+
+@EXECUTORS
+def test_a_gradient_that_is_not_finite_ends_the_run(executor):
+    """The loss is finite, the gradient of sqrt at 0 is not."""
+
+    class Infinite(SFT):
+        def __call__(self, log_probs, *rest):
+            return (log_probs * 0).sum().sqrt(), {}
+
+    built = engine(executor=executor)
+    with pytest.raises(NonFiniteError, match="step 1: the gradient norm is nan"):
+        built.train_batch(tiny_batch(LENGTHS), Infinite())
+
+
+def test_divergence_never_ends_as_an_export(tmp_path):
+    """A learning rate that is absurd: an error at the second step, or when the first one's weights are exported."""
+    built = engine(lr=1e30)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    with pytest.raises(NonFiniteError, match="step 2: "):
+        built.train_batch(tiny_batch(LENGTHS), SFT())
+    with pytest.raises(NonFiniteError, match="the last 1 steps"):
+        built.save_hf(tmp_path / "export")
+    with torch.no_grad():
+        next(built.executor.model.parameters()).fill_(math.inf)
+    with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values that are not finite"):
+        list(built.export_weights())
+    assert not list(tmp_path.iterdir())
+
+
+@EXECUTORS
+def test_a_step_that_failed_leaves_no_gradient_behind(executor):
+    class Raises(SFT):
+        calls = 0
+
+        def __call__(self, *args):
+            type(self).calls += 1
+            if self.calls > 1:
+                raise KeyError("the objective's own mistake")
+            return super().__call__(*args)
+
+    built, fresh = engine(executor=executor, max_tokens_per_rank=20), engine(executor=executor, max_tokens_per_rank=20)
+    with pytest.raises(KeyError, match="mistake"):
+        built.train_batch(tiny_batch(LENGTHS), Raises())
+    batch = tiny_batch(LENGTHS, seed=1)
+    assert built.train_batch(batch, SFT()) == fresh.train_batch(batch, SFT())
+    assert_same_weights(fresh, built, tolerance=0.0)
+
+
+@EXECUTORS
+def test_parts_of_a_batch_in_one_process(executor):
+    """All rows are this rank's: in any order they give the whole batch's step."""
+    batch = tiny_batch(LENGTHS)
+    rows = [5, 2, 7, 0, 1, 3, 6, 4]
+    batch["advantages"] = jagged([r * (i % 3 > 0) for i, r in enumerate(batch["advantages"].unbind())])
+    part = LocalBatch(index_select(batch, rows), tuple(rows), tuple(LENGTHS))
+    whole, parts = (engine(executor=executor, max_tokens_per_rank=20) for _ in range(2))
+    want, got = whole.train_batch(batch, GRPO()), parts.train_batch(part, GRPO())
+    for key in ("loss", "grad_norm", "ratio", "tokens", "sequences", "computed_tokens", "computed_sequences"):
+        assert got[key] == pytest.approx(want[key], rel=1e-5), key
+    scores = parts.forward(part, entropy=True)
+    for key in ("log_probs", "entropy"):
+        expected = parts.forward(batch, entropy=True)[key]
+        for place, row in enumerate(rows):
+            torch.testing.assert_close(scores[key][place], expected[row], atol=1e-5, rtol=1e-5)
+
+
+def test_a_view_trains_like_its_batch():
+    batch = tiny_batch(LENGTHS)
+    assert engine().train_batch(view_batch(batch), SFT()) == engine().train_batch(batch, SFT())
+
+
+def test_parts_that_do_not_fit_are_refused():
+    batch = tiny_batch([5, 3])
+    for rows, lengths, message in [
+        ((0,), (5, 3), "names 1 rows"),
+        ((1, 1), (5, 3), "twice"),
+        ((0, 2), (5, 3), "row 2 is not in"),
+        ((0, 1), (5, 4), "row 1 has 3 tokens here, lengths says 4"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LocalBatch(batch, rows, lengths)
+    part = LocalBatch(index_select(batch, [1]), (1,), (5, 3))
+    with pytest.raises(ValueError, match="rank 0 of the plan lacks a row"):
+        engine().train_batch(part, SFT())
+
+
+@EXECUTORS
+def test_reference_policy_only_scores(executor):
+    built = engine(executor=executor, trainable=False)
+    batch = tiny_batch(LENGTHS)
+    assert not built.forward(batch)["log_probs"].requires_grad
+    with pytest.raises(ValueError, match="trainable=False"):
+        built.train_batch(batch, SFT())
+
+
+def test_offload_and_onload():
+    built, stayed = engine(), engine()
+    batch = tiny_batch(LENGTHS)
+    for one in (built, stayed):
+        one.train_batch(batch, SFT())
+    built.offload()
+    with pytest.raises(ValueError, match="onload"):
+        built.train_batch(batch, SFT())
+    built.onload()
+    for one in (built, stayed):
+        one.train_batch(batch, SFT())
+    assert_same_weights(stayed, built, tolerance=0.0)
+
+
+@EXECUTORS
+def test_export_equals_the_state_dict(executor):
+    built = engine(executor=executor)
+    state = tiny_model("dense", scale=2.0).state_dict()
+    exported = weights(built)
+    assert set(state) - set(exported) == {"lm_head.weight"}  # tied to the embedding: exported once
+    for name, value in exported.items():
+        assert torch.equal(value, state[name].flatten())
+    small = list(built.export_weights(max_bytes=64))
+    assert max(part.flat.numel() * part.flat.element_size() for part in small) <= 64
+
+
+def test_plain_facts():
+    built = engine()
+    facts = built.state_summary()
+    assert facts["world_size"] == 1
+    assert facts["dtype"] == "float32"
+    assert facts["parameters"] == sum(p.numel() for p in tiny_model("dense").parameters())
+    assert built.supports("packed")
+    assert not built.supports("megatron")
+
+
+def test_refusals_name_the_fix(tmp_path):
+    batch = tiny_batch(LENGTHS)
+    with pytest.raises(ValueError, match="no model directory"):
+        build_engine(EngineConfig(model=str(tmp_path / "absent"), device="cpu"))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        build_engine(EngineConfig(model=str(tmp_path), device="cpu"))
+    with pytest.raises(ValueError, match="no model"):
+        build_engine(EngineConfig(device="cpu"))
+    with pytest.raises(ValueError, match="not both"):
+        build_engine(EngineConfig(model="here", device="cpu"), tiny_config())
+    with pytest.raises(ValueError, match="lacks advantages"):
+        engine().train_batch(batch.exclude("advantages"), GRPO())
+    with pytest.raises(ValueError, match="14"):
+        engine(max_tokens_per_rank=13).train_batch(batch, SFT())
+    with pytest.raises(ValueError, match="no token"):
+        engine().train_batch(tiny_batch([1, 1]), SFT())
+    with pytest.raises(ValueError, match="function is no objective, it lacks required_keys"):
+        engine().train_batch(batch, lambda *args: args)
+    batch["pixel_values"] = jagged([torch.zeros(2, 4)] * len(LENGTHS), 0)
+    for call in (lambda: engine().train_batch(batch, SFT()), lambda: engine().forward(batch)):
+        with pytest.raises(ValueError, match="has pixel_values: leave them out"):
+            call()
