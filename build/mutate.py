@@ -97,16 +97,21 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
     names = {str(file.relative_to(group.root)): str(file) for file in group.files}
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         place = Path(folder)
-        copy_group(top, group, place)
+        tests = copy_group(top, group, place)
         environment = environment_of(top, group)
         # A name that no mutant has: mutants are made, tests are timed, and nothing is run.
         status, output = mutmut(place, environment, ["run", "--max-children", str(options.jobs), NOTHING], seconds)
         mutants = read_mutants(place, names)
         costs = costs_of(place, mutants)
         if not costs:
-            print(f"{group.package}: {'out of time' if status is None else 'the tests fail on unchanged code'}")
-            print("\n".join(output.splitlines()[-40:]))
-            return None if status is not None else mutants
+            if status is None:
+                print(f"{group.package}: out of time")
+                return mutants
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "--import-mode=importlib", *tests]
+            shown = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+            said = shown.stdout if shown.returncode else output
+            print(f"{group.package}: the tests fail on unchanged code", *said.splitlines()[-40:], sep="\n")
+            return None
         order = shuffled(costs, options.seed)
         # Even random batches; how long the first, chosen as if no test failed early, takes says how large the next is.
         size, done = fitting(order, costs, 0.1 * (seconds - (time.monotonic() - begun))), 0

@@ -104,8 +104,8 @@ def groups_of(top: Path, files: Sequence[Path], tests: Sequence[Path], beside: b
     return groups
 
 
-def copy_group(top: Path, group: Group, place: Path) -> None:
-    """Copy the group's package and the tests that lie elsewhere to `place`, without mutants of texts, with settings."""
+def copy_group(top: Path, group: Group, place: Path) -> list[str]:
+    """Copy the package and the tests that lie elsewhere to `place`, with settings; the tests by their paths there."""
     shutil.copytree(top / group.root / group.package, place / group.package, ignore=IGNORED)
     for page in (top / group.root).glob("*.md"):
         shutil.copy(page, place)
@@ -125,6 +125,7 @@ def copy_group(top: Path, group: Group, place: Path) -> None:
     mutated = [str(file.relative_to(group.root)) for file in group.files]
     pages = sorted(path.name for path in place.glob("*.md"))
     (place / "pyproject.toml").write_text(settings(group.package, mutated, selected, pages), encoding="utf-8")
+    return selected
 
 
 def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Sequence[str]) -> str:
@@ -136,6 +137,8 @@ def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Se
         "also_copy": ["conftest.py", "elsewhere", *pages],
         "track_dependencies": False,
         "use_git_change_detection": False,
+        # A mutant's process starts with what the test files import, not with caches that a run of the tests filled.
+        "process_isolation": "forkserver",
     }
     lines = [f"{key} = {str(value).lower() if isinstance(value, bool) else value!r}" for key, value in values.items()]
     lines.append('pytest_add_cli_args = ["--import-mode=importlib", "-p", "no:cacheprovider"]')
