@@ -1,7 +1,4 @@
-"""The command line: audit a chat template, look at rendered conversations, take a model's output apart.
-
-A command imports what it needs when it runs, so that taking a text apart loads no renderer.
-"""
+"""The command line: audit a chat template, look at rendered conversations, take a model's output apart."""
 
 from __future__ import annotations
 
@@ -11,6 +8,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from chat_tools.dataset import read_rows
+from chat_tools.parsing.parser import parse
+from chat_tools.rendering.audit import audit_template
+from chat_tools.rendering.render import render
+from chat_tools.rendering.stop_tokens import read_stop_tokens
+from chat_tools.rendering.view import html_view, terminal_view
 
 
 def load_tokenizer(directory: str) -> Any:
@@ -26,9 +30,6 @@ def load_tokenizer(directory: str) -> Any:
 
 def audit(options: argparse.Namespace) -> int:
     """Audit a template; 0 if the mask is safe, 1 if not."""
-    from chat_tools.rendering.audit import audit_template
-    from chat_tools.rendering.stop_tokens import read_stop_tokens
-
     tokenizer = load_tokenizer(options.directory)
     stops = read_stop_tokens(options.directory, tokenizer) or None
     report = audit_template(tokenizer, stop_tokens=stops, **_template_options(options.option))
@@ -38,11 +39,6 @@ def audit(options: argparse.Namespace) -> int:
 
 def view(options: argparse.Namespace) -> int:
     """Show conversations of a file with their tokens coloured by mask."""
-    from chat_tools.dataset import read_rows
-    from chat_tools.rendering.render import render
-    from chat_tools.rendering.stop_tokens import read_stop_tokens
-    from chat_tools.rendering.view import html_view, terminal_view
-
     tokenizer = load_tokenizer(options.directory)
     stops = read_stop_tokens(options.directory, tokenizer) or None
     rendered = []
@@ -86,8 +82,6 @@ def conformance(options: argparse.Namespace) -> int:
 
 def parse_command(options: argparse.Namespace) -> int:
     """Take a model's output (a file or standard input) apart and print it as JSON."""
-    from chat_tools.parsing.parser import parse
-
     raw = Path(options.file).read_bytes() if options.file else sys.stdin.buffer.read()
     message = parse(raw, options.format)
     data = asdict(message)

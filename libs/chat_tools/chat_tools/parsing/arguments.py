@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from chat_tools.parsing.literals import MAX_NOTES, LiteralError, loads, note
+from chat_tools.parsing.tool_schema import function_schema
 
 _MAX_DEPTH = 32
 _MAX_ITEMS = 10_000  # of a list whose items are more than a type, no more are looked at
@@ -34,8 +35,6 @@ def tool_dict(tool: Any) -> Mapping[str, Any]:
     """Return a tool's schema, made from the function if it is one."""
     if _is_mapping(tool):
         return tool
-    from chat_tools.parsing.tool_schema import function_schema  # costs an import only where functions are given
-
     return function_schema(tool)
 
 

@@ -44,6 +44,17 @@ def conversations(draw, name):
     return messages
 
 
+def oracle(tokenizer, messages, straddling):
+    """The mask of transformers itself, by the template's marks, without the tokens that straddle a turn's border."""
+    out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    mask = [bool(on) for on in out["assistant_masks"]]
+    offsets = tokenizer(tokenizer.decode(out["input_ids"]), return_offsets_mapping=True, add_special_tokens=False)
+    pairs = offsets["offset_mapping"]
+    for i in range(1, len(mask)):  # transformers ends with the first token of a character that has several
+        mask[i] = mask[i] or (mask[i - 1] and pairs[i] == pairs[i - 1])
+    return [on and i not in straddling for i, on in enumerate(mask)]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.data())
@@ -52,7 +63,7 @@ def test_the_proven_mask_is_the_marked_one(name, data):
     marked, plain = render(MARKED[name], messages), render(PLAIN[name], messages)
     assert plain.problems == marked.problems == ()
     assert plain.ids == marked.ids == PLAIN[name].apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert plain.assistant_mask == marked.assistant_mask
+    assert plain.assistant_mask == marked.assistant_mask == oracle(MARKED[name], messages, plain.straddling)
     assert [(s.message, s.token_start, s.token_end) for s in plain.spans] == [
         (s.message, s.token_start, s.token_end) for s in marked.spans
     ]
@@ -148,6 +159,39 @@ def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers):
         if text == "plain":
             plain_spans = spans
         assert spans == plain_spans
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_what_others_write_never_changes_what_is_trained(name, data):
+    """Bits of markers, prompts and answers in any order, in everybody's text but the assistant's."""
+    prompt = render(PLAIN[name], TALK[:1], add_generation_prompt=True).text
+    bits = [
+        *TEMPLATES[name][1],
+        prompt,
+        prompt[-20:],
+        "hello",
+        "see you",
+        "<think>\n",
+        "</think>",
+        "\n",
+        " ",
+        "<",
+        "zanary",
+    ]
+    texts = st.lists(st.sampled_from(bits), max_size=6).map("".join).map(lambda text: f"zanary{text}zanary")
+    spoken = [TALK[1], TALK[3]]
+    conversations_ = []
+    for draw in (False, True):
+        said = [data.draw(texts) if draw else "plain" for _ in range(3)]
+        users = [{"role": "user", "content": text} for text in said[1:]]
+        system = {"role": "system", "content": said[0]}
+        conversations_.append(render(PLAIN[name], [system, users[0], spoken[0], users[1], spoken[1]]))
+    plain, odd = conversations_
+    assert odd.problems == ()
+    assert [odd.text[s.start : s.end] for s in odd.spans] == [plain.text[s.start : s.end] for s in plain.spans]
+    assert "zanary" not in trained_text(PLAIN[name], odd)
 
 
 RESULTS_IN_THE_TURN = """

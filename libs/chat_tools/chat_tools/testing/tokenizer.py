@@ -6,6 +6,9 @@ import re
 from functools import cache
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from chat_tools.testing.templates import TEMPLATES
 
 WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|image_pad|>", "<|video_pad|>")
@@ -15,8 +18,6 @@ _MARKS = re.compile(r"\{%-? *(?:end)?generation *-?%\}")
 
 @cache
 def _model() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -32,9 +33,6 @@ def tiny_tokenizer(name: str, marks: bool = True, template: str | None = None, d
     Without `marks`, the template loses its generation marks; `template` is a Jinja text in place of the family's.
     Unless `declared`, the markers are added tokens that the tokenizer does not list as special, as gpt-oss's `<|end|>`.
     """
-    from tokenizers import AddedToken, Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     source, specials = TEMPLATES[name]
     backend = Tokenizer.from_str(_model())
     backend.add_special_tokens([AddedToken(t, special=declared, normalized=False) for t in specials])
