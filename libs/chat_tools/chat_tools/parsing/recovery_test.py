@@ -199,6 +199,7 @@ def test_text_after_a_block_without_an_end_is_content():
         ("glm-4.5", "<tool_call>ratio\n<arg_key>x</arg_key>\n<arg_value>2</arg_value>\n", [["ratio", {"x": 2}]], ""),
         ("glm-4.5", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", [], ""),
         ("glm-4.5", "<tool_call>add\n<arg_key>a</arg_key><arg_value>1</arg_value>\n<|observation|>", [["add", A]], ""),
+        ("glm-4.5", "<tool_call>ratio\n<arg_key>x</arg_key>\n<arg_value>2</arg_value>\n<arg_k", [], ""),
         ("glm-4.5", "<tool_call>ratio\n<arg_key>x</arg_key>\n<arg_value>2</arg_value>\n<arg_key>y</arg", [], ""),
         ("qwen3_xml", "<tool_call>\n<function=ratio>\n<parameter=x>\n2\n</parameter>\n", [["ratio", {"x": 2}]], ""),
         ("qwen3_xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<|im_end|>", [["add", A]], ""),
