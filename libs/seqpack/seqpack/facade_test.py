@@ -27,7 +27,11 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    program = f"import sys\n{code}\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    return {name.split(".")[0] for name in loaded_modules(code)}
+
+
+def loaded_modules(code: str) -> set[str]:
+    program = f"import sys\n{code}\nprint(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},
@@ -42,6 +46,12 @@ def test_planning_needs_numpy_alone() -> None:
     loaded = loaded_after("from seqpack import SequenceCost, balance, pack, plan_micro_batches; pack([1], 2)")
     assert "numpy" in loaded
     assert not loaded & {"torch", "tensordict", "transformers"}
+
+
+def test_the_facade_brings_no_pictures_and_no_command_line() -> None:
+    # Every target that depends on seqpack would be tested again for a change of a colour.
+    done = loaded_modules("import seqpack\nfor name in seqpack.__all__: getattr(seqpack, name)")
+    assert not [name for name in done if name.startswith(("seqpack.pictures", "seqpack.__main__", "seqpack.testing"))]
 
 
 def test_jagged_tensors_need_no_tensordict() -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 def test_the_example_of_the_operations_runs():
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    code = text.split("## Packed operations")[1].split("```python\n")[1].split("```")[0]
+    code = text.split("```python\n")[2].split("```")[0]
     assert len(code.strip().splitlines()) <= 10
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)

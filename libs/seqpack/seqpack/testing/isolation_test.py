@@ -16,8 +16,11 @@ class Mixer(nn.Module):
 
     def forward(self, x, positions):
         before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        first = (positions == 0)[..., None]
+        if self.leak == "late":  # only past the first chunk of 64 tokens of the row
+            first = first & (torch.arange(x.shape[1]) < 64)[:, None]
         if self.leak != "shift":
-            before = torch.where((positions > 0)[..., None], before, 0)
+            before = torch.where(first, before * 1e-9 if self.leak == "tiny" else 0.0, before)
         if self.leak == "mean":
             before = before / before.square().mean().sqrt()
         if self.leak == "future":
@@ -101,6 +104,42 @@ def test_what_moves_is_said_with_its_direction():
     report = check_packing(Model(["shift", None]), packed, alone)
     assert {(a, b) for a, b, _ in report.moved} <= {(i, i + 1) for i in range(5)} | {(0, 2)}  # sequence 1 has one token
     assert (0, 1) in {(a, b) for a, b, _ in report.moved}
+
+
+def test_a_leak_that_appears_past_a_chunk_is_found():
+    assert sum(LENGTHS) > 2 * 64
+    report = check_packing(Model(["late", None]), packed, alone)
+    assert report.moved
+    assert {source for source, _, _ in report.reached} == {2, 3, 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_leak_that_rounding_hides_is_found_by_its_gradient(dtype):
+    report = check_packing(Model(["tiny", None]).to(dtype), packed, alone)
+    assert report.logits_equal
+    assert report.grads_equal
+    assert not report.moved
+    assert not report.isolated
+    assert {(source, other) for source, other, _ in report.reached} >= {(i, i + 1) for i in range(5)}
+    assert "have a gradient at tokens of sequence" in str(report)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounding_in_half_precision_raises_no_alarm(seed):
+    class Coarse(Model):
+        """Right, but rounds its state in another way where sequences lie at other places, as kernels do."""
+
+        def forward(self, ids, positions):
+            x = self.embed(ids[None])
+            for number, layer in enumerate(self.layers):
+                shift = torch.sin(torch.arange(x.shape[1]) + number)[None, :, None].to(x.dtype)
+                x = layer["mix"](torch.tanh(4 * layer["proj"](x)), positions[None])
+                x = (x + 4 * shift) - 4 * shift
+            return self.head(x)
+
+    report = check_packing(Coarse().bfloat16(), packed, alone, seed=seed)
+    assert max(report.logits) > 1e-3  # it does round in another way
+    assert report.isolated
 
 
 def test_a_leak_in_the_gradient_alone_is_found():
