@@ -1,5 +1,6 @@
 """The tiny model and its tokenizer, read back from an ordinary Hugging Face directory."""
 
+import jinja2
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM
@@ -78,8 +79,6 @@ def test_a_prompt_is_the_start_of_its_conversation(tokenizer):
 
 
 def test_a_late_system_message_is_refused(tokenizer):
-    import jinja2
-
     messages = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
     with pytest.raises(jinja2.TemplateError, match="must be the first"):
         tokenizer.apply_chat_template(messages, tokenize=False)
