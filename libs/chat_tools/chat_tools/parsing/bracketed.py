@@ -62,7 +62,7 @@ class BracketTables:
 
 
 class BracketReader:
-    """Reads one block of calls; the position is after its opening marker."""
+    """Read one block of calls; the position is after its opening marker."""
 
     __slots__ = ("no_plain_object_before", "notes", "reader", "recorder", "tables", "tools")
 

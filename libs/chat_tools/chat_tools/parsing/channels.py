@@ -30,7 +30,7 @@ class ChannelTables:
 
 
 class ChannelReader:
-    """Reads one message; the position is at its header's first marker."""
+    """Read one message; the position is at its header's first marker."""
 
     __slots__ = ("reader", "recorder", "tables", "tools")
 

@@ -1,4 +1,15 @@
-"""Find where a bracketed value ends, as its text comes: brackets counted, strings skipped, nothing built."""
+"""Find where a bracketed value ends, as its text comes: brackets counted, strings skipped, nothing built.
+
+Strategy
+1. One possessive pattern skips, at one go, plain characters, whole strings behind which something follows that may,
+   and brackets nested twice at most: most values are passed in one step.
+2. What stops it is looked at alone: a bracket goes on the stack or comes off, a quote opens a string whose end may not
+   be here yet, a marker of the format outside of a string ends the value unfinished.
+3. A quote or marker that the end of the window cuts off waits for more text; nothing before it is read again.
+
+Invariants (tests): the verdict does not depend on how the text was cut; the work is linear in the text; a string holds
+any marker; depth is bounded.
+"""
 
 from __future__ import annotations
 

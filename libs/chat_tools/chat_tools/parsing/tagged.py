@@ -1,8 +1,15 @@
 """Read a call whose arguments are tagged values, such as `<parameter=KEY>VALUE</parameter>`.
 
-A value may hold anything, markup of this very kind too. It is first read with tags nested in it counted; when that
-comes to a contradiction (a tag closed that was not opened, or the end of the text), the call is read again with every
-tag taken at its word, which is how a missing closing tag is found.
+A value may hold anything, markup of this very kind too.
+
+Strategy
+1. A value is first read with tags nested in it counted: a whole call quoted in a value is part of it.
+2. When that comes to a contradiction (a tag closed that was not opened, or the end of the text), it is read again with
+   every tag taken at its word, which is how a missing closing tag is found; twice at most.
+3. A call ends with its closing tag, with what can only come after it (a wrapper's end, the next call, the token that
+   ends a turn), or with the text, if every argument that the tool declares has been given: no more can be to come.
+
+Invariants (tests): a half-written value is never executed; text is read again at most a fixed number of times.
 """
 
 from __future__ import annotations
@@ -64,7 +71,7 @@ def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
 
 
 class TaggedReader:
-    """Reads one call; the position is after its opening marker."""
+    """Read one call; the position is after its opening marker."""
 
     __slots__ = ("always_flat", "flat", "notes", "pairs", "reader", "recorder", "tables", "tools")
 
