@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from dyncp.planning.problem import CandidatePlan, Problem
 
 MOST_SAMPLES = 64
-EVALUATIONS = 600
-"""Steps that are timed: some ten milliseconds."""
+EVALUATIONS = 300
+"""Steps that are timed: some five milliseconds."""
 
 Sets = tuple[tuple[int, ...], ...]
 

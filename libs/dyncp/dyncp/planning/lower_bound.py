@@ -7,20 +7,18 @@ With W ranks, K steps of times t_1 .. t_K, and groups of the problem's sizes:
 2. Sizes. Let a plan of `at_most` seconds be known. In a faster one no step takes more than at_most - (K - 1) b, so a
    sequence is in no group of a size in which it alone would take longer. Other sizes are ruled out for it.
 3. Work. A group of s ranks in a step of time t has s x t rank-seconds: s x b, what its size costs above b, shared among
-   its sequences by their tokens (which cannot exceed its room), and s times each sequence's own seconds. Each sequence
-   thus takes at least the least of these over its sizes, and W x (t_1 + .. + t_K - K b) is at least their sum.
+   its sequences by their tokens (which cannot exceed its room), and s times each sequence's own seconds: together
+   `Problem.rank_seconds`. Each sequence takes at least the least of these over its sizes, and
+   W x (t_1 + .. + t_K - K b) is at least their sum.
 4. Length. The step of a sequence takes at least its time alone in its fastest size, the other steps b each.
 
-The bound is the larger of 3 and 4, and `at_most` if that is smaller. Lengths are rounded down to 8 significant bits
-where there are many: everything above grows with the length. Held by tests: never above the optimum of
+The bound is the larger of 3 and 4, and `at_most` if that is smaller. Held by tests: never above the optimum of
 `dyncp.testing.exhaustive`.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dyncp.planning.problem import MANY, Problem, ceil_div_array
-from dyncp.planning.sizes import sequence_align
+from dyncp.planning.problem import Problem
 
 
 def lower_bound(problem: Problem, at_most: float) -> float:
@@ -29,30 +27,11 @@ def lower_bound(problem: Problem, at_most: float) -> float:
         return at_most
     least, steps = problem.least_base, problem.fewest_steps
     longest = at_most - (steps - 1) * least
-    indices, counts = _representatives(problem)
-    lengths, pairs = problem.lengths[indices], problem.pairs[indices]
-    base, token, pair = (column[:, None] for column in problem.base_token_pair)
-    sizes, rooms = problem.size_array[:, None], problem.rooms[:, None]
-    each = np.array([sequence_align(size, problem.layout) for size in problem.sizes])[:, None]
-    padded = ceil_div_array(lengths, each) * each
-    own = token * lengths + pair * pairs
     # A little longer than exactly: sums of floats must not rule out the known plan's own sizes.
-    allowed = (padded <= rooms) & (base + own <= longest * (1 + 1e-9))
-    share = (base - least) * padded / np.maximum(rooms, 1)
-    work = np.where(allowed, sizes * (own + share), np.inf).min(axis=0)
+    allowed = problem.seconds_alone <= longest * (1 + 1e-9)
+    work = np.where(allowed, problem.rank_seconds, np.inf).min(axis=0)
     if not np.isfinite(work).all():
         return at_most  # no size is left for some sequence: nothing is faster than the known plan
-    by_work = steps * least + float(work @ counts) / problem.world_size
+    by_work = steps * least + float(work @ problem.counts) / problem.world_size
     by_length = float(problem.seconds_alone.min(axis=0).max()) + (steps - 1) * least
     return min(at_most, max(by_work, by_length) * (1 - 1e-12))
-
-
-def _representatives(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(indices of sequences, how many sequences each stands for): none longer than those it stands for."""
-    if len(problem.lengths) <= MANY:
-        return np.arange(len(problem.lengths)), np.ones(len(problem.lengths), dtype=np.int64)
-    bits = np.frexp(problem.lengths.astype(np.float64))[1] - 8
-    rounded = problem.lengths >> np.maximum(bits, 0) << np.maximum(bits, 0)
-    order = np.lexsort((problem.lengths, rounded))
-    _, first, counts = np.unique(rounded[order], return_index=True, return_counts=True)
-    return order[first], counts

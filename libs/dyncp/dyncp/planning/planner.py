@@ -31,6 +31,8 @@ from dyncp.planning.types import DynamicPlan, Group, Step
 from seqpack.planning.checks import check_lengths, check_positive_int
 
 SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
+"""How much longer than in perfect balance a step may take, one dynamic candidate each."""
+SLACKS_OF_HUNDREDS = (1.0, 1.15, 1.5, 2.2)
 SLACKS_OF_MANY = (1.15,)
 CLOSE_ENOUGH = 1e-3
 """A candidate this near the lower bound is taken."""
@@ -187,7 +189,9 @@ def _targets(problem: Problem) -> list[float]:
         return []
     work = problem.table[1].token * tokens + problem.table[1].pair * float(problem.pairs.sum())
     even = problem.table[1].base + work / problem.world_size / problem.fewest_steps
-    return [even * slack for slack in (SLACKS if len(problem.lengths) <= MANY else SLACKS_OF_MANY)]
+    count = len(problem.lengths)
+    slacks = SLACKS if count <= MOST_OF_MOVES else SLACKS_OF_HUNDREDS if count <= MANY else SLACKS_OF_MANY
+    return [even * slack for slack in slacks]
 
 
 def _refined(problem: Problem, best: CandidatePlan, bound: float, limit: int) -> tuple[CandidatePlan, float]:

@@ -119,6 +119,21 @@ class Problem:
         return np.where(ceil_div_array(lengths, each) * each <= self.rooms[:, None], seconds, np.inf)
 
     @cached_property
+    def rank_seconds(self) -> NDArray[np.float64]:
+        """f64[sizes, distinct lengths]: what such a sequence takes of the ranks' time beside the least base: its own
+        seconds on each rank, and by its tokens its share of what the size's base is above the least.
+        """
+        base, sizes = self.base_token_pair[0][:, None], self.size_array[:, None]
+        share = sizes * (base - self.least_base) / np.maximum(self.rooms[:, None], 1)
+        found: NDArray[np.float64] = sizes * (self.seconds_alone - base) + share * self.lengths[self.distinct[0]]
+        return found
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """i64[distinct lengths]: how many sequences have each length."""
+        return np.bincount(self.distinct[1], minlength=len(self.distinct[0]))
+
+    @cached_property
     def smallest_sizes(self) -> NDArray[np.int64]:
         """For every sequence the smallest allowed size that can hold it; 0 where none can."""
         fits = np.isfinite(self.seconds_alone)
