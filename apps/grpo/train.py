@@ -24,7 +24,7 @@ from apps.grpo.step import grpo_step
 from apps.grpo.tasks import Conversation, Tasks
 from apps.grpo.warm_start import warm_model, warm_start
 from engines import EngineConfig, TrainEngine, build_engine
-from engines.loading import compute_dtype, load_model, resolve_device
+from engines.loading import cast_parameters, compute_dtype, load_model, resolve_device
 from rollout import Chat, NativeEngine, RolloutEngine
 from runlog import read_metrics
 
@@ -141,7 +141,8 @@ def _accuracy_before(run_dir: Path) -> float | None:
 def _native_engine(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase, version: int) -> NativeEngine:
     engine_config = _engine_config(config, model)
     device = resolve_device(engine_config)
-    module = load_model(engine_config).to(device=device, dtype=compute_dtype(engine_config, device))
+    # Not module.to(dtype): that would round the rotary frequencies as well, and the sampler would not be the policy.
+    module = cast_parameters(load_model(engine_config), compute_dtype(engine_config, device)).to(device)
     return NativeEngine(module, pad_token_id=tokenizer.pad_token_id or 0, seed=config.seed, version=version)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -112,5 +113,5 @@ def read_config(directory: Path) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{directory / 'config.json'} cannot be read: {error}") from error
