@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only-tests", action="store_true", help="--tests alone, not those beside the files")
     made.add_argument("--minutes", type=float, default=60.0, help="time limit (default: 60)")
     made.add_argument("--jobs", type=int, default=1, help="mutants at once (default: 1)")
+    cold = "start each mutant without the caches that a run of the tests filled: slower, and sees what they hide"
+    made.add_argument("--cold", action="store_true", help=cold)
     made.add_argument("--seed", type=int, default=0, help="of the sample, where time does not suffice for all")
     made.add_argument("--changed-since", metavar="REVISION", help="files that differ from this revision")
     made.add_argument("--record", type=Path, metavar="PAGE", help="put the rows into this page's table")
@@ -97,7 +99,7 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
     names = {str(file.relative_to(group.root)): str(file) for file in group.files}
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         place = Path(folder)
-        tests = copy_group(top, group, place)
+        tests = copy_group(top, group, place, options.cold)
         environment = environment_of(top, group)
         # A name that no mutant has: mutants are made, tests are timed, and nothing is run.
         status, output = mutmut(place, environment, ["run", "--max-children", str(options.jobs), NOTHING], seconds)

@@ -96,7 +96,7 @@ def test_a_strong_test_kills_all_but_the_equivalent_one(tmp_path, monkeypatch, c
     (folder / "build/mutate_equivalent.toml").write_text(EQUIVALENT)
     page = folder / "page.md"
     page.write_text(f"# Page\n\n{HEAD}\n{RULE}\n\nThe end.\n")
-    status, out, rows = measure(folder, monkeypatch, capsys, "--record", "page.md")
+    status, out, rows = measure(folder, monkeypatch, capsys, "--cold", "--record", "page.md")
     total, measured, killed, timeout, survived, untested, equivalent, score, _ = rows["libs/toy/toy/numbers.py"]
     assert status == 0
     assert int(total) == int(measured) == int(killed) >= 6

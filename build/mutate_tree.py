@@ -104,7 +104,7 @@ def groups_of(top: Path, files: Sequence[Path], tests: Sequence[Path], beside: b
     return groups
 
 
-def copy_group(top: Path, group: Group, place: Path) -> list[str]:
+def copy_group(top: Path, group: Group, place: Path, cold: bool) -> list[str]:
     """Copy the package and the tests that lie elsewhere to `place`, with settings; the tests by their paths there."""
     shutil.copytree(top / group.root / group.package, place / group.package, ignore=IGNORED)
     for page in (top / group.root).glob("*.md"):
@@ -124,11 +124,11 @@ def copy_group(top: Path, group: Group, place: Path) -> list[str]:
     (place / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     mutated = [str(file.relative_to(group.root)) for file in group.files]
     pages = sorted(path.name for path in place.glob("*.md"))
-    (place / "pyproject.toml").write_text(settings(group.package, mutated, selected, pages), encoding="utf-8")
+    (place / "pyproject.toml").write_text(settings(group.package, mutated, selected, pages, cold), encoding="utf-8")
     return selected
 
 
-def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Sequence[str]) -> str:
+def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Sequence[str], cold: bool) -> str:
     """The pyproject.toml of the copy: mutmut's settings, and pytest's as in the tree."""
     values: Mapping[str, object] = {
         "source_paths": [package],
@@ -137,8 +137,7 @@ def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Se
         "also_copy": ["conftest.py", "elsewhere", *pages],
         "track_dependencies": False,
         "use_git_change_detection": False,
-        # A mutant's process starts with what the test files import, not with caches that a run of the tests filled.
-        "process_isolation": "forkserver",
+        "process_isolation": "forkserver" if cold else "fork",
     }
     lines = [f"{key} = {str(value).lower() if isinstance(value, bool) else value!r}" for key, value in values.items()]
     lines.append('pytest_add_cli_args = ["--import-mode=importlib", "-p", "no:cacheprovider"]')
