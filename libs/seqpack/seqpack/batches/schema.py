@@ -1,6 +1,6 @@
 """The keys of a batch, their types and their meaning. Every per-token key is aligned to `input_ids`, never shifted.
 
-Value t of a per-token key speaks of token t given those before it. A sequence's first token is never trained.
+Entry t belongs to token t, conditioned on tokens < t. A sequence's first token is never trained.
 """
 
 import torch

@@ -1,9 +1,21 @@
-"""Bins of a few long lengths, each filled exactly: for lengths with nothing short among them to fill gaps with.
+"""Fill bins exactly: for lengths among which nothing is short enough to fill the gaps that best fit leaves.
 
 Where most lengths lie between a tenth and a half of the capacity, best fit decreasing pairs the longest ones and leaves
-gaps that no length fits: up to a tenth of the tokens. Here a bin gets about capacity / mean lengths. It is begun from
-an end of what is left, the longest and the shortest in turn, so that both ends shrink together, and closed by two
-lengths that fill it exactly, found by one AND of a bitmap of the lengths left and its mirror image.
+gaps that no length fits: up to a tenth of the tokens. Strategy:
+
+1. Round the lengths up to `LEVELS` levels of the capacity, and count how many there are of each: a level is one bit of
+   a bitmap, set while some are left. A second bitmap holds the same bits in reverse order.
+2. A bin gets about capacity / mean(lengths left) lengths. Is that close to an integer n (`SETTLED`), bins of n use up
+   everything; else bins of one fewer, begun with the longest, or of one more, begun with the shortest, bring it closer.
+3. Begin a bin from one end of what is left (in turn from both, where settled) and go on so until two lengths are
+   missing. Both ends are used up together, so that what is left stays alike.
+4. Close it by two lengths that fill it exactly: levels a and room - a are both set where the bitmap, shifted, AND the
+   reversed one, shifted, has a bit, all a in one operation. Allow up to `SLACK` levels of gap. Among the pairs, take
+   one at a place that changes from bin to bin (multiples of the golden ratio), so that no level runs out early.
+5. Where nothing closes a bin, leave its first length to best fit; give up after one in thirty-two.
+
+Invariants that the tests assert: each item is in one bin or left over; no bin is over the capacity; a bin of more than
+two misses at most the slack and what rounding added.
 """
 
 import numpy as np
@@ -18,6 +30,7 @@ SLACK = 6
 SETTLED = 0.005
 """How near capacity / mean must be to an integer for bins of that many lengths to use up everything."""
 GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, spread evenly over [0, 1) however many there are."""
 
 
 def fill_bins(descending: Ints, names: Ints, capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -88,12 +101,12 @@ def _fill_levels(pool: "_Levels", count: int, total: int) -> tuple[list[int], li
 
 
 class _Levels:
-    """How many items of each level are in no bin yet, with a bitmap of the levels and its mirror image."""
+    """How many items of each level are in no bin yet, with a bitmap of the levels and the same in reverse."""
 
     def __init__(self, counts: Ints, size: int) -> None:
         self.size = size
         self.counts: list[int] = counts.tolist()
-        self.bits, self.mirror = _as_int(counts > 0), _as_int(counts[::-1] > 0)
+        self.bits, self.reversed_bits = _as_int(counts > 0), _as_int(counts[::-1] > 0)
         self.low, self.high = 1, size
 
     def take(self, level: int) -> None:
@@ -153,7 +166,7 @@ class _Levels:
         for slack in range(min(SLACK, room)):
             total = room - slack
             half = (total + 1) // 2
-            both = (self.bits >> half) & (self.mirror >> (self.size - total + half))
+            both = (self.bits >> half) & (self.reversed_bits >> (self.size - total + half))
             if not both:
                 continue
             most = both.bit_length() - 1
@@ -175,7 +188,7 @@ class _Levels:
 
     def _flip(self, level: int) -> None:
         self.bits ^= 1 << level
-        self.mirror ^= 1 << (self.size - level)
+        self.reversed_bits ^= 1 << (self.size - level)
 
 
 def _as_int(bits: NDArray[np.bool_]) -> int:
