@@ -52,6 +52,10 @@ def test_a_plain_run_is_ready_and_not_refused():
             r"8 sampling devices are no multiple .*change --cluster.rollout.tp",
         ),
         (
+            replace(LARGE, processes=16, cluster=Cluster(rollout=RolloutLayout("vllm", tp=16))),
+            r"8 heads do not divide over rollout tp = 16: lower it",
+        ),
+        (
             replace(LARGE, cluster=Cluster(rollout=RolloutLayout("vllm", max_model_tokens=32))),
             r"accepts 32 tokens, a sequence may have 64: raise --cluster.rollout.max-model-tokens",
         ),
