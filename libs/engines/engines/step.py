@@ -28,7 +28,7 @@ from engines.capability import No, Yes
 from engines.capability import supports as capability
 from engines.config import EngineConfig
 from engines.execution.executor import Executor, Scores, Scoring
-from engines.execution.local_batch import LocalBatch, RowFacts, facts_of, gather_facts
+from engines.execution.local_batch import LocalBatch, RowFacts, check_held, facts_of, gather_facts
 from engines.execution.loss import StepLoss, check_objective
 from engines.execution.metrics import agreed_number, check_agreement
 from engines.execution.micro_batches import MicroBatch, MicroBatches
@@ -140,11 +140,13 @@ class Engine:
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
         zero = self._zero_gradient_rows(batch.view, objective)
-        needed = {row for part in plan.ranks[self.groups.plan_index] for row in part.rows}
-        facts = gather_facts(batch, zero, sorted(needed), self.groups, self.device)
+        facts = gather_facts(batch, zero, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
         kept = tuple(row for row in range(len(batch.lengths)) if row not in facts.zero_gradient)
         return _Work(batch, plan.without(facts.zero_gradient), facts, kept)
+
+    def _needed(self, plan: StepPlan) -> list[int]:
+        return [row for part in plan.ranks[self.groups.plan_index] for row in part.rows]
 
     def _zero_gradient_rows(self, view: BatchView, objective: Objective) -> Tensor | None:
         if self.executor.adds_loss or not self.config.skip_zero_gradient_rows:
@@ -180,7 +182,9 @@ class Engine:
         local = batch if isinstance(batch, LocalBatch) else _whole(view_batch(batch))
         local.require(())
         plan = self.planner.plan(local.lengths)
-        self._check_agreement("scores", plan.hash)
+        self._check_agreement("scores", plan.hash, isinstance(batch, LocalBatch))
+        if isinstance(batch, LocalBatch):
+            check_held(batch, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
         keys = [key for key in ("input_ids", "position_ids") if key in local.view]
         starts = torch.tensor([0, *local.lengths]).cumsum(0).to(self.device)

@@ -299,6 +299,14 @@ def test_refusals():
     assert build(12).plan([12]).num_micro_batches == 1
 
 
+def test_a_rank_that_lacks_a_row_is_named():
+    batch = batch_of([4, 5])
+    part = LocalBatch(view_batch(batch).select([1]), (1,), (4, 5))
+    for call in (lambda: build().train_batch(part, Weighted()), lambda: build().forward(part)):
+        with pytest.raises(ValueError, match=r"rank 0 of the plan lacks a row .*plan\(lengths\)\.rows_of\(rank\)"):
+            call()
+
+
 def test_offloaded_engines_do_nothing_else(tmp_path):
     built = build()
     batch = batch_of([4, 5])

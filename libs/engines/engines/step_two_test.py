@@ -70,9 +70,9 @@ def parts(executor):
     return out
 
 
-def refused(built, batch, objective):
+def refused(built, batch, objective=None):
     try:
-        built.train_batch(batch, objective)
+        built.train_batch(batch, objective) if objective else built.forward(batch)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -93,6 +93,7 @@ def refusals():
         "masks": refused(engine(), other if rank else batch, SFT()),
         "kinds": refused(engine(), part(range(4)) if rank else batch, SFT()),
         "lacking": refused(engine(), part((0,)) if rank else part(range(4)), SFT()),
+        "scores": refused(engine(), part((0,)) if rank else part(range(4))),
         "numbers": refused(engine(), part(range(4), source=other if rank else batch), SFT()),
     }
     everyone = [None] * dist.get_world_size()
@@ -238,6 +239,7 @@ def test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps(results, exe
         ("masks", "RuntimeError: ranks disagree on the plan"),
         ("kinds", "RuntimeError: ranks disagree on the plan"),
         ("lacking", "ValueError: rank 1 of the plan lacks a row"),
+        ("scores", "ValueError: rank 1 of the plan lacks a row"),
         ("numbers", "ValueError: ranks hold different rows under the number 0"),
     ],
 )

@@ -101,17 +101,13 @@ def gather_facts(
     held[0, rows] = view.row_sums(view.trained).cpu()
     held[1, rows] = view.columns["group"].cpu() if "group" in view else 0
     held[2, rows] = 0 if zero is None else zero.to("cpu", torch.int64)
-    lacks = 0 if set(needed) <= set(batch.rows) else groups.plan_index + 1
+    lacks = _lacking(batch, needed, groups)
     low = torch.where(held == _ABSENT, held, -held)
     flat = torch.cat([held.flatten(), low.flatten(), torch.tensor([lacks])]).to(device)
     if groups.layout.plan_size > 1:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=groups.plan)
     flat = flat.cpu()
-    if flat[-1]:
-        raise ValueError(
-            f"rank {int(flat[-1]) - 1} of the plan lacks a row that it is to compute: give each rank at least "
-            "engine.plan(lengths).rows_of(rank)"
-        )
+    _refuse_lacking(int(flat[-1]))
     high, low = flat[:-1].view(2, 3, -1)
     odd = ((high != -low) & (high != _ABSENT)).any(0).nonzero().flatten().tolist()
     if odd:
@@ -121,3 +117,24 @@ def gather_facts(
     count = len(set(group[used].tolist())) if "group" in view else 0
     totals = Totals(int(trained.clamp(min=0).sum()), int(used.sum()), count)
     return RowFacts(totals, frozenset((zeros == 1).nonzero().flatten().tolist()))
+
+
+def check_held(batch: LocalBatch, needed: Sequence[int], groups: ParallelGroups, device: torch.device) -> None:
+    """ValueError on every rank of the plan where one of them lacks a row that it is to compute. Collective."""
+    lacks = torch.tensor([_lacking(batch, needed, groups)], device=device)
+    if groups.layout.plan_size > 1:
+        dist.all_reduce(lacks, op=dist.ReduceOp.MAX, group=groups.plan)
+    _refuse_lacking(int(lacks))
+
+
+def _lacking(batch: LocalBatch, needed: Sequence[int], groups: ParallelGroups) -> int:
+    """1 + this rank's plan index where it lacks a row, else 0."""
+    return 0 if set(needed) <= set(batch.rows) else groups.plan_index + 1
+
+
+def _refuse_lacking(number: int) -> None:
+    if number:
+        raise ValueError(
+            f"rank {number - 1} of the plan lacks a row that it is to compute: give each rank at least "
+            "engine.plan(lengths).rows_of(rank)"
+        )
