@@ -49,6 +49,13 @@ def test_smallest_bucket_is_taken(lengths: list[int], buckets: list[int]) -> Non
             packed_geometry(lengths, 1, buckets)
 
 
+def test_the_usable_capacity_is_whole_buckets() -> None:
+    assert usable_capacity(100) == 100
+    assert usable_capacity(100, align=16) == 96
+    assert usable_capacity(100, align=4, bucket=64) == 64
+    assert usable_capacity(100, bucket=(128, 48, 80)) == 80
+
+
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=12),
     st.integers(1, 900),
