@@ -102,7 +102,7 @@ def test_sampled_tokens_are_never_tokenised_again():
         (CALL.replace("37+58", "1/0"), "Error: ValueError: division by zero"),
         (CALL.replace("calculator", "browser"), "Error: there is no tool 'browser'"),
         (CALL.replace("expression", "text"), "Error: missing argument 'expression'"),
-        ("<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>", "could not be read"),
+        ("<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1", "could not be read"),
     ],
 )
 def test_a_bad_call_is_told_and_may_be_tried_again(turn, heard):
