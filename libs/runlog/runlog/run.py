@@ -114,5 +114,6 @@ def _event_writer(folder: Path, resume_step: int | None) -> Any:
         raise ValueError(
             'TensorBoard events need "tessera-runlog[tensorboard]"; install it or pass tensorboard=False'
         ) from error
-    purge = {} if resume_step is None else {"purge_step": resume_step + 1}
-    return SummaryWriter(str(folder), **purge)
+    # The event of the start goes through the writer's queue, so that all its threads run before the first row: a thread
+    # that Ctrl-C interrupts in its start never runs, and closing the writer would wait for it without an end.
+    return SummaryWriter(str(folder), purge_step=0 if resume_step is None else resume_step + 1)

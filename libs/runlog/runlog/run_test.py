@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 import time
 
 import pytest
@@ -94,3 +95,11 @@ def test_the_summary_names_the_paths_written(tmp_path):
     text = console.file.getvalue().replace("\n", "")
     assert "0.8123" in text
     assert "metrics.jsonl" in text
+
+
+def test_no_row_starts_a_thread(tmp_path):
+    # Ctrl-C may come in any line of it; a thread that is stopped in its start would be waited for without an end.
+    with RunLog(tmp_path / "run", console=quiet()) as log:
+        before = set(threading.enumerate())
+        log.metrics(1, {"reward": 0.5})
+        assert set(threading.enumerate()) == before
