@@ -14,6 +14,7 @@ from apps.common.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.divergence import DivergenceError
 from apps.common.flags import as_type, changed, flag, flag_type, leaves
 from apps.common.hints import hints
+from apps.common.interrupts import noted
 from apps.common.plan.brief_help import help_flags
 from apps.common.run_dir import newest_run
 from engines import NonFiniteError
@@ -115,7 +116,8 @@ def main(run: Callable[[], Any]) -> None:
     """Call `run`; a user's error (ValueError) ends the program with one line and status 2, a run that diverged with
     status 1, Ctrl-C with status 130."""
     try:
-        run()
+        with noted():
+            run()
     except ValueError as error:
         _refuse(str(error))
     except (NonFiniteError, DivergenceError) as error:

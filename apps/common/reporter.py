@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from apps.common.interrupts import check
 from apps.common.ranks import rank_and_world
 from apps.common.run_dir import how_to_go_on
 from runlog import Progress, RunLog, read_metrics, write_report
@@ -40,10 +41,11 @@ class Reporter:
         self._stack.__exit__(kind, error, trace)
 
     def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
-        """Log one row of metrics; `shown` is what the progress line says."""
+        """Log one row of metrics; `shown` is what the progress line says. Raise a KeyboardInterrupt that got lost."""
         if self._log is not None and self._progress is not None:
             self._log.metrics(step, metrics)
             self._progress.update(step, shown)
+        check()
 
     def episode(self, episode: Mapping[str, Any]) -> None:
         """Log one sampled episode for the report's browser."""

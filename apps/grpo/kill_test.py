@@ -60,7 +60,15 @@ def in_child(*args, **kwargs):
     """Its exit code: 0, or minus the signal that ended it."""
     child = FORK.Process(target=go, args=args, kwargs=kwargs)
     child.start()
-    child.join()
+    return end_of(child)
+
+
+def end_of(child, seconds=400):
+    """Its exit code once it has ended; one that hangs is killed, and the error says so."""
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        raise AssertionError(f"the run still stood after {seconds} s")
     return child.exitcode
 
 
@@ -127,8 +135,7 @@ def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path, rows, repor
     child.start()
     wait_for_row(tmp_path / "run" / rows)
     os.kill(child.pid, signal.SIGINT)
-    child.join()
-    assert child.exitcode == 130
+    assert end_of(child) == 130
     said = (tmp_path / "said").read_text().splitlines()[-1]
     assert f"--resume --run-dir {tmp_path / 'run'} {says}" in said
     assert (tmp_path / "run" / report).is_file()
@@ -142,8 +149,7 @@ def test_a_kill_amid_the_warm_start(whole, tmp_path):
     rows = tmp_path / "run" / "warm-start" / "metrics.jsonl"
     wait_for_row(rows)
     os.kill(child.pid, signal.SIGKILL)
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
+    assert end_of(child) == -signal.SIGKILL
     assert not (tmp_path / "run" / "export").exists()
     assert in_child(tmp_path / "run") == 0
     assert_same_end(tmp_path / "run", whole_dir)
