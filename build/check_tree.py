@@ -2,7 +2,7 @@
 
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
-target of a folder, tests included.
+target of a folder, tests included; a library's README fits a screen.
 """
 
 import os
@@ -22,6 +22,7 @@ FORBIDDEN = {
 }
 SOURCES = ("libs/", "apps/", "build/")
 NEVER = [("engines", "rollout"), ("rollout", "engines")]
+SCREEN = 60  # lines of a library's README
 LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
 
 
@@ -57,6 +58,12 @@ def check_text(names: list[str]) -> list[str]:
     return complaints
 
 
+def check_pages() -> list[str]:
+    """Complaints about READMEs that do not fit a screen."""
+    lengths = {name: len(Path("libs", name, "README.md").read_text().splitlines()) for name in LIBRARIES}
+    return [f"libs/{name}/README.md: {n} lines, more than {SCREEN}" for name, n in lengths.items() if n > SCREEN]
+
+
 def check_targets(names: list[str]) -> list[str]:
     """Complaints about Python files that Bazel does not know."""
     mine = [name for name in names if name.endswith(".py") and name.startswith(SOURCES)]
@@ -85,7 +92,7 @@ def main() -> int:
     """Prints every complaint; 1 if there is one."""
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     names = tracked()
-    complaints = check_text(names) + check_targets(names) + check_arrows()
+    complaints = check_text(names) + check_pages() + check_targets(names) + check_arrows()
     print("\n".join(complaints))
     print(f"{len(names)} tracked files, {len(complaints)} complaints")
     return int(bool(complaints))

@@ -1,13 +1,14 @@
 """The macros of Tessera's BUILD files: one target a file, and a target sees only what it declares."""
 
 load("@rules_python//python:defs.bzl", "py_binary", "py_library", "py_test")
+load(":dist.bzl", "distribution")
 
 def requirement(name, hub = "pypi"):
     """The py_library of a third-party package and what it needs.
 
     Args:
       name: of the distribution, as in build/requirements.in.
-      hub: the repository of WORKSPACE that holds it.
+      hub: the repository of repositories.bzl that holds it.
 
     Returns:
       a label.
@@ -82,18 +83,25 @@ def library(name, deps = [], visibility = ["//visibility:public"], **attrs):
             deps = [":" + name],
         )
 
-    # What `pip install ./libs/NAME` reads; //build/proofs installs each library from it.
+    # What `pip install ./libs/NAME` reads, less the tests; the wheel and the sdist are made of it.
     native.filegroup(
         name = name + "_tree",
         srcs = native.glob(
             ["pyproject.toml", "README.md", _library_name() + "/**"],
             exclude = ["**/*_test.py", "**/__pycache__/**"],
         ),
-        visibility = ["//visibility:public"],
+        visibility = visibility,
     )
+    for kind in ["sdist", "wheel"]:
+        distribution(
+            name = kind,
+            srcs = [":%s_tree" % name, "//:LICENSE"],
+            kind = kind,
+            visibility = visibility,
+        )
 
 # Tags that say what a test needs; .bazelrc decides which of them run.
-_NEEDS = ["gpu", "gpu4", "npu", "vllm", "slow", "browser"]
+_NEEDS = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser"]
 
 def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = [], env = {}, args = [], hub = "pypi", **attrs):
     """A pytest file. pytest, and nothing else, is added to what it declares.
@@ -104,7 +112,7 @@ def module_test(name, srcs = None, deps = [], data = [], size = "small", tags = 
       deps: what the file imports.
       data: files it reads.
       size: small (1 minute), medium (5) or large (15).
-      tags: what it needs: gpu, gpu4, npu, vllm, slow, browser.
+      tags: what it needs: gpu, gpu2, gpu4, npu, vllm, slow, browser.
       env: environment variables.
       args: further words for pytest.
       hub: the repository that pytest comes from, for tests of another hub.

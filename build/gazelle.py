@@ -22,7 +22,12 @@ MODULE_RULES = {"module", "app_module"}
 TEST_RULES = {"module_test", "app_test"}
 MANAGED = MODULE_RULES | TEST_RULES | {"library", "app"}
 # Imports whose distribution has another name.
-DISTRIBUTIONS = {"PIL": "pillow", "megatron": "megatron-core", "tensorboardX": "tensorboardx"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
+    "tensorboardX": "tensorboardx",
+}
 LOCKS = {"pypi": "cpu"}
 
 
@@ -177,6 +182,8 @@ def dependencies(tree: Tree, package: str, path: Path, hub: str, readme: Path | 
                 found.add(f'":{target}"' if owner == package else f'"{whole}"')
             continue
         distribution = normal(DISTRIBUTIONS.get(module.split(".")[0], module.split(".")[0]))
+        if hub == "pypi" and distribution not in locked(hub) and distribution in locked("pypi_extras"):
+            found.add(f'requirement("{distribution}", hub = "pypi_extras")')
         if distribution in locked(hub) and not (distribution == "pytest" and path.name.endswith("_test.py")):
             found.add(f'requirement("{distribution}"' + ("" if hub == "pypi" else f', hub = "{hub}"') + ")")
     return sorted(found, key=order)

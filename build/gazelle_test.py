@@ -37,6 +37,7 @@ filegroup(
 
 FILES = {
     "build/locks/cpu.txt": "torch==2.0\njinja2==3.1\npytest==9.0\nnumpy==2.0\n",
+    "build/locks/extras.txt": "openai==2.0\n",
     "libs/base/BUILD.bazel": 'load("//build:defs.bzl", "library", "module")\n\nlibrary(\n    name = "base",\n)\n',
     "libs/base/base/__init__.py": '_EXPORTS = {"add": "base.sums"}\n',
     "libs/base/base/sums.py": "import math\n\nimport torch\n",
@@ -46,7 +47,7 @@ FILES = {
     "libs/peak/peak/rooms/__init__.py": '"""Words."""\n',
     "libs/peak/peak/rooms/climb.py": "from base import add\nfrom typing import TYPE_CHECKING\n"
     "if TYPE_CHECKING:\n    import numpy\nfrom peak.rooms import rope\n",
-    "libs/peak/peak/rooms/rope.py": "def f():\n    import torch\n    import not_locked\n",
+    "libs/peak/peak/rooms/rope.py": "def f():\n    import torch\n    import openai\n    import not_locked\n",
     "libs/peak/peak/rooms/slow_test.py": "import pytest\nfrom peak import climb\n",
 }
 
@@ -67,7 +68,10 @@ module(
 
 module(
     name = "rooms/rope",
-    deps = [requirement("torch")],
+    deps = [
+        requirement("openai", hub = "pypi_extras"),
+        requirement("torch"),
+    ],
 )
 
 module_test(

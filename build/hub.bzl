@@ -9,7 +9,7 @@ def _pip_hub_impl(ctx):
     lock = ctx.attr.variants_by_name.get(variant, None) if variant else None
     lock = ctx.path(Label(lock)) if lock else ctx.path(ctx.attr.lock)
     command = [
-        ctx.read(ctx.path(Label("@python311//:base.txt"))).strip(),
+        ctx.read(ctx.path(Label("@interpreter//:base.txt"))).strip(),
         "-I",
         ctx.path(ctx.attr._install),
         "--hub=" + ctx.name,
@@ -20,6 +20,10 @@ def _pip_hub_impl(ctx):
         command.append("--data-only")
     if ctx.attr.fallback_lock:
         command.append("--fallback-lock=" + str(ctx.path(ctx.attr.fallback_lock)))
+    if ctx.attr.base_hub:
+        command += ["--base-hub=" + ctx.attr.base_hub, "--base-lock=" + str(ctx.path(ctx.attr.base_lock))]
+        command += ["--base-package=" + name for name in ctx.attr.base_packages]
+    command += ["--without=" + name for name in ctx.attr.without]
     ctx.report_progress("pip installs the packages of " + lock.basename)
     result = ctx.execute(command, timeout = 3600, quiet = False)
     if result.return_code != 0:
@@ -28,17 +32,21 @@ def _pip_hub_impl(ctx):
 _pip_hub = repository_rule(
     implementation = _pip_hub_impl,
     attrs = {
+        "base_hub": attr.string(),
+        "base_lock": attr.label(allow_single_file = True),
+        "base_packages": attr.string_list(),
         "data_only": attr.bool(),
         "fallback_lock": attr.label(allow_single_file = True),
         "local_builds": attr.string_list(),
         "lock": attr.label(allow_single_file = True, mandatory = True),
         "variants_by_name": attr.string_dict(),
+        "without": attr.string_list(),
         "_install": attr.label(default = "//build:install_hub.py", allow_single_file = True),
     },
     environ = ["TESSERA_HUB"],
 )
 
-def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants = {}, data_only = False):
+def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants = {}, data_only = False, over = None, over_lock = None, over_packages = [], without = []):
     """Declares the hub `@name`.
 
     Args:
@@ -48,14 +56,22 @@ def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants
         build (of torch) than the lock was made for.
       local_builds: packages of which this machine's pip may prefer a build of its own (torch +cpu); the lock lists the
         hashes of all that are accepted.
+      over: the hub under this one: what its lock (`over_lock`) lists is depended on there and not installed again.
+      over_lock: the lock of that hub.
+      over_packages: only these packages of that hub lie under this one (with all they need); all of them where empty.
+      without: packages that a wheel asks for and nobody imports.
       data_only: the lock's packages are read as files and never imported: what they need is left out.
       variants: lock files by the value of $TESSERA_HUB, used in place of `lock` (--config=cuda).
     """
     _pip_hub(
         name = name,
+        base_hub = over,
+        base_lock = over_lock,
+        base_packages = over_packages,
         data_only = data_only,
         lock = lock,
         fallback_lock = fallback_lock,
         local_builds = local_builds,
         variants_by_name = variants,
+        without = without,
     )

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT_BUILD = """package(default_visibility = ["//visibility:public"])
@@ -26,6 +27,13 @@ filegroup(
     srcs = ["wheels"],
 )
 """
+
+# How pip names the interpreter at the head of a script; where it is long, through a shell, in lines that Python skips.
+SHEBANG = re.compile(rb"#!(?:/bin/sh\n'''exec' [^\n]*\n' '''|[^\n]*python[^\n]*)\n")
+
+# The folder of a package has the name by which tools tell other people's code from ours. Hypothesis reads the source of
+# all of ours for numbers and words to try: under another name, torch's and transformers' too, half a minute a test.
+SITE = "site-packages"
 
 PACKAGE_BUILD = """load("@rules_python//python:defs.bzl", "py_library")
 
@@ -40,8 +48,8 @@ py_library(
 
 py_library(
     name = "alone",
-    data = ["site"],
-    imports = ["site"],
+    data = ["site-packages"],
+    imports = ["site-packages"],
 )
 """
 
@@ -75,12 +83,12 @@ def run_pip(command: list[str], failure: str) -> None:
         sys.exit("\n".join([*words[-20:], failure]))
 
 
-def download(pip: list[str], entries: dict[str, str], target: Path) -> None:
+def download(pip: list[str], entries: dict[str, str], target: Path, folder: str = "wheels") -> None:
     """The wheels of these lock entries, checked against their hashes."""
     lock = target / "wanted.txt"
     lock.write_text("".join(entries.values()))
     options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
-    command = [*pip, "download", *options, "-r", str(lock), "-d", str(target / "wheels")]
+    command = [*pip, "download", *options, "-r", str(lock), "-d", str(target / folder)]
     run_pip(command, "pip could not download what the lock lists; its last words stand above.")
 
 
@@ -106,23 +114,28 @@ def download_local_build(pip: list[str], entry: str, target: Path) -> None:
 
 
 def lock_entries(lock: Path) -> dict[str, str]:
-    """The lines of a lock file by distribution."""
+    """The lines of a lock file by distribution: of one that differs by Python, a pin with its marker for each."""
     entries: dict[str, str] = {}
     name = ""
     for line in lock.read_text().splitlines():
         start = re.match(r"([A-Za-z0-9._-]+)(\[.*\])?==", line)
         if start:
             name = normal(start[1])
-            entries[name] = ""
+            entries.setdefault(name, "")
         if name:
             entries[name] += line + "\n"
     return entries
 
 
 class Wheels:
-    """What the downloaded wheels say about themselves."""
+    """What the downloaded wheels say about themselves.
 
-    def __init__(self, folder: Path) -> None:
+    What another hub has (`base`) is not looked into; what nobody imports (`without`) is as if it was not asked for.
+    """
+
+    def __init__(self, folder: Path, base: frozenset[str] = frozenset(), without: frozenset[str] = frozenset()) -> None:
+        self.base = base
+        self.without = without
         self.requires: dict[str, list[str]] = {}
         self.versions: dict[str, str] = {}
         for path in sorted(folder.glob("*.whl")):
@@ -136,12 +149,14 @@ class Wheels:
             self.versions[name] = metadata["Version"]
             if name == "packaging":
                 sys.path.insert(0, str(path))
+        for path in (folder.parent / "reader").glob("*.whl"):
+            sys.path.insert(0, str(path))
 
     def direct(self, name: str, extra: str) -> set[tuple[str, str]]:
         """What (distribution, extra) needs on this machine, as such pairs."""
         if not self.requires[name]:
             return set()
-        if "packaging" not in self.requires:
+        if "packaging" not in self.requires and "packaging" not in self.base:
             sys.exit("a lock file must hold the distribution `packaging`: its markers are read with it")
         from packaging.requirements import Requirement
 
@@ -150,7 +165,7 @@ class Wheels:
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate({"extra": extra}):
                 found |= {(normal(need.name), e) for e in {"", *need.extras}}
-        return found
+        return {(need, extra) for need, extra in found if need not in self.without}
 
     def closure(self, name: str) -> tuple[set[str], set[str]]:
         """(what a distribution needs directly or not, what of it is not here)."""
@@ -158,6 +173,9 @@ class Wheels:
         while todo:
             item = todo.pop()
             if item in seen:
+                continue
+            if item[0] in self.base:
+                seen.add(item)
                 continue
             if item[0] not in self.requires:
                 missing.add(item[0])
@@ -167,10 +185,12 @@ class Wheels:
         return {n for n, _ in seen}, missing
 
 
-def complete(pip: list[str], target: Path, fallback: Path | None) -> Wheels:
+def complete(
+    pip: list[str], target: Path, fallback: Path | None, base: frozenset[str], without: frozenset[str]
+) -> Wheels:
     """The wheels, with what their own metadata asks for beyond the lock taken from the fallback lock."""
     while True:
-        wheels = Wheels(target / "wheels")
+        wheels = Wheels(target / "wheels", base, without)
         missing = set().union(*(wheels.closure(name)[1] for name in wheels.requires))
         if not missing:
             return wheels
@@ -184,13 +204,34 @@ def complete(pip: list[str], target: Path, fallback: Path | None) -> Wheels:
         download(pip, {name: known[name] for name in sorted(missing)}, target)
 
 
+def forget_place(info: Path) -> None:
+    """Takes out of an installed distribution what names the folders of this installation.
+
+    pip notes where the wheel lay (direct_url.json), and writes its own interpreter into the scripts. RECORD lists the
+    one no more and the others without their old sums.
+    """
+    rows = []
+    for row in (info / "RECORD").read_text().splitlines():
+        name = row.rsplit(",", 2)[0].strip('"')
+        path = info.parent / re.sub(r"^(\.\./)+", "", name)
+        if name == f"{info.name}/direct_url.json":
+            path.unlink()
+            continue
+        if path.parent.name == "bin" and path.is_file() and (found := SHEBANG.match(path.read_bytes())):
+            path.write_bytes(b"#!/usr/bin/env python3\n" + found.string[found.end() :])
+            row = f"{name},,"
+        rows.append(row)
+    (info / "RECORD").write_text("".join(f"{row}\n" for row in rows))
+
+
 def split(together: Path, target: Path) -> list[str]:
     """Moves each distribution, by its RECORD, from the common folder into its own."""
     names = []
     for info in sorted(together.glob("*.dist-info")):
+        forget_place(info)
         name = normal(email.parser.Parser().parsestr((info / "METADATA").read_text())["Name"])
         names.append(name)
-        site = target / label_name(name) / "site"
+        site = target / label_name(name) / SITE
         for row in (info / "RECORD").read_text().splitlines():
             relative = re.sub(r"^(\.\./)+", "", row.rsplit(",", 2)[0].strip('"'))
             source, goal = together / relative, site / relative
@@ -201,9 +242,14 @@ def split(together: Path, target: Path) -> list[str]:
     return names
 
 
-def compile_source(path: Path) -> None:
-    """Byte code that is never checked against its source; what is no Python 3.11 (templates) stays as it is."""
-    py_compile.compile(str(path), quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+def compile_source(target: Path, path: Path) -> None:
+    """Byte code that is never checked against its source; what is no Python of this version (templates) stays as it is.
+
+    It names its source from the hub's folder on, so that the same wheels give the same bytes in any clone; when it is
+    imported, Python puts the real path there.
+    """
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(path), dfile=str(path.relative_to(target)), quiet=2, invalidation_mode=unchecked)
 
 
 def install(pip: list[str], target: Path) -> list[str]:
@@ -213,11 +259,16 @@ def install(pip: list[str], target: Path) -> list[str]:
     options = ["--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "-q"]
     run_pip([*pip, "install", *options, "--target", str(together), *wheels], "pip could not install the wheels.")
     names = split(together, target)
-    sources = [path for path in target.glob("*/site/**/*.py") if path.is_file()]
+    sources = [path for path in target.glob(f"*/{SITE}/**/*.py") if path.is_file()]
     with ProcessPoolExecutor() as pool:
-        for _ in pool.map(compile_source, sources, chunksize=200):
+        for _ in pool.map(partial(compile_source, target), sources, chunksize=200):
             pass
     return names
+
+
+def dependency(name: str, base_hub: str | None) -> str:
+    """The label of a distribution alone, or of one in the hub below with all it needs."""
+    return f"@{base_hub}//{label_name(name)}" if base_hub else f"//{label_name(name)}:alone"
 
 
 def main() -> None:
@@ -228,6 +279,10 @@ def main() -> None:
     parser.add_argument("--fallback-lock", type=Path)
     parser.add_argument("--local-build", action="append", default=[])
     parser.add_argument("--data-only", action="store_true")
+    parser.add_argument("--base-hub", help="the hub under this one: its packages are depended on, not installed")
+    parser.add_argument("--base-lock", type=Path)
+    parser.add_argument("--base-package", action="append", default=[], help="only these of the hub under this one")
+    parser.add_argument("--without", action="append", default=[], help="what a wheel asks for and nobody imports")
     parser.add_argument("--target", required=True, type=Path)
     args = parser.parse_args()
     pip = pip_command(args.target)
@@ -236,17 +291,23 @@ def main() -> None:
     for name in set(args.local_build) & entries.keys():
         download_local_build(pip, entries.pop(name), args.target)
     download(pip, entries, args.target)
-    wheels = Wheels(args.target / "wheels")
+    below = lock_entries(args.base_lock) if args.base_lock else {}
+    if args.base_package:
+        below = {name: below[name] for name in args.base_package}
+    if below and "packaging" not in entries:
+        (args.target / "reader").mkdir()  # markers are read with `packaging`
+        download(pip, {"packaging": below["packaging"]}, args.target, "reader")
     if args.data_only:
+        wheels = Wheels(args.target / "wheels")
         wheels.requires = {name: [] for name in wheels.requires}
     else:
-        wheels = complete(pip, args.target, args.fallback_lock)
+        wheels = complete(pip, args.target, args.fallback_lock, frozenset(below), frozenset(args.without))
     names = install(pip, args.target)
     (args.target / "wanted.txt").unlink()
     (args.target / "BUILD.bazel").write_text(ROOT_BUILD)
     for name in names:
-        deps = sorted(label_name(n) for n in wheels.closure(name)[0])
-        lines = "\n".join(f'        "//{n}:alone",' for n in deps)
+        deps = sorted(wheels.closure(name)[0])
+        lines = "\n".join(f'        "{dependency(n, args.base_hub if n in below else None)}",' for n in deps)
         text = PACKAGE_BUILD.format(name=label_name(name), deps=lines)
         (args.target / label_name(name) / "BUILD.bazel").write_text(text)
     print(f"@{args.hub}: {len(names)} packages of {args.lock.name}, torch {wheels.versions.get('torch', 'absent')}")

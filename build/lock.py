@@ -1,8 +1,11 @@
 """Makes the lock files again: `./bazelw run //build:lock` (all) or `./bazelw run //build:lock -- tf517` (one).
 
-Each source of HUBS becomes a lock with the hashes of every file of each pinned version, so that it serves all platforms
-of the wheels. A lock for CPUs is the same resolution less the CUDA libraries, and it lists as well the hash of
-the torch build that this machine's pip prefers (a local +cpu wheel), besides those it listed before.
+Each source of HUBS becomes one lock for all of PYTHONS, with the hashes of every file of each pinned version. What
+only some of these Pythons need, or need at another version, has a marker, which pip reads. Pins that still fit stay as
+they are; `--upgrade` before the names takes the newest instead. A lock for CPUs is the same resolution less the CUDA
+libraries, and it also lists the hash of the torch build that this machine's pip prefers (a local +cpu wheel), besides
+those it listed before. It ends with an error where one of PYTHONS finds no wheel of a package; those in `sources` are
+built on the machine that has their compiler.
 """
 
 import hashlib
@@ -12,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from install_hub import lock_entries
 
 UV = "uv==0.13.8"  # the resolver
-PYTHON = "3.11"
+PYTHONS = ("3.11", "3.12", "3.13")
+# Linux on these processors, CPython: what a lock is for. A marker that says no more than this is left out.
+WHERE = ("platform_python_implementation == 'CPython'", "sys_platform == 'linux'")
 CUDA_ONLY = re.compile(r"(nvidia-.*|cuda-.*|triton)$")
 
 
@@ -29,29 +34,117 @@ class Hub:
     source: str
     cuda: bool = False
     data_only: bool = False  # the packages alone, for files in them; what they would need to run is left out
+    over: str = ""  # the lock whose versions hold here too; this one lists only what that one lacks
+    shared: tuple[str, ...] = ()  # only these of that lock hold here; all of it where there are none
+    without: tuple[str, ...] = ()  # what a package asks for and nobody imports
+    machine: str = "x86_64"  # the processor; "" for all that the packages have wheels for
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # built where they are installed: what they need
 
 
 HUBS = {
     "cpu": Hub("requirements.in"),
     "cuda": Hub("requirements.in", cuda=True),
     "tf517": Hub("requirements_tf517.in"),
+    # trackio wants the fast parts of a web server, which runs where its pages are looked at, and an older pillow.
+    "extras": Hub("requirements_extras.in", over="cpu", without=("httptools", "uvloop", "watchfiles")),
     "templates": Hub("requirements_templates.in", data_only=True),
+    "tools": Hub("requirements_tools.in"),
+    # For pip on machines with accelerators, not for Bazel.
+    "recipes_cuda": Hub(
+        "requirements_recipes_cuda.in", cuda=True, sources={"causal-conv1d": ("torch", "packaging", "ninja")}
+    ),
+    "recipes_npu": Hub("requirements_recipes_npu.in", machine=""),
+    # torch and what it needs are those of the trainer. The registry's vision and audio wheels are CUDA builds, which a
+    # CPU build of torch can't load; third_party/torchvision says so to whoever asks.
+    "vllm": Hub(
+        "requirements_vllm.in",
+        over="cpu",
+        shared=(
+            "filelock",
+            "fsspec",
+            "jinja2",
+            "markupsafe",
+            "mpmath",
+            "networkx",
+            "setuptools",
+            "sympy",
+            "torch",
+            "typing-extensions",
+        ),
+        without=("torchvision", "torchaudio", "torchcodec", "triton"),
+    ),
 }
 
 
-def resolve(uv: Path, source: Path, data_only: bool) -> dict[str, str]:
-    """Lock entries with all hashes; no comment and no registry's name among them."""
-    target = ["--python-version", PYTHON, "--python-platform", "x86_64-unknown-linux-gnu"]
-    plain = ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-config"]
-    alone = ["--no-deps"] if data_only else []
-    command = [str(uv), "pip", "compile", "-q", *target, *plain, *alone, str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{source.name} cannot be resolved:\n{done.stderr}")
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write(done.stdout)
-        file.flush()
-        return lock_entries(Path(file.name))
+def shortened(entry: str, where: tuple[str, ...]) -> str:
+    """A lock entry whose markers no longer say what the whole lock is for (`where`)."""
+    lines = []
+    for line in entry.splitlines():
+        pinned, _, marker = line.removesuffix(" \\").partition(" ; ")
+        if marker:
+            for clause in where:
+                marker = marker.replace(f" and {clause}", "").replace(f"{clause} and ", "")
+            marker = re.sub(r"\((\w+ [=!<>]+ '[^']*')\)", r"\1", marker)
+            marker = "" if marker in where else f" ; {marker}"
+            line = pinned + marker + (" \\" if line.endswith("\\") else "")
+        lines.append(line + "\n")
+    return "".join(lines)
+
+
+def project(hub: Hub) -> tuple[str, tuple[str, ...]]:
+    """(The resolver's settings for a hub, the clauses of the markers that say no more than they.)"""
+    before = f"python_full_version < '3.{int(PYTHONS[-1].split('.')[1]) + 1}'"
+    where = (*WHERE, before, *([f"platform_machine == '{hub.machine}'"] if hub.machine else []))
+    text = f'[tool.uv]\nenvironments = ["{" and ".join(where)}"]\n'
+    for name, needs in hub.sources.items():
+        text += f'[[tool.uv.dependency-metadata]]\nname = "{name}"\nrequires-dist = {list(needs)}\n'
+    return text, where
+
+
+def resolve(uv: Path, source: Path, hub: Hub, held: dict[str, str], before: str) -> dict[str, str]:
+    """Lock entries with all hashes beyond those `held`; no comment and no registry's name among them.
+
+    What is held overrules what packages ask for: one may pin a build (torch==2.13.0+cpu) that no index lists. The lock
+    of `before` gives the versions that stay where they still fit.
+    """
+    plain = ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url"]
+    alone = ["--no-deps"] if hub.data_only else []
+    settings, where = project(hub)
+    with tempfile.TemporaryDirectory() as folder:
+        wishes, pins, lock = Path(folder, "pyproject.toml"), Path(folder, "pins.txt"), Path(folder, "lock.txt")
+        wishes.write_text(settings)
+        lock.write_text(before)
+        never = "".join(f"{name}; sys_platform == 'never'\n" for name in hub.without)
+        pins.write_text("".join(entry.split()[0] + "\n" for entry in held.values()) + never)
+        rule = "--override" if hub.shared or hub.without else "--constraint"
+        forks = ["--universal", "--fork-strategy", "fewest", "--python-version", PYTHONS[0]]
+        target = [*forks, rule, str(pins), str(source.absolute()), "-o", str(lock)]
+        done = subprocess.run(
+            [str(uv.absolute()), "pip", "compile", "-q", *plain, *alone, *target],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{source.name} cannot be resolved:\n{done.stderr}")
+        entries = lock_entries(lock)
+    return {name: shortened(text, where) for name, text in entries.items() if name not in held}
+
+
+def check_wheels(uv: Path, lock: Path, hub: Hub) -> None:
+    """End where one of PYTHONS has no wheel of a locked package on a Linux of today."""
+    for version in PYTHONS:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            entries = lock_entries(lock)
+            file.write("".join(text for name, text in entries.items() if name not in hub.sources))
+            file.flush()
+            target = ["--python-version", version, "--python-platform", f"{hub.machine or 'x86_64'}-manylinux_2_35"]
+            plain = ["--no-deps", "--only-binary", ":all:", "--no-config", "--no-header"]
+            command = [str(uv), "pip", "compile", "-q", *target, *plain, file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{lock.name} does not install on Python {version}:\n{done.stderr}")
 
 
 def hashes(entry: str) -> list[str]:
@@ -83,24 +176,32 @@ def write_lock(path: Path, hub: Hub, entries: dict[str, str], pip: list[str]) ->
         before = lock_entries(path).get("torch", "") if path.exists() else ""
         pinned = entries["torch"].split()[0]
         entries["torch"] = with_local_builds(entries["torch"], before, preferred_build(pip, pinned))
-    path.write_text(f"# Made by `./bazelw run //build:lock` from build/{hub.source}.\n" + "".join(entries.values()))
+    versions = ", ".join(PYTHONS)
+    made = f"# Made by `./bazelw run //build:lock` from build/{hub.source}, for Python {versions}.\n"
+    path.write_text(made + "".join(entries.values()))
     print(f"build/locks/{path.name}: {len(entries)} packages")
 
 
-def main(names: list[str]) -> None:
-    """Makes the named locks, or all."""
+def main(words: list[str]) -> None:
+    """Make the named locks, or all."""
+    names = [word for word in words if word != "--upgrade"]
     unknown = sorted(set(names) - HUBS.keys())
     if unknown:
         sys.exit(f"no lock is called {', '.join(unknown)}; there are {', '.join(HUBS)}")
     build = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", Path.cwd())) / "build"
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
-        pip = [f"{folder}/bin/python", "-m", "pip", "--disable-pip-version-check"]
+        pip, uv = [f"{folder}/bin/python", "-m", "pip", "--disable-pip-version-check"], Path(folder, "bin/uv")
         subprocess.run([*pip, "install", "-q", UV], check=True)
         for name in names or HUBS:
-            hub = HUBS[name]
-            entries = resolve(Path(folder) / "bin/uv", build / hub.source, hub.data_only)
-            write_lock(build / "locks" / f"{name}.txt", hub, entries, pip)
+            hub, path = HUBS[name], build / "locks" / f"{name}.txt"
+            held = lock_entries(build / "locks" / f"{hub.over}.txt") if hub.over else {}
+            if hub.shared:
+                held = {package: held[package] for package in hub.shared}
+            before = path.read_text() if path.exists() and "--upgrade" not in words else ""
+            entries = resolve(uv, build / hub.source, hub, held, before)
+            write_lock(path, hub, entries, pip)
+            check_wheels(uv, path, hub)
 
 
 if __name__ == "__main__":

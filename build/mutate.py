@@ -5,8 +5,9 @@
     ./bazelw run //build:mutate -- --changed-since main --minutes 10        what a branch changed, as CI does
 
 mutmut makes the mutants and runs, for each, the tests that reach its function. Where `--minutes` do not suffice for
-all, an even random sample is run: `measured` in the table says how many. Changes of an error's text and of a zip's
-`strict` do not count; those that no test can notice are named, with a reason each, in mutate_equivalent.toml.
+all, an even random sample is run: `measured` in the table says how many. `--keep FILE` keeps the verdicts, so that the
+next run goes on where this one stopped. Changes of an error's text and of a zip's `strict` do not count; those that no
+test can notice are named, with a reason each, in equivalent/, one file a library.
 """
 
 import argparse
@@ -23,10 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from mutate_kept import Kept
 from mutate_report import (
     Mutant,
+    library_of,
     name_equivalents,
     read_equivalents,
     read_mutants,
@@ -37,7 +41,7 @@ from mutate_report import (
 )
 from mutate_tree import Group, copy_group, files_of, groups_of, is_mutable
 
-EQUIVALENT = "build/mutate_equivalent.toml"
+EQUIVALENT = "build/equivalent"
 MUTMUT = [sys.executable, "-c", "from mutmut.__main__ import cli; cli()"]
 NOTHING = "no mutant has this name"
 SECONDS_A_MUTANT = 0.5  # forking, collecting
@@ -65,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mutants = name_equivalents(mutants, known)
     report(mutants, options)
     for entry in stale(mutants, known):
-        print(f"{EQUIVALENT} names a change that is not made or not equivalent: {entry.file}: {entry.change}")
+        page = f"{EQUIVALENT}/{library_of(entry.file)}.toml"
+        print(f"{page} names a change that is not made or not equivalent: {entry.file}: {entry.change}")
     return int(failed and not options.changed_since)
 
 
@@ -80,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
     cold = "start each mutant without the caches that a run of the tests filled: slower, and sees what they hide"
     made.add_argument("--cold", action="store_true", help=cold)
     made.add_argument("--seed", type=int, default=0, help="of the sample, where time does not suffice for all")
+    kept = "verdicts of earlier runs, to go on from: what was killed stays so while its file is the same"
+    made.add_argument("--keep", type=Path, metavar="FILE", help=kept)
     made.add_argument("--changed-since", metavar="REVISION", help="files that differ from this revision")
     made.add_argument("--record", type=Path, metavar="PAGE", help="put the rows into this page's table")
     made.add_argument("--no-survivors", action="store_true", help="print the table alone")
@@ -103,6 +110,8 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
         environment = environment_of(top, group)
         # A name that no mutant has: mutants are made, tests are timed, and nothing is run.
         status, output = mutmut(place, environment, ["run", "--max-children", str(options.jobs), NOTHING], seconds)
+        kept = Kept.of(options.keep, top, group)
+        kept.restore(place, names)
         mutants = read_mutants(place, names)
         costs = costs_of(place, mutants)
         if not costs:
@@ -114,7 +123,9 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
             said = shown.stdout if shown.returncode else output
             print(f"{group.package}: the tests fail on unchanged code", *said.splitlines()[-40:], sep="\n")
             return None
-        order = shuffled(costs, options.seed)
+        waiting = {mutant.name for mutant in mutants if mutant.verdict == "waiting"}
+        order = [name for name in shuffled(costs, options.seed) if name in waiting]
+        order.sort(key=lambda name: name not in kept.first)  # stable: the others stay in their random order
         # Even random batches; how long the first, chosen as if no test failed early, takes says how large the next is.
         size, done = fitting(order, costs, 0.1 * (seconds - (time.monotonic() - begun))), 0
         while order[done:] and (left := seconds - (time.monotonic() - begun)) > 0:
@@ -125,10 +136,18 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
             rate = (time.monotonic() - started) / len(batch)
             left = seconds - (time.monotonic() - begun)
             size = int(0.8 * left / rate)
-            print(f"{group.package}: {done} of {len(mutants)} mutants, {rate:.2f} s each", flush=True)
+            kept.save(place, names)
+            print(f"{group.package}: {done} of {len(order)} mutants, {rate:.2f} s each", flush=True)
             if size < SMALLEST_BATCH:
                 break
-        return read_mutants(place, names)
+        return still_surviving(read_mutants(place, names), kept.first)
+
+
+def still_surviving(mutants: Iterable[Mutant], names: frozenset[str]) -> list[Mutant]:
+    """The mutants, those of these names that wait for a run as survivors."""
+    return [
+        replace(one, verdict="survived") if one.verdict == "waiting" and one.name in names else one for one in mutants
+    ]
 
 
 def environment_of(top: Path, group: Group) -> dict[str, str]:

@@ -106,15 +106,26 @@ def diff_of(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
     return tuple(line[0] + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---"))
 
 
-def read_equivalents(path: Path) -> list[Equivalent]:
-    """The named equivalent mutants of a file like mutate_equivalent.toml; ValueError for one without a reason."""
-    if not path.exists():
-        return []
-    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
-    for entry in entries:
-        if not entry.get("reason", "").strip() or set(entry) != {"file", "change", "reason"}:
-            raise ValueError(f"{path}: an entry has file, change and reason, got {entry}")
-    return [Equivalent(entry["file"], tuple(entry["change"]), entry["reason"]) for entry in entries]
+def library_of(file: str) -> str:
+    """Whose page of equivalent mutants a file of the tree belongs on: libs/NAME/... -> NAME, apps/... -> apps."""
+    first, second = Path(file).parts[:2]
+    return second if first == "libs" else first
+
+
+def read_equivalents(folder: Path) -> list[Equivalent]:
+    """The equivalent mutants that the pages of a folder name, NAME.toml those of libs/NAME and apps.toml those of apps.
+
+    ValueError for an entry without a reason, and for one that stands on another library's page.
+    """
+    found = []
+    for page in sorted(folder.glob("*.toml")):
+        for entry in tomllib.loads(page.read_text(encoding="utf-8")).get("equivalent", []):
+            if not entry.get("reason", "").strip() or set(entry) != {"file", "change", "reason"}:
+                raise ValueError(f"{page}: an entry has file, change and reason, got {entry}")
+            if library_of(entry["file"]) != page.stem:
+                raise ValueError(f"{page}: {entry['file']} belongs on {library_of(entry['file'])}.toml")
+            found.append(Equivalent(entry["file"], tuple(entry["change"]), entry["reason"]))
+    return found
 
 
 def name_equivalents(mutants: Iterable[Mutant], known: Iterable[Equivalent]) -> list[Mutant]:

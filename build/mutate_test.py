@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mutate
 import pytest
+from mutate_kept import Kept
 from mutate_report import (
     HEAD,
     RULE,
@@ -24,7 +25,7 @@ from mutate_report import (
     together,
     verdict_of,
 )
-from mutate_tree import PRAGMA, files_of, groups_of, is_mutable, without_texts
+from mutate_tree import PRAGMA, Group, files_of, groups_of, is_mutable, without_texts
 
 CODE = '''"""A toy."""
 
@@ -74,7 +75,7 @@ def tree(folder: Path, test: str) -> Path:
     (package / "__init__.py").write_text("")
     (package / "numbers.py").write_text(CODE)
     (package / "numbers_test.py").write_text(test)
-    (folder / "build").mkdir()
+    (folder / "build/equivalent").mkdir(parents=True)
     return folder
 
 
@@ -93,7 +94,7 @@ def measure(folder: Path, monkeypatch, capsys, *arguments: str) -> tuple[int, st
 
 def test_a_strong_test_kills_all_but_the_equivalent_one(tmp_path, monkeypatch, capsys):
     folder = tree(tmp_path, STRONG)
-    (folder / "build/mutate_equivalent.toml").write_text(EQUIVALENT)
+    (folder / "build/equivalent/toy.toml").write_text(EQUIVALENT)
     page = folder / "page.md"
     page.write_text(f"# Page\n\n{HEAD}\n{RULE}\n\nThe end.\n")
     status, out, rows = measure(folder, monkeypatch, capsys, "--cold", "--record", "page.md")
@@ -109,13 +110,60 @@ def test_a_strong_test_kills_all_but_the_equivalent_one(tmp_path, monkeypatch, c
 
 def test_a_weak_test_leaves_survivors_and_says_which(tmp_path, monkeypatch, capsys):
     folder = tree(tmp_path, WEAK)
-    (folder / "build/mutate_equivalent.toml").write_text(EQUIVALENT.replace(">= b else b", ">= b else c"))
+    (folder / "build/equivalent/toy.toml").write_text(EQUIVALENT.replace(">= b else b", ">= b else c"))
     status, out, rows = measure(folder, monkeypatch, capsys)
     assert status == 0
     assert int(rows["libs/toy/toy/numbers.py"][4]) >= 2
     assert "    -if a < 0 or b < 0:\n    +if a < 0 and b < 0:" in out
     assert "got" not in "".join(line for line in out.splitlines() if line.startswith("    "))
-    assert "mutate_equivalent.toml names a change that is not made or not equivalent: libs/toy/toy/numbers.py" in out
+    assert "build/equivalent/toy.toml names a change that is not made or not equivalent: libs/toy/toy/numbers.py" in out
+
+
+def test_a_run_goes_on_from_kept_verdicts(tmp_path, monkeypatch, capsys):
+    """Nothing is run twice but what survived, once the tests changed; the rows count what earlier runs found."""
+    folder = tree(tmp_path, WEAK)
+    keep = str(folder / "kept.json")
+    _, _, first = measure(folder, monkeypatch, capsys, "--keep", keep)
+    _, out, again = measure(folder, monkeypatch, capsys, "--keep", keep)
+    assert again == first
+    assert "mutants," not in out  # no batch was run
+    (folder / "libs/toy/toy/numbers_test.py").write_text(STRONG)
+    survived = int(first["libs/toy/toy/numbers.py"][4])
+    _, out, better = measure(folder, monkeypatch, capsys, "--keep", keep)
+    assert f"toy: {survived} of {survived} mutants" in out
+    assert better["libs/toy/toy/numbers.py"][4] == "1"  # the equivalent one
+
+
+def test_what_is_kept_is_for_the_same_source(tmp_path):
+    top = tree(tmp_path, STRONG)
+    file, test = Path("libs/toy/toy/numbers.py"), Path("libs/toy/toy/numbers_test.py")
+    group = Group(Path("libs/toy"), "toy", (file,), (test,))
+    meta = tmp_path / "run/mutants/toy/numbers.py.meta"
+    meta.parent.mkdir(parents=True)
+    meta.write_text('{"exit_code_by_key": {"a": 1, "b": 0, "c": null, "d": 36}}')
+    page, names = tmp_path / "kept.json", {"toy/numbers.py": str(file)}
+    Kept.of(page, top, group).save(tmp_path / "run", names)
+    assert Kept.of(page, top, group).codes == {str(file): {"a": 1, "b": 0, "d": 36}}
+    assert Kept.of(None, top, group).codes == {}
+    (top / test).write_text(WEAK)
+    changed = Kept.of(page, top, group)
+    assert changed.codes == {str(file): {"a": 1, "d": 36}}
+    assert changed.first == {"b"}
+    meta.write_text('{"exit_code_by_key": {"a": null, "b": null, "e": null}, "more": 1}')
+    changed.restore(tmp_path / "run", names)
+    assert meta.read_text() == '{"exit_code_by_key": {"a": 1, "b": null, "e": null}, "more": 1}'
+    changed.save(tmp_path / "run", names)  # b was not run: it is the first of the next run too
+    assert Kept.of(page, top, group).first == {"b"}
+    (top / file).write_text(CODE + "\n")
+    assert Kept.of(page, top, group).codes == {}
+
+
+def test_survivors_count_until_they_are_run_again():
+    mutants = [
+        Mutant("a.py", name, verdict) for name, verdict in zip("abc", ("waiting", "waiting", "killed"), strict=True)
+    ]
+    found = mutate.still_surviving(mutants, frozenset({"a", "c"}))
+    assert [one.verdict for one in found] == ["survived", "waiting", "killed"]
 
 
 def test_tests_that_fail_unchanged_are_an_error(tmp_path, monkeypatch, capsys):
@@ -201,14 +249,18 @@ def mutant(verdict: str, file: str = "a.py", diff: tuple[str, ...] = ("-x", "+y"
 
 
 def test_equivalents_do_not_count_and_are_named(tmp_path):
-    path = tmp_path / "known.toml"
-    assert read_equivalents(path) == []
-    path.write_text(EQUIVALENT)
-    (entry,) = read_equivalents(path)
-    assert entry.change[0].startswith("-return")
-    path.write_text(EQUIVALENT.replace("of two equal numbers either is the larger one", " "))
+    assert read_equivalents(tmp_path / "absent") == []
+    (tmp_path / "toy.toml").write_text(EQUIVALENT)
+    (tmp_path / "apps.toml").write_text(EQUIVALENT.replace("libs/toy/toy", "apps/toy"))
+    first, second = read_equivalents(tmp_path)
+    assert (first.file, second.file) == ("apps/toy/numbers.py", "libs/toy/toy/numbers.py")
+    assert second.change[0].startswith("-return")
+    (tmp_path / "apps.toml").write_text(EQUIVALENT)
+    with pytest.raises(ValueError, match=r"apps.toml: libs/toy/toy/numbers.py belongs on toy.toml"):
+        read_equivalents(tmp_path)
+    (tmp_path / "apps.toml").write_text(EQUIVALENT.replace("of two equal numbers either is the larger one", " "))
     with pytest.raises(ValueError, match="file, change and reason"):
-        read_equivalents(path)
+        read_equivalents(tmp_path)
     known = [Equivalent("a.py", ("-x", "+y"), "why"), Equivalent("a.py", ("-x", "+z"), "why")]
     mutants = [mutant("survived"), mutant("survived", "b.py"), mutant("killed", diff=("-x", "+z"))]
     named = name_equivalents(mutants, known)

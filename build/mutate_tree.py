@@ -141,7 +141,7 @@ def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Se
     }
     lines = [f"{key} = {str(value).lower() if isinstance(value, bool) else value!r}" for key, value in values.items()]
     lines.append('pytest_add_cli_args = ["--import-mode=importlib", "-p", "no:cacheprovider"]')
-    markers = ["gpu", "gpu4", "npu", "vllm", "slow", "browser"]
+    markers = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser"]
     return "\n".join(
         [
             "[tool.mutmut]",

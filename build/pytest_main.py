@@ -4,9 +4,12 @@ Bazel's test protocol is honoured (JUnit file, --test_filter), the surroundings 
 a skip that build/allowed_skips.txt does not list is a failure. A file in which pytest finds nothing to run fails too.
 """
 
+import atexit
 import fnmatch
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -15,7 +18,7 @@ def prepare_environment() -> None:
     scratch = os.environ.get("TEST_TMPDIR")
     if scratch:
         os.environ["HOME"] = scratch
-        os.environ["TMPDIR"] = scratch
+        os.environ["TMPDIR"] = short_name(scratch)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["PYTHONNOUSERSITE"] = "1"
@@ -23,6 +26,17 @@ def prepare_environment() -> None:
     sys.dont_write_bytecode = True
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [p for p in sys.path if os.path.realpath(p or ".") != os.path.realpath(here)]
+
+
+def short_name(folder: str) -> str:
+    """Another name of the folder, a link to it, where a socket's path (108 bytes) would not fit below its own."""
+    if len(folder) < 50:
+        return folder
+    link = os.path.join(tempfile.mkdtemp(prefix="t"), "t")
+    tempfile.tempdir = None  # it is remembered otherwise, and TMPDIR not looked at
+    os.symlink(folder, link)
+    atexit.register(shutil.rmtree, os.path.dirname(link), ignore_errors=True)
+    return link
 
 
 def load_hypothesis_profile() -> None:

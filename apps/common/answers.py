@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-from rollout.rewards import boxed
+from rollout.rewards.boxed import boxed
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 

@@ -34,8 +34,8 @@ class CommandLine(Generic[C]):
     """Where runs are, newest last, for --resume without --run-dir."""
     usual: str = "quickstart"
     """The recipe where none is named."""
-    real: str | None = None
-    """The recipe where none is named, but --model or --data is given."""
+    by_flag: Mapping[str, str] = field(default_factory=dict)
+    """The recipe where none is named, but this flag is given; the first that applies."""
     owned: Mapping[str, str] = field(default_factory=dict)
     """Fields without a flag, and what to use instead; see `apps.common.flags`."""
     types: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class CommandLine(Generic[C]):
         if "--resume" in argv:
             return self._earlier_run(_peek(argv, "--run-dir"))
         given = {word.split("=")[0] for word in argv}
-        usual = self.real if self.real and given & {"--model", "--data"} else self.usual
+        usual = next((recipe for flag, recipe in self.by_flag.items() if flag in given), self.usual)
         recipe = _peek(argv, "--recipe") or usual
         if recipe not in self.recipes:
             near = difflib.get_close_matches(recipe, self.recipes, n=1)

@@ -1,6 +1,10 @@
 """A run that does far worse than guessing has diverged: it ends with an error, and leaves no export."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollout import NotFiniteError
 
 
 class DivergenceError(RuntimeError):
@@ -22,3 +26,19 @@ def check_loss(step: int, nats: float, vocab_size: int) -> None:
             f"step {step}: the held-out loss is {nats:.3g} nats a token where guessing has {guessing:.3g}; nothing is "
             "exported. Lower --engine.lr"
         )
+
+
+@contextmanager
+def told_by_sampler(step: int) -> Iterator[None]:
+    """Around a step of a run whose start was sampled from: a sampler that now meets logits or weights that are not
+    finite tells of a policy that diverged.
+
+    Raises:
+        DivergenceError: in place of the sampler's NotFiniteError.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        raise DivergenceError(
+            f"step {step}: the sampler can't use the policy any more ({error}); nothing is exported. Lower --engine.lr"
+        ) from error

@@ -79,8 +79,8 @@ def changed(config: Any, other: Any) -> list[str]:
 
 
 def flag(path: str) -> str:
-    """The flag of a dotted path; the fields of `data` stand at the top."""
-    return "--" + path.removeprefix("data.").replace("_", "-")
+    """The flag of a dotted path; the fields of `data` and of `own` stand at the top."""
+    return "--" + path.removeprefix("data.").removeprefix("own.").replace("_", "-")
 
 
 def _below(paths: Mapping[str, Any], name: str) -> dict[str, Any]:

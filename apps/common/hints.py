@@ -7,7 +7,7 @@ is the advice itself.
 
 from collections.abc import Mapping, Sequence
 
-NO_REFERENCE = "there is no KL penalty yet, as no reference policy is held: leave it out"
+KL = "--objective.kl-coef, with --engine.lora.rank (the base under adapters is the reference policy)"
 ALWAYS_LOGGED = "TensorBoard events, metrics.jsonl and report.html are always written: leave it out"
 PLANNED = "micro-batches are planned by tokens: --engine.max-tokens-per-rank"
 CHAT_ONLY = "the tokenizer's own chat template is used: leave it out"
@@ -68,12 +68,17 @@ COMMON: dict[str, str] = {
     "num-processes": "--processes",
     "nproc-per-node": "--processes",
     "n-gpus-per-node": "--processes",
-    "report-to": ALWAYS_LOGGED,
+    "report-to": "--tracker (TensorBoard events, metrics.jsonl and report.html are always written)",
     "logging-steps": ALWAYS_LOGGED,
-    "trainer.logger": ALWAYS_LOGGED,
+    "trainer.logger": "--tracker (TensorBoard events, metrics.jsonl and report.html are always written)",
     "attn-implementation": "packed attention is chosen by the engine: leave it out",
-    "use-peft": "adapters are not supported yet: leave it out",
-    "lora-rank": "adapters are not supported yet: leave it out",
+    "use-peft": "--engine.lora.rank",
+    "lora-r": "--engine.lora.rank",
+    "lora-rank": "--engine.lora.rank",
+    "lora-alpha": "--engine.lora.alpha",
+    "lora-target-modules": "--engine.lora.targets",
+    "target-modules": "--engine.lora.targets",
+    "lora-dropout": "dropout is never applied, so the policy that is trained is the one that was scored: leave it out",
 }
 
 GRPO: dict[str, str] = COMMON | {
@@ -106,12 +111,12 @@ GRPO: dict[str, str] = COMMON | {
     "advantage-estimator": "--advantage",
     "scale-rewards": "--advantage dr_grpo",
     "norm-adv-by-std-in-grpo": "--advantage dr_grpo",
-    "beta": NO_REFERENCE,
-    "kl-coef": NO_REFERENCE,
-    "use-kl-loss": NO_REFERENCE,
-    "kl-loss-coef": NO_REFERENCE,
-    "use-kl-in-reward": NO_REFERENCE,
-    "init-kl-coef": NO_REFERENCE,
+    "beta": KL,
+    "kl-coef": KL,
+    "use-kl-loss": KL,
+    "kl-loss-coef": KL,
+    "use-kl-in-reward": KL,
+    "init-kl-coef": KL,
     "top-p": "the trainer scores the whole vocabulary, so answers are sampled from it: leave it out",
     "top-k": "the trainer scores the whole vocabulary, so answers are sampled from it: leave it out",
     "use-vllm": "answers are sampled by the native engine: leave it out",
@@ -119,11 +124,23 @@ GRPO: dict[str, str] = COMMON | {
     "rollout.name": "answers are sampled by the native engine: leave it out",
     "gpu-memory-utilization": "answers are sampled by the native engine: leave it out",
     "tensor-model-parallel-size": "answers are sampled by the native engine: leave it out",
-    "reward-funcs": "a reward belongs to a recipe: a file of apps/grpo/recipes",
-    "custom-reward-function.path": "a reward belongs to a recipe: a file of apps/grpo/recipes",
+    "reward-funcs": "--reward FILE.py:NAME",
+    "custom-reward-function.path": "--reward FILE.py:NAME",
+    "tools": "--tool FILE.py:NAME",
+    "environment-factory": "--environment FILE.py:NAME",
 }
 
 SFT: dict[str, str] = COMMON | {
+    "num-train-epochs": "--epochs",
+    "total-epochs": "--epochs",
+    "save-total-limit": "--keep-checkpoints",
+    "load-best-model-at-end": "--export best",
+    "dataset-text-field": "--text-column",
+    "prompt-key": "--prompt-column",
+    "response-key": "--completion-column",
+    "dataset-num-proc": "--data-processes",
+    "truncation-mode": "--truncation",
+    "completion-only-loss": "of a prompt with its completion the completion alone is trained, always: leave it out",
     "per-device-train-batch-size": "--batch-size (conversations a step, over all ranks)",
     "train-batch-size": "--batch-size",
     "max-length": "--max-tokens",

@@ -18,7 +18,8 @@ LINES = {
     "--per-device-train-batch-size 4 --gradient_accumulation_steps 8": ["--prompts", "--engine.max-tokens-per-rank"],
     "--model_name_or_path dir --dataset_name file.jsonl": ["--model", "--data"],
     "--output_dir out --save_steps 50 --save_total_limit 2": ["--run-dir", "--save-every", "--keep-checkpoints"],
-    "--beta 0.04": ["reference policy"],
+    "--beta 0.04": ["--objective.kl-coef", "reference policy"],
+    "--use_peft --lora_r 16 --lora_alpha 32": ["--engine.lora.rank", "--engine.lora.alpha"],
     "--epsilon 0.2 --epsilon_high 0.28 --loss_type dapo": [
         "--objective.clip-low",
         "--objective.clip-high",

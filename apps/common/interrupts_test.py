@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import random
 import signal
+import threading
+import time
 
 import pytest
 
-from apps.common.interrupts import check, noted
+from apps.common.interrupts import Runner, check, held, noted
 
 
 def press():
@@ -51,7 +54,7 @@ def test_a_task_that_is_just_ending_cannot_swallow_it():
         except asyncio.CancelledError:
             return "done"
 
-    with noted(), pytest.raises(KeyboardInterrupt), asyncio.Runner() as runner:
+    with noted(), pytest.raises(KeyboardInterrupt), Runner() as runner:
         runner.run(ends_all_the_same())
 
 
@@ -62,3 +65,104 @@ def test_the_handler_of_before_comes_back_and_old_presses_are_forgotten():
     assert signal.getsignal(signal.SIGINT) is before
     with noted():
         check()
+
+
+def test_a_held_press_waits_until_the_block_is_over():
+    done = []
+
+    def press_within():
+        with noted(), held():
+            with held():
+                press()
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        press_within()
+    assert done == ["inner", "outer"]
+
+
+def test_a_second_press_does_not_wait():
+    went_on = False
+
+    def press_twice():
+        nonlocal went_on
+        with noted(), held():
+            press()
+            press()
+            went_on = True
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert not went_on
+
+
+def test_a_press_takes_the_place_of_the_error_that_it_caused():
+    def fail():
+        with noted(), held():
+            press()
+            raise ValueError("cut short")
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+
+
+def test_a_press_ends_what_runs_in_a_loop_and_waits_for_its_threads():
+    """As an evaluation that waits for a batch of the sampler's thread."""
+    ended = []
+
+    async def batch():
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.2)
+            await asyncio.sleep(1000)
+        finally:
+            ended.append("batch")
+
+    async def main():
+        threading.Timer(0.05, press).start()
+        await asyncio.gather(batch(), batch())
+
+    with pytest.raises(KeyboardInterrupt), noted(), Runner() as runner:
+        runner.run(main())
+    assert ended == ["batch", "batch"]
+
+
+def test_a_press_between_two_runs_of_a_loop_is_raised():
+    async def never():
+        raise AssertionError("it ran")
+
+    def press_then_run():
+        with Runner() as runner, noted(), held():
+            press()
+            runner.run(never())
+
+    with pytest.raises(KeyboardInterrupt):
+        press_then_run()
+
+
+def test_no_lock_stays_held_after_a_press_at_any_moment():
+    """A queue puts under a condition: an interrupt after its lock was taken, before the block began, keeps it taken."""
+    rng = random.Random(0)
+
+    def take_and_give(shared):
+        with noted():
+            threading.Timer(rng.random() / 100, press).start()
+            while True:
+                with held():
+                    for _ in range(50):
+                        with shared:
+                            pass
+
+    for _ in range(100):
+        shared = threading.Condition(threading.Lock())
+        with pytest.raises(KeyboardInterrupt):
+            take_and_give(shared)
+        assert shared.acquire(blocking=False)
+
+
+def test_a_loop_returns_what_its_coroutine_does():
+    async def seven():
+        return 7
+
+    with noted(), Runner() as runner:
+        assert runner.run(seven()) == 7

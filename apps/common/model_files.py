@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from engines.families.registry import family_of
 from engines.loading import read_config
 from engines.weights.directory import ModelDirectory
+from engines.weights.empty import empty_model
 from engines.weights.model_weights import ModelWeights
 
 
@@ -36,19 +36,10 @@ def check_model_directory(directory: Path) -> PretrainedConfig:
         config = read_config(directory)
         family = family_of(config)
         weights = ModelDirectory.read(directory)
-        ModelWeights.of(family, _empty(config), weights)
+        ModelWeights.of(family, empty_model(config, torch.float32), weights)
     except (ValueError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{directory} can't be used: {error}") from error
     return config
-
-
-def _empty(config: PretrainedConfig) -> nn.Module:
-    """The model without any memory for its tensors."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"config.json describes a model that can't be built: {error}") from error
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

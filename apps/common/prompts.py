@@ -3,8 +3,8 @@
 import difflib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Prompt:
     messages: tuple[Message, ...]
     reference: str
     row: int
+    columns: Row = field(default_factory=dict, repr=False, compare=False)
+    """The whole row of the file."""
 
 
 def read_prompts(path: Path, prompt_column: str, answer_column: str) -> list[Prompt]:
@@ -40,13 +42,19 @@ def read_prompts(path: Path, prompt_column: str, answer_column: str) -> list[Pro
             _messages(path, i, prompt_column, _field(path, i, row, prompt_column)),
             _reference(path, i, row, answer_column),
             i,
+            row,
         )
         for i, row in enumerate(rows, start=1)
     ]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a .jsonl or .parquet file, at least one.
+    """The rows of a .jsonl or .parquet file, at least one; see `stream_rows`."""
+    return list(stream_rows(path))
+
+
+def stream_rows(path: Path) -> Iterator[Row]:
+    """The rows of a .jsonl or .parquet file, at least one, with no more of them in memory than the reader needs.
 
     Raises:
         ValueError: the file is missing, of another kind, empty, or not what its name says.
@@ -58,18 +66,20 @@ def read_rows(path: Path) -> list[Row]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"no such data file: {path}{hint}")
     if path.suffix in (".jsonl", ".ndjson"):
-        rows = _read_jsonl(path)
+        rows = _stream_jsonl(path)
     elif path.suffix == ".parquet":
-        rows = _read_parquet(path)
+        rows = _stream_parquet(path)
     else:
         raise ValueError(f"{path}: expected a name ending in .jsonl or .parquet, got {path.suffix or 'no ending'}")
-    if not rows:
+    none = True
+    for row in rows:
+        none = False
+        yield row
+    if none:
         raise ValueError(f"{path}: the file has no rows")
-    return rows
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
+def _stream_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -80,15 +90,16 @@ def _read_jsonl(path: Path) -> list[Row]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
             if isinstance(row, dict):
-                rows.append(row)
+                yield row
             elif text.strip():
                 raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-    return rows
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _stream_parquet(path: Path) -> Iterator[Row]:
     try:
-        return pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
 

@@ -1,11 +1,16 @@
-from apps.common.ranks import from_rank_0, gather_lists, rank_and_world, ranks_of_run
+import pytest
+
+from apps.common.ranks import from_rank_0, gather_lists, rank_and_world, ranks_of_node
 
 
 def test_torchrun_says_how_many_ranks_there_are(monkeypatch):
-    assert ranks_of_run(3) == 3
+    assert ranks_of_node(3, 2) == 3
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    assert ranks_of_run(1) == 8
+    assert ranks_of_node(1, 1) == 8
+    assert ranks_of_node(1, 2) == 4
+    with pytest.raises(ValueError, match=r"8 ranks, which 3 nodes.*--cluster\.pools\.nodes"):
+        ranks_of_node(1, 3)
 
 
 def test_without_a_group_there_is_one_rank():

@@ -8,14 +8,15 @@ A field that a run shows no sign of is an option without effect: it wants a refu
 3. Otherwise they must differ in the operations that they carry out on tensors (memory is traded for time by some).
 """
 
+import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +106,41 @@ def effect(
     ]
     assert counts[0] != counts[1], f"{flag(path)} {change.value!r} has no effect: refuse it, or delete it"
     return "operations"
+
+
+@dataclass(frozen=True)
+class Sweep(Generic[C]):
+    """All settings of an app, to be changed one at a time.
+
+    `base`: small and quick, with something for every setting to act on. `left_out`: paths that have no flag, or that
+    another test changes. `changes`: values where the next choice, the other truth or twice the number would not do.
+    """
+
+    run: Callable[[C], Any]
+    base: C
+    left_out: Set[str]
+    changes: Mapping[str, Change]
+    known: dict[C, dict[str, Any]] = field(default_factory=dict)
+
+    def paths(self) -> list[str]:
+        """Every setting but those left out and those of `data` and `own`, which decide what is asked or imitated."""
+        paths = {path for path in field_paths(self.base) if not path.startswith(("data.", "own."))} - self.left_out
+        unknown = set(self.changes) - paths
+        assert not unknown, f"the table names fields that are not there: {unknown}"
+        return sorted(paths)
+
+    def equal_runs(self, folder: Path) -> dict[str, Any]:
+        """What two runs with equal settings leave behind; if they differed, every change would seem to do something."""
+        one, two = (outcome(self.run, put(self.base, "run_dir", folder / name)) for name in ("one", "two"))
+        assert one == two
+        self.known[self.base] = one
+        return one
+
+    def effect(self, path: str, folder: Path) -> str:
+        """What changing one setting does; see `effect`."""
+        value = functools.reduce(getattr, path.split("."), self.base)
+        change = self.changes[path] if path in self.changes else Change(another(type(self.base), path, value))
+        return effect(self.run, self.base, path, change, folder, self.known)
 
 
 def outcome(run: Callable[[C], Any], config: C) -> dict[str, Any]:

@@ -4,13 +4,14 @@ import logging
 from pathlib import Path
 
 import jinja2
-import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from engines.devices.choice import devices_of
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face directory, whose chat template has rendered one question.
+
+def load_tokenizer(directory: Path, chat: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face directory; with `chat`, its template has rendered one question.
 
     Raises:
         ValueError: no such directory, no tokenizer or chat template in it, or one that does not work.
@@ -23,13 +24,24 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"the tokenizer in {directory} can't be read: {type(error).__name__} {error}") from error
+    if chat:
+        check_chat_template(tokenizer)
+    return tokenizer
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render one question by the template of a tokenizer that was read from a directory.
+
+    Raises:
+        ValueError: there is no chat template, or one that does not work.
+    """
+    directory = tokenizer.name_or_path
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer in {directory} has no chat template; add chat_template.jinja to the directory")
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise ValueError(f"the chat template in {directory} does not work: {error}") from error
-    return tokenizer
 
 
 def quiet_libraries() -> None:
@@ -38,7 +50,7 @@ def quiet_libraries() -> None:
     The advice: on tracing, which nobody does here, and on a CPU to install kernels that need a GPU.
     """
     transformers.utils.logging.disable_progress_bar()
-    if not torch.cuda.is_available():
+    if devices_of("auto").kind != "cuda":
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

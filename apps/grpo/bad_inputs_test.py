@@ -26,7 +26,34 @@ FLAGS = [
     ("--epochs 0", ["--epochs must be at least 1"]),
     ("--save-every 0", ["--save-every must be at least 1"]),
     ("--keep-checkpoints -1", ["--keep-checkpoints"]),
-    ("--keep-episodes -1", ["--keep-episodes"]),
+    ("--keep-groups -1", ["--keep-groups"]),
+    ("--keep-failures -1", ["--keep-failures"]),
+    ("--tracker comet", ["--tracker", "comet", "trackio"]),
+    ("--environment Maze", ["--environment 'Maze'", "FILE.py:NAME or package.module:name"]),
+    ("--environment nowhere.py:Maze", ["there is no file", "nowhere.py", "--environment"]),
+    ("--environment apps.grpo.nowhere:Maze", ["no module", "apps.grpo.nowhere", "--environment"]),
+    ("--environment apps.grpo.own_examples:Digit", ["did you mean Digits"]),
+    ("--environment apps.grpo.own_examples:Halved", ["no async method step, finish, close"]),
+    ("--environment apps.grpo.own_examples:Closed", ["open", "raised OSError: the door is locked"]),
+    ("--environment apps.grpo.own_examples:Strange", ["gave list: give an Opening"]),
+    ("--environment apps.grpo.own_examples:Digits --tasks nowhere.jsonl", ["no such data file"]),
+    ("--environment apps.grpo.own_examples:Digits --reward a.py:b", ["--reward goes with --data"]),
+    ("--environment apps.grpo.own_examples:Digits --tool a.py:b", ["--tool goes with --data"]),
+    ("--environment apps.grpo.own_examples:Digits --data x.jsonl", ["--data has no effect with --environment"]),
+    ("--environment apps.grpo.own_examples:Digits --environment-shares Digits=1", ["--environment-shares"]),
+    ("--environment apps.grpo.own_examples:Digits --eval-share 0.3", ["--eval-share has no effect without --tasks"]),
+    ("--recipe quickstart --environment apps.grpo.own_examples:Digits", ["--environment goes with"]),
+    ("--recipe environment", ["add --environment FILE.py:NAME"]),
+    ("--tasks x.jsonl", ["--tasks goes with --environment"]),
+    ("--environment-column kind", ["--environment-column goes with --environment"]),
+    ("--system-prompt Hello", ["--system-prompt goes with"]),
+    ("--template-options x=1", ["--template-options goes with"]),
+    ("--template-options x", ["--template-options", "NAME=VALUE"]),
+    ("--environment apps.grpo.own_examples:Digits --template-options x=1", ["--template-options x has no effect"]),
+    ("--reward a.py:b", ["--reward goes with"]),
+    ("--tool a.py:b", ["--tool goes with"]),
+    ("--preset gsm9k", ["--preset", "gsm9k", "gsm8k"]),
+    ("--preset gsm8k", ["add --model DIR"]),
     ("--mini-batches 1000", ["--mini-batches 1000", "--group-size"]),
     ("--group-size 1", ["group size of at least 2"]),
     ("--group-size 1 --advantage dr_grpo", ["group size of at least 2"]),
@@ -61,7 +88,8 @@ FLAGS = [
     ("--engine.context-parallel static:2", ["1 ranks are no multiple", "cp", "use 2 ranks"]),
     ("--engine.context-parallel dynamic --engine.batching padded", ["batching='packed'"]),
     ("--engine.max-tokens-per-rank 32", ["64 tokens", "raise --engine.max-tokens-per-rank"]),
-    ("--engine.backend megatron", ["megatron"]),
+    ("--engine.tensor-parallel 2", ["1 ranks are no multiple of tp", "use 2 ranks"]),
+    ("--engine.backend megatron --engine.batching padded", ["padded", "batching='packed'"]),
     ("--engine.device npu", ["npu"]),
     ("--engine.model dir", ["--model"]),
     ("--engine.temperature 0.5", ["--sampling.temperature"]),
@@ -72,7 +100,6 @@ FLAGS = [
     ("--objective.policy-loss cipso", ["cipso"]),
     ("--objective.aggregation constant", ["max_tokens"]),
     ("--objective.max-tokens 5", ["max_tokens"]),
-    ("--objective.kl-coef 0.1", ["reference policy"]),
     ("--objective.entropy-coef -1", ["entropy_coef"]),
     ("--objective.off-policy-cap 3", ["off_policy_cap"]),
     ("--warm-start.steps -1", ["--warm-start.steps"]),
@@ -194,10 +221,10 @@ def model(tmp_path_factory):
 def refused(monkeypatch, capsys, tmp_path):
     """Run a command line that must be refused; what it printed, in one line."""
 
-    def sampled(*args):
+    def sampled(*args, **kwargs):
         raise AssertionError("a token was sampled")
 
-    monkeypatch.setattr(NativeEngine, "generate_batch", sampled)
+    monkeypatch.setattr(NativeEngine, "generate", sampled)
 
     def refuse(*argv, run_dir=None):
         folder = run_dir or tmp_path / "run"
@@ -257,6 +284,12 @@ def test_files_and_models_that_are_not_there(refused, model, tmp_path):
     assert_names(refused(*on_a_file(model, good), "--eval-data", "nowhere.jsonl"), ["no such data file: nowhere"])
     assert_names(refused(*on_a_file(model, good), "--digits", "3"), ["--digits"])
     assert_names(refused(*on_a_file(model, good), "--max-turns", "2"), ["--max-turns"])
+    own = "apps.grpo.own_examples"
+    for name, text in (("reward", "by_nobody"), ("reward", "by_others"), ("tool", "NUMBER"), ("tool", "nothing")):
+        words = (f"--{name}", f"{own}:{text}", *(("--max-turns", "2") if name == "tool" else ()))
+        assert_names(refused(*on_a_file(model, good), *words), [f"--{name}", own])
+    assert_names(refused(*on_a_file(model, good), "--tool", f"{own}:echo"), ["raise --max-turns"])
+    assert_names(refused(*on_a_file(model, good), "--preset", "math"), ["no column 'problem'"])
     assert_names(refused(*on_a_file(model, good), "--warm-start.steps", "2"), ["no demonstrations"])
     assert_names(refused(*on_a_file(model, good), "--eval-data", str(good), "--eval-share", "0.2"), ["--eval-share"])
     assert_names(refused("--recipe", "quickstart", *on_a_file(model, good)), ["--data goes with --recipe math"])

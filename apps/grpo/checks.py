@@ -1,17 +1,25 @@
 """What can be known to fail is refused before a process is started or a token sampled."""
 
+import asyncio
+import re
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.flags import flag
 from apps.common.model_files import longest_sequence
-from apps.common.tokens import end_of_turn
 from apps.grpo.config import GrpoConfig
+from apps.grpo.own import template_options
+from apps.grpo.samplers import rollout_config
+from apps.grpo.samplers_ray import ray_module
+from apps.grpo.session import chat_of, tool_format_of
 from apps.grpo.tasks import Tasks
+from chat_tools import formats
 from engines.capability import refuse_unsupported
 from engines.loading import resolve_device
-from rollout import Chat
+from rollout import EpisodeContext, Opening, TaskRow
+from rollout.environments.hosted import host
+from rollout.vllm.process import find_python
 
 
 def check_machine(config: GrpoConfig) -> None:
@@ -21,7 +29,21 @@ def check_machine(config: GrpoConfig) -> None:
         ValueError: with the setting to change.
     """
     refuse_unsupported(config.engine)
-    resolve_device(config.engine)
+    device = resolve_device(config.engine)
+    if config.cluster.rollout.ray_workers:
+        ray_module("rollout.workers.ray_pool")
+        if device.type != "cpu":
+            raise ValueError(
+                f"--cluster.rollout.ray-workers on {device.type}: no test has run Ray's samplers there; set "
+                "--engine.device cpu, or leave it at 0"
+            )
+    if config.cluster.rollout.engine == "vllm":
+        try:
+            find_python(rollout_config(config).vllm)
+        except ValueError as error:
+            raise ValueError(
+                f"--cluster.rollout.engine vllm: {error}. With Bazel, run //apps/grpo:vllm, which brings one"
+            ) from error
 
 
 def check_model(
@@ -50,19 +72,60 @@ def check_model(
         raise ValueError(f"{name} {outside[0]} is no token: {directory} has a vocabulary of {vocab_size}")
 
 
-def check_prompts(config: GrpoConfig, tasks: Tasks, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse held-out and first prompts that leave no room for an answer.
+def check_prompts(
+    config: GrpoConfig, tasks: Tasks, tokenizer: PreTrainedTokenizerBase, model: Path | None = None
+) -> None:
+    """Refuse held-out and first prompts that leave no room for an answer; `model`: the directory, for its images.
 
     Raises:
         ValueError: a prompt is too long, or there is nothing to ask.
     """
-    chat = Chat(tokenizer, end_of_turn(tokenizer))
-    asked = [*tasks.held_out(), *tasks.train(0, config.prompts)]
-    for task in asked:
-        session = task.start()
-        length = len(chat.open(session.messages, session.tools))
+    chat = chat_of(config, tokenizer, model)
+    template = str(tokenizer.chat_template)
+    for name in template_options(config.own.template_options):
+        if not re.search(rf"\b{name}\b", template):
+            raise ValueError(
+                f"--template-options {name} has no effect: the tokenizer's chat template does not ask for it"
+            )
+    for row in _asked(config, tasks):
+        if hasattr(tasks.environment(row), "run_group"):
+            continue  # an agent (rollout.AgentTask) says itself what it begins with
+        opening = asyncio.run(_opening(tasks, row, config.seed))
+        if opening.tools and tool_format_of(config, tokenizer) is None:
+            raise ValueError(
+                f"the tasks have tools ({opening.tools[0].name}), and the chat template shows no format of calls: "
+                f"name it with --tool-format, one of {', '.join(formats())}"
+            )
+        length = len(chat.opening(opening.messages, opening.tools).ids)
         if length >= config.max_episode_tokens:
             raise ValueError(
                 f"a prompt has {length} tokens, which leaves none of --max-episode-tokens "
-                f"{config.max_episode_tokens} for the answer: raise it. Its last message: {session.messages[-1]!r:.80}"
+                f"{config.max_episode_tokens} for the answer: raise it. Its last message: {opening.messages[-1]!r:.80}"
             )
+
+
+def _asked(config: GrpoConfig, tasks: Tasks) -> list[TaskRow]:
+    """What a run begins with; of a user's environments, which may be slow to open, the first task of each side."""
+    held_out, train = tasks.held_out(), tasks.tasks(0, config.prompts)
+    if not config.own.environment:
+        return [*held_out, *train]
+    first = {row.environment: row for row in reversed(train)}
+    return [*held_out[:1], *first.values()]
+
+
+async def _opening(tasks: Tasks, row: TaskRow, seed: int) -> Opening:
+    """What a task opens with; what a user's environment raises there is the user's error."""
+    environment = None
+    try:
+        environment = await host(tasks.environment(row))  # as it is played: one that hangs ends at its timeout
+        opening = await environment.open(
+            EpisodeContext(row.id, seed=row.seed(seed), data=row.data, environment=row.environment)
+        )
+    except Exception as error:
+        raise ValueError(f"open() of the environment of {row.key!r} raised {type(error).__name__}: {error}") from error
+    finally:
+        if environment is not None:
+            await environment.close()
+    if not isinstance(opening, Opening):
+        raise ValueError(f"open() of the environment of {row.key!r} gave {type(opening).__name__}: give an Opening")
+    return opening

@@ -8,6 +8,9 @@ import tyro
 
 from apps.common.flags import check_owned, flag
 from apps.common.plan.cluster import Cluster
+from apps.grpo.own import template_options
+from apps.grpo.presets import PresetName
+from chat_tools import find_format
 from engines import EngineConfig
 from objectives import GRPO
 from objectives.advantages import ESTIMATORS
@@ -28,7 +31,6 @@ COUNTS = (
     "threads",
 )
 _WHOLE_VOCABULARY = "the trainer scores the whole vocabulary, so answers are sampled from all of it"
-_NO_REFERENCE = "a KL penalty needs a reference policy, which this app doesn't hold yet"
 OWNED = {
     "engine.model": "use --model",
     "engine.temperature": "use --sampling.temperature",
@@ -38,8 +40,6 @@ OWNED = {
     "sampling.top_p": _WHOLE_VOCABULARY,
 }
 """Fields of the libraries' settings that have no flag here, and why."""
-NOT_YET = {"objective.kl_coef": _NO_REFERENCE, "objective.kl_estimator": _NO_REFERENCE}
-"""Fields that have no flag either, but recipes that can only be planned set them; a run is refused."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,53 @@ class DataConfig:
             raise ValueError(f"--eval-share must lie between 0 and 1, got {self.eval_share}")
         if self.digits < 1 or self.eval_prompts < 1 or self.max_prompt_tokens < 1:
             raise ValueError("--digits, --eval-prompts and --max-prompt-tokens must be at least 1")
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """What a user brings, by name: FILE.py:NAME or package.module:name (`apps.grpo.own`)."""
+
+    environment: tuple[str, ...] = ()
+    """Environments that are played in place of a recipe's tasks; several in one run are told apart by a column."""
+    tasks: Path | None = None
+    """Rows for the environments, .jsonl or .parquet; without it their tasks are numbered."""
+    environment_column: str = "environment"
+    """Says which of several environments a row of --tasks is for, by the last part of its name."""
+    environment_shares: tuple[str, ...] = ()
+    """NAME=SHARE of a step's prompts for each of several environments; by default as many as each has rows."""
+    reward: str | None = None
+    """Scores the answers to --data: a function of some of reply, reference, row, results, end. Answers that a limit cut
+    off earn 0 and are not shown to it, unless it names `end` ("done", "length", "max_turns", "max_tokens", "deadline").
+    """
+    tool: tuple[str, ...] = ()
+    """Tools that may be called on the way to an answer to --data: rollout.Tool objects, or functions that make one."""
+    system_prompt: str | None = None
+    """Put before every conversation."""
+    template_options: tuple[str, ...] = ()
+    """NAME=VALUE options of the chat template, such as enable_thinking=false."""
+    tool_format: str | None = None
+    """How the model writes tool calls (`chat_tools.formats()`); by default what its chat template shows."""
+    preset: PresetName | None = None
+    """Columns and system prompt of a well-known data set's files (`apps.grpo.presets`)."""
+
+    def __post_init__(self) -> None:
+        if self.environment:
+            for name in ("reward", "tool", "preset"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"--{name} goes with --data: an environment has tasks, rewards and tools of its own"
+                    )
+        else:
+            for name in ("tasks", "environment_column", "environment_shares"):
+                if getattr(self, name) != getattr(OwnConfig, name):
+                    raise ValueError(f"{flag(name)} goes with --environment")
+        if len(self.environment) < 2 and self.environment_shares:
+            raise ValueError("--environment-shares has no effect with one environment: leave it out")
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            raise ValueError("--system-prompt is empty: leave it out")
+        template_options(self.template_options)
+        if self.tool_format is not None:
+            find_format(self.tool_format)
 
 
 @dataclass(frozen=True)
@@ -115,12 +162,13 @@ class GrpoConfig:
     model: Path | None = None
     """A local Hugging Face model directory; without it the recipe's tiny Qwen3.5 is made."""
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
+    own: Annotated[OwnConfig, tyro.conf.arg(name="")] = field(default_factory=OwnConfig)
     run_dir: Path | None = None
     """Where everything is written; runs/grpo/RECIPE-TIME by default."""
     resume: bool = False
     """Go on from the last checkpoint of --run-dir, or of the newest run."""
     seed: int = 0
-    """Of the model made, the prompts, and the sampling."""
+    """Of the tiny model, the prompts, and the sampling."""
     processes: int = 1
     """Ranks started on this machine; under torchrun its ranks are used instead."""
     threads: int = 1
@@ -143,15 +191,21 @@ class GrpoConfig:
     max_turns: int = 4
     """Assistant turns an episode may take."""
     max_episode_tokens: int = 4096
-    """Prompt and all turns together."""
+    """Prompt and all turns together: of each token stream, and of all that is sampled in the episode's streams."""
+    max_episode_seconds: float | None = None
+    """An episode that takes longer ends where it is, whatever hangs in it; without it none is hurried."""
     eval_every: int = 50
     """GRPO steps between held-out evaluations (also before the first and after the last)."""
     save_every: int = 100
     """GRPO steps between checkpoints (also after the last)."""
     keep_checkpoints: int = 2
     """Checkpoints that are kept before the last one; older ones are deleted."""
-    keep_episodes: int = 4
-    """Episodes a step that are kept for the report."""
+    tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
+    keep_groups: int = 1
+    """Groups a step that are kept for the report, drawn at random, with all their episodes."""
+    keep_failures: int = 4
+    """Unsolved held-out tasks an evaluation that are kept for the report, drawn at random."""
 
     warm_start: WarmStart = field(default_factory=WarmStart)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -164,14 +218,17 @@ class GrpoConfig:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
-        if self.keep_checkpoints < 0 or self.keep_episodes < 0:
-            raise ValueError("--keep-checkpoints and --keep-episodes must be at least 0")
+        if min(self.keep_checkpoints, self.keep_groups, self.keep_failures) < 0:
+            raise ValueError("--keep-checkpoints, --keep-groups and --keep-failures must be at least 0")
         check_owned(self, OWNED)
         if self.control not in get_args(Control):
             raise ValueError(f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}")
         ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
+        if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:
+            raise ValueError(f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}")
         self._check_updates()
         self._check_lengths()
+        self._check_schedule()
 
     def _check_updates(self) -> None:
         if self.mini_batches > self.prompts * self.group_size:
@@ -193,3 +250,12 @@ class GrpoConfig:
                 f"--sampling.max-new-tokens {self.sampling.max_new_tokens} must be below --max-episode-tokens "
                 f"{self.max_episode_tokens}, which counts the prompt too"
             )
+
+    def _check_schedule(self) -> None:
+        window = self.cluster.schedule.parameter_sync_step
+        for name in ("eval_every", "save_every"):
+            if self.cluster.schedule.mode == "fully_async" and getattr(self, name) % window:
+                raise ValueError(
+                    f"{flag(name)} {getattr(self, name)} must be a multiple of --cluster.schedule.parameter-sync-step "
+                    f"{window}: held-out answers and checkpoints are of weights that the sampler has"
+                )

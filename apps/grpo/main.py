@@ -20,15 +20,21 @@ from apps.common.plan.work import Work
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
+from apps.common.shrink.command import asked_for, refuse_dropped, tell
+from apps.common.shrink.fields import MANY, Difference, by_flag
 from apps.common.tokens import load_tokenizer, quiet_libraries
+from apps.common.variables import start_with
 from apps.grpo.checks import check_machine, check_model, check_prompts
-from apps.grpo.config import NOT_YET, OWNED, GrpoConfig
+from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, runnable, work_of
+from apps.grpo.shrink import shrink, shrunk_recipe, supplied
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
+from engines.weights.hub import model_directory
 from objectives.advantages import ESTIMATORS
 from objectives.losses import POLICY_LOSSES
+from runlog import check_tracker
 
 RUNS = Path("runs/grpo")
 
@@ -40,8 +46,8 @@ def command_line() -> CommandLine[GrpoConfig]:
         kind=GrpoConfig,
         recipes={name: recipe.config for name, recipe in recipes().items()},
         runs=RUNS,
-        real="math",
-        owned=OWNED | NOT_YET,
+        by_flag={"--environment": "environment", "--model": "math", "--data": "math", "--preset": "math"},
+        owned=OWNED,
         types={"advantage": Literal[tuple(ESTIMATORS)], "objective.policy_loss": Literal[tuple(POLICY_LOSSES)]},
         peers=PEERS,
         fixed=("recipe", "model", "warm_start"),
@@ -74,6 +80,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     quiet_libraries()
     recipe = runnable(config, recipe)
     check_machine(config)
+    for name in config.tracker:
+        check_tracker(name)
     if under_torchrun():
         ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
@@ -84,7 +92,7 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     check_model(config, model, model_config, tokenizer)
     assert recipe.make_tasks is not None
     tasks = recipe.make_tasks(config, tokenizer)
-    check_prompts(config, tasks, tokenizer)
+    check_prompts(config, tasks, tokenizer, model)
     from_rank_0(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)
@@ -95,22 +103,63 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
 
 def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
     if config.model is not None:
-        return config.model
+        return model_directory(config.model)
     assert recipe.make_model is not None
     if rank_and_world()[0] == 0:
         recipe.make_model(run_dir / "model", config.seed)
     return from_rank_0(run_dir / "model")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Plan or run what the command line asks for."""
+def shrunk(config: GrpoConfig, most_ranks: int) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
+    """The configuration at the size of `most_ranks` CPU processes, its recipe, and every field that differs.
 
-    def works() -> list[Work]:
-        return [work_of(recipe.config) for recipe in recipes().values()]
+    Raises:
+        ValueError: there is no such recipe, or there are too few processes.
+    """
+    recipe = recipes()[config.recipe]
+    small, differences = shrink(config, recipe, most_ranks)
+    return small, shrunk_recipe(small, recipe), differences
 
-    answer_without_running(argv, works, lambda rest: work_of(configure(rest)))
-    run(configure(argv))
+
+def run_shrunk(config: GrpoConfig, most_ranks: int) -> Result:
+    """Run a recipe in small, with a tiny random model of its architecture; differences are printed first.
+
+    Raises:
+        ValueError: the run would have to do without something, which the text names; or see `run`.
+    """
+    if config.resume:
+        raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
+    small, recipe, differences = shrunk(config, most_ranks)
+    tell(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
+    refuse_dropped(work_of(small, recipe))
+    run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
+    return run(supplied(small, recipe, run_dir), recipe)
+
+
+def main(argv: Sequence[str], own_process: bool = False) -> None:
+    """Plan or run what the command line asks for.
+
+    `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
+    """
+    argv, most_ranks = asked_for(argv)
+
+    def works() -> list[tuple[Work, Work]]:
+        found = [recipe.config for recipe in recipes().values()]
+        return [(work_of(config), work_of(*shrunk(config, most_ranks or MANY)[:2])) for config in found]
+
+    def planned(rest: Sequence[str]) -> Work:
+        config = configure(rest)
+        return work_of(config) if most_ranks is None else work_of(*shrunk(config, most_ranks)[:2])
+
+    answer_without_running(argv, works, planned)
+    config = configure(argv)
+    if own_process:
+        start_with(config.cluster.environment)
+    if most_ranks is None:
+        run(config)
+    else:
+        run_shrunk(config, most_ranks)
 
 
 if __name__ == "__main__":
-    cli.main(lambda: main(sys.argv[1:]))
+    cli.main(lambda: main(sys.argv[1:], own_process=True))

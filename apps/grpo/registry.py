@@ -4,7 +4,7 @@ import os
 
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.work import Work
-from apps.common.ranks import ranks_of_run
+from apps.common.ranks import ranks_of_node
 from apps.common.recipes import load_recipes
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -27,14 +27,14 @@ def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
         recipe=config.recipe,
         engine=config.engine,
         cluster=config.cluster,
-        processes=ranks_of_run(config.processes),
+        processes=ranks_of_node(config.processes, config.cluster.pools.nodes),
         steps=config.steps,
         rows=config.prompts,
         group=config.group_size,
         mini_batches=config.mini_batches,
         epochs=config.epochs,
         longest=config.max_episode_tokens,
-        reference_policy=config.objective.kl_coef > 0,
+        reference_policy=config.objective.kl_coef > 0 and not config.engine.lora.rank,
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
     )

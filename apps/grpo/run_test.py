@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from apps.common.divergence import DivergenceError
 from apps.common.tokens import load_tokenizer
 from apps.grpo.config import WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
 from apps.grpo.testing import RECIPE
 from apps.grpo.train import train
+from engines import NonFiniteError
 from engines.launch import launch
 from rollout import NativeEngine, Sampling
 
@@ -166,7 +168,7 @@ def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path):
 
 
 def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path):
-    with pytest.raises((ValueError, RuntimeError), match="finite"):
+    with pytest.raises((DivergenceError, NonFiniteError), match="finite"):
         run(small(tmp_path, engine=replace(RECIPE.config.engine, lr=1e30, grad_clip=None)), RECIPE)
     assert not (tmp_path / "export").exists()
     assert (tmp_path / "report.html").is_file()
@@ -197,6 +199,40 @@ def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
     assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
 
 
+def own(run_dir, path, **changes):
+    words = f"--environment apps.grpo.own_examples:Digits apps.grpo.own_examples:Letters --tasks {path}"
+    words += " --environment-shares Digits=1 Letters=3 --system-prompt Speak! --engine.device cpu --engine.lr 1e-3"
+    words += " --steps 4 --prompts 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
+    words += " --eval-prompts 3 --eval-share 0.2"
+    return replace(configure(words.split()), run_dir=run_dir, **changes)
+
+
+def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path):
+    names = ["Digits", "Letters"]
+    lines = [{"environment": names[i % 2], "number": i, "answer": i} for i in range(40)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    whole = own(tmp_path / "whole", tmp_path / "tasks.jsonl")
+    run(whole)
+    run(replace(whole, run_dir=tmp_path / "half", steps=2))
+    run(replace(whole, run_dir=tmp_path / "half", resume=True))
+    expected, found = weights(tmp_path / "whole" / "export"), weights(tmp_path / "half" / "export")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    logged = rows(tmp_path / "whole")
+    for row in logged[1:]:
+        assert row["reward/environment/Digits/share"] == 1 / 4
+        assert 0 <= row["reward/environment/Letters"] <= 1
+        assert row["reward/part/cut"] == row["response/truncated"]
+        assert row["entropy"] > 1
+    assert {"eval/reward/Digits", "eval/reward/Letters", "eval/accuracy"} <= set(logged[0]) & set(logged[4])
+    kept = [json.loads(line) for line in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
+    for step in (1, 2, 3, 4):
+        group = [e for e in kept if (e["step"], e["split"]) == (step, "training")]
+        assert len(group) == 4
+        assert len({(e["group"], e["environment"], e["expected"]) for e in group}) == 1
+        assert "Speak!" in "".join(group[0]["tokens"])
+    assert (tmp_path / "whole" / "report.html").stat().st_size < 1_000_000
+
+
 def test_a_finished_folder_is_not_written_over(finished):
     _, run_dir = finished
     with pytest.raises(ValueError, match="resume"):
@@ -216,9 +252,9 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path):
 class Greedy(NativeEngine):
     """A sampler of one's own: the likeliest token whatever is asked."""
 
-    async def generate(self, prompt_ids, sampling, media=None):
+    async def generate(self, prompt_ids, sampling, media=None, **options):
         greedy = Sampling(greedy=True, max_new_tokens=sampling.max_new_tokens, stop_token_ids=sampling.stop_token_ids)
-        return await super().generate(prompt_ids, greedy, media)
+        return await super().generate(prompt_ids, greedy, media, **options)
 
 
 def test_tasks_and_sampler_can_be_handed_in(finished, tmp_path):

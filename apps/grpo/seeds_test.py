@@ -1,6 +1,7 @@
 """The recipes that restate launch scripts: they plan without a problem, keep the values, and name what lacks."""
 
 import re
+from pathlib import Path
 
 import pytest
 from transformers import Qwen3_5MoeTextConfig
@@ -9,6 +10,7 @@ from apps.common.plan.grid import Grid
 from apps.common.plan.model_shape import count_parameters
 from apps.common.plan.report import make_plan
 from apps.grpo.main import main
+from apps.grpo.plans import page
 from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import QWEN3_5_35B_A3B
 from apps.grpo.registry import recipes, runnable, work_of
 
@@ -109,7 +111,7 @@ def test_layouts_and_stages():
 
 def test_flags_change_the_plan(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["--plan", "--recipe", "qwen3-5-122b-a10b-megatron", "--cluster.layout.tp", "4"])
+        main(["--plan", "--recipe", "qwen3-5-122b-a10b-megatron", "--engine.tensor-parallel", "4"])
     assert stop.value.code == 1
     assert (
         "PROBLEM   2 key-value heads do not divide over tp = 4: lower tp to a divisor of 2" in capsys.readouterr().out
@@ -120,4 +122,9 @@ def test_the_list_counts(capsys):
     with pytest.raises(SystemExit):
         main(["--recipe", "list"])
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "10 recipes, 3 can be run today"
+    assert text.splitlines()[-1] == "13 recipes, 6 can be run today, 6 shrunk"
+
+
+def test_the_committed_plans_are_current():
+    """`python -m apps.grpo.plans` writes the page anew."""
+    assert (Path(__file__).parents[2] / "docs" / "plans.md").read_text() == page()

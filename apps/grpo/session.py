@@ -1,18 +1,57 @@
 """What every rank of a GRPO run holds: the sampler, the chat format, the tasks; and how they are asked."""
 
-import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, TypeVar
 
-from apps.common.ranks import gather_lists, rank_and_world
+from transformers import PreTrainedTokenizerBase
+
+from apps.common.interrupts import Runner
+from apps.common.ranks import all_ranks, gather_lists, rank_and_world
+from apps.common.tokens import end_of_turn
 from apps.grpo.config import GrpoConfig
+from apps.grpo.episode_metrics import environment_metrics, episode_metrics
+from apps.grpo.live import CountedEngine, CountedFactory, Live
+from apps.grpo.own import template_options
+from apps.grpo.own_tasks import OwnTasks
 from apps.grpo.tasks import Tasks
+from apps.sft.samples import stop_tokens_of
+from chat_tools import detect_format
 from engines import TrainEngine, WeightPiece
-from rollout import Chat, NativeEngine, RolloutEngine, Sampling, Trajectory
-from rollout.episode import derive_seed, run_episode, run_group
+from engines.media.reader import ImageReader
+from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, TaskRow, failures, run_group
+from rollout.episodes.playing import together
+from rollout.pictures import Pictures
+from rollout.sync import Manifest, buckets, transfer_weights
+from rollout.sync.transfer import Receiver
 
 T = TypeVar("T")
+BUCKET_BYTES = 1 << 26  # of weights on their way to the sampler
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers to held-out tasks: an episode a row."""
+
+    rows: Sequence[TaskRow]
+    episodes: Sequence[Episode]
+    environment_of: Callable[[str], str | None]
+
+    @property
+    def accuracy(self) -> float:
+        """The mean reward of the episodes that were scored."""
+        return fmean(episode.reward for episode in self.episodes if episode.score is not None)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The accuracy, how long answers are and how many a limit cut off, and each environment's own mean reward."""
+        found = episode_metrics(self.episodes)
+        chosen = {"eval/accuracy": self.accuracy}
+        chosen |= {f"eval/{name}": found[f"response/{name}"] for name in ("length", "truncated", "failed")}
+        return chosen | environment_metrics(self.episodes, self.environment_of, "eval/reward/")
 
 
 @dataclass(frozen=True)
@@ -23,70 +62,169 @@ class Session:
     tasks: Tasks
     chat: Chat
     sampler: RolloutEngine
-    runner: asyncio.Runner
+    runner: Runner
+    live: Live = field(default_factory=Live)
 
     def sync(self, engine: TrainEngine) -> int:
-        """Give the sampler the engine's present weights under the next version number; the bytes handed over."""
-        size = 0
+        """Give the sampler the engine's present weights under the next version number; the bytes handed over.
 
-        def counted() -> Iterator[WeightPiece]:
-            nonlocal size
-            # The app's own sampler runs the module that is trained; any other reads a checkpoint's names.
-            for piece in engine.export_weights(live=isinstance(self.sampler, NativeEngine)):
-                size += piece.flat.numel() * piece.flat.element_size()
-                yield piece
+        The samplers of all ranks take them, or none does.
+        """
+        # The app's own sampler runs the module that is trained; any other reads a checkpoint's names.
+        live = isinstance(self.sampler, NativeEngine)
+        return hand_over(engine, self.sampler, self.sampler.version + 1, self.runner, live=live)
 
-        self.runner.run(self.sampler.update_weights(self.sampler.version + 1, counted()))
-        return size
-
-    def sample(self, step: int) -> list[Trajectory]:
+    def sample(self, step: int) -> list[Episode]:
         """A group of answers to each of the step's prompts, on every rank, in order of the prompts."""
+        rows = self.tasks.tasks(step, self.config.prompts)
+        return self.gathered(self.asked(lambda: self.answers(rows)))
+
+    def asked(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What the coroutine answers that `make` begins."""
+        return self.runner.run(make())
+
+    async def answers(self, rows: Sequence[TaskRow]) -> list[Episode]:
+        """This rank's part of a step: a group of answers to each of its prompts."""
+        mine = _mine(len(rows))
+        groups = await self.playing([rows[i] for i in mine], mine, self.sampling, self.config.group_size)
+        return [episode for group in groups for episode in group]
+
+    def gathered(self, episodes: list[Episode]) -> list[Episode]:
+        """The parts of all ranks together, in order of the prompts; every rank calls it."""
+        return sorted(gather_lists(episodes), key=lambda episode: episode.group)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How training's answers are sampled."""
+        return replace(self.config.sampling, seed=self.config.seed)
+
+    def evaluate(self, count: int | None = None) -> Evaluation:
+        """Greedy answers to the held-out tasks, or to the first `count` of them, on every rank.
+
+        Raises:
+            ValueError: none of them could be scored.
+        """
+        rows = self.tasks.held_out()[:count]
+        episodes = self.play(rows, greedy=True)
+        if all(episode.score is None for episode in episodes):
+            raise ValueError(f"none of {len(rows)} held-out prompts could be scored: {next(iter(failures(episodes)))}")
+        return Evaluation(rows, episodes, self.environment_of)
+
+    def play(self, rows: Sequence[TaskRow], greedy: bool) -> list[Episode]:
+        """One episode a task, on every rank, in order of the tasks."""
         config = self.config
-        tasks = self.tasks.train(step, config.prompts)
-        jobs = [
-            run_group(
-                tasks[i],
-                self.sampler,
-                self.chat,
-                replace(config.sampling, seed=derive_seed(config.seed, "sample", step, i)),
-                size=config.group_size,
-                group=i,
-                max_turns=config.max_turns,
-                max_tokens=config.max_episode_tokens,
-            )
-            for i in _mine(len(tasks))
-        ]
-        groups = self.runner.run(_all(jobs))
-        trajectories = gather_lists([trajectory for group in groups for trajectory in group])
-        return sorted(trajectories, key=lambda trajectory: trajectory.group)
+        sampling = likeliest(config) if greedy else self.sampling
+        mine = _mine(len(rows))
+        groups = self.asked(lambda: self.playing([rows[i] for i in mine], mine, sampling, 1))
+        return sorted(gather_lists([group[0] for group in groups]), key=lambda episode: episode.group)
 
     def accuracy(self, count: int | None = None) -> float:
-        """Mean reward of greedy answers to the held-out prompts, or to the first `count` of them."""
-        config, tasks = self.config, self.tasks.held_out()[:count]
-        greedy = Sampling(
-            greedy=True,
-            max_new_tokens=config.sampling.max_new_tokens,
-            stop_token_ids=config.sampling.stop_token_ids,
-        )
-        jobs = [
-            run_episode(
-                tasks[i],
-                self.sampler,
-                self.chat,
-                greedy,
-                max_turns=config.max_turns,
-                max_tokens=config.max_episode_tokens,
-            )
-            for i in _mine(len(tasks))
-        ]
-        rewards = gather_lists([trajectory.reward for trajectory in self.runner.run(_all(jobs))])
-        return sum(rewards) / len(rewards)
+        """Mean reward of greedy answers to the held-out prompts, or to the first `count` of them; see `evaluate`."""
+        return self.evaluate(count).accuracy
+
+    def environment_of(self, task_id: str) -> str | None:
+        """The environment that a task belongs to, where a run has several."""
+        return environment_of(self.tasks, task_id)
+
+    async def playing(
+        self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int
+    ) -> list[list[Episode]]:
+        """A group of `size` episodes of each row, under the numbers of `places`."""
+        limit = self.config.max_episode_seconds
+        deadline = None if limit is None else time.monotonic() + limit
+        async with self.live.step(len(rows) * size):
+            engine: Any = CountedEngine(self.sampler, self.live)
+            jobs = [
+                run_group(
+                    CountedFactory(self.tasks.environment(row), self.live),
+                    engine,
+                    self.chat,
+                    sampling,
+                    size=size,
+                    row=row,
+                    group=place,
+                    max_turns=self.config.max_turns,
+                    max_tokens=self.config.max_episode_tokens,
+                    deadline=deadline,
+                )
+                for row, place in zip(rows, places, strict=True)
+            ]
+            return await together(jobs)
+
+
+def hand_over(
+    engine: TrainEngine,
+    sampler: Receiver,
+    version: int,
+    runner: Runner,
+    *,
+    live: bool,
+    pause: Literal["finish", "abort"] | None = None,
+) -> int:
+    """Give a sampler the engine's present weights as number `version`; the bytes handed over. Every rank calls it.
+
+    The samplers of all ranks take them, or none does. `live`: under the names of the module that is trained, in place
+    of a checkpoint's. `pause`: how sampling is held meanwhile (`rollout.transfer_weights`).
+    """
+    size = 0
+
+    def counted() -> Iterator[WeightPiece]:
+        nonlocal size
+        for piece in engine.export_weights(live=live):
+            size += piece.flat.numel() * piece.flat.element_size()
+            yield piece
+
+    stream = buckets(counted(), BUCKET_BYTES)
+    runner.run(transfer_weights([sampler], Manifest(version), stream, pause=pause, agree=all_ranks))
+    return size
+
+
+def environment_of(tasks: Tasks, task_id: str) -> str | None:
+    """The environment that a task belongs to, where a run has several."""
+    several = isinstance(tasks, OwnTasks) and len(tasks.parts) > 1
+    return task_id.partition("/")[0] if several else None
+
+
+def likeliest(config: GrpoConfig) -> Sampling:
+    """How an evaluation samples: the likeliest token, with the limits of the run."""
+    asked = config.sampling
+    return Sampling(greedy=True, max_new_tokens=asked.max_new_tokens, stop_token_ids=asked.stop_token_ids)
+
+
+def chat_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase, model: Path | None = None) -> Chat:
+    """The chat format of a run: the tokenizer's own template with the options of the configuration.
+
+    `model`: the directory whose generation_config.json says at which tokens the model stops.
+    """
+    stops = None if model is None else stop_tokens_of(model, tokenizer)
+    end = end_of_turn(tokenizer) if stops is None else None
+    options = template_options(config.own.template_options)
+    form = tool_format_of(config, tokenizer) or "qwen3_xml"  # some format, of calls that nobody makes (`check_prompts`)
+    return Chat(tokenizer, end, form, stop_tokens=stops, pictures=pictures_of(config, model), **options)
+
+
+def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """How the model writes tool calls: as the configuration says, or its chat template shows; None: neither does."""
+    if config.own.tool_format is not None:
+        return config.own.tool_format
+    try:
+        return detect_format(tokenizer)
+    except ValueError:
+        return None
+
+
+def pictures_of(config: GrpoConfig, model: Path | None) -> Pictures | None:
+    """How images are read for the model in a directory; None where it is trained on text alone.
+
+    Raises:
+        ValueError: the directory does not say how its model cuts pictures into patches.
+    """
+    if config.engine.vision == "off" or model is None:
+        return None
+    reader = ImageReader.of(model)
+    return Pictures(reader, reader.numbers, reader.merge_size)
 
 
 def _mine(count: int) -> range:
     rank, world = rank_and_world()
     return range(rank, count, world)
-
-
-async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    return list(await asyncio.gather(*jobs))

@@ -1,6 +1,7 @@
 """One GRPO step on a page: sample and reward, compare within groups, train, hand over the weights."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,40 +9,45 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
+from apps.grpo.episode_metrics import environment_metrics, episode_metrics
+from apps.grpo.samplers import prove_weights
 from apps.grpo.session import Session
-from engines import TrainEngine
-from objectives.advantages import ESTIMATORS, per_sequence, per_token
-from rollout import Trajectory, to_batch
-from rollout.episode import derive_seed
+from engines import TrainEngine, base_policy
+from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
+from objectives.off_policy import mismatch_meter
+from rollout import Episode, TaskRow, to_batch
+from rollout.seeds import derive_seed
 from seqpack import index_select
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: its episodes, the advantage of each (the mean of its tokens'), and its metrics."""
+    """What a step did: its episodes, the advantage of each (0 where it failed), its metrics, its tasks by group.
 
-    trajectories: list[Trajectory]
+    `rows` is None where they are the tasks of that step's number.
+    """
+
+    episodes: list[Episode]
     advantages: list[float]
     metrics: dict[str, float]
+    rows: Sequence[TaskRow] | None = None
 
 
 def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: int) -> StepResult:
     """Do step number `step`, from 0; afterwards the sampler holds the new weights."""
     begun = time.perf_counter()
-    trajectories = session.sample(step)  # each with the reward that its task gave
-    batch = to_batch(trajectories)
+    episodes = session.sample(step)  # each with the reward that its task gave
+    batch = to_batch(episodes)
     sampled = time.perf_counter()
     batch["advantages"] = advantages_of(batch, config, step)
     metrics = train_on(batch, config, engine)
     trained = time.perf_counter()
     size = session.sync(engine)
     ended = time.perf_counter()
+    metrics |= prove_weights(session, engine, episodes)
 
-    metrics |= reward_metrics(batch["reward"].view(-1, config.group_size))
+    metrics |= rollout_metrics(episodes, session.environment_of)
     metrics |= {
-        "rollout/tokens": float(sum(len(t.ids) for t in trajectories)),
-        "rollout/sampled_tokens": float(sum(sum(t.loss_mask) for t in trajectories)),
-        "rollout/policy_version": float(max(max(t.policy_versions) for t in trajectories)),
         "weights/version": float(session.sampler.version),
         "weights/bytes": float(size),
         "time/rollout_s": sampled - begun,
@@ -50,8 +56,20 @@ def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: i
         "time/step_s": ended - begun,
     }
     metrics["tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-    scores = per_sequence(batch["advantages"], batch["loss_mask"])
-    return StepResult(trajectories, scores.tolist(), metrics)
+    return StepResult(episodes, episode_advantages(batch, len(episodes)), metrics)
+
+
+def rollout_metrics(episodes: Sequence[Episode], environment_of: Callable[[str], str | None]) -> dict[str, float]:
+    """What a step's episodes were like, and how many tokens they have."""
+    segments = [segment for episode in episodes for segment in episode.segments]
+    metrics = reward_metrics(episodes) | episode_metrics(episodes) | environment_metrics(episodes, environment_of)
+    return metrics | {
+        "rollout/tokens": float(sum(len(s.ids) for s in segments)),
+        "rollout/sampled_tokens": float(sum(s.sampled for s in segments)),
+        "rollout/policy_version": float(max(max(s.policy_versions) for s in segments)),
+        "rollout/failed_episodes": float(sum(episode.error is not None for episode in episodes)),
+        "rollout/retried_episodes": float(sum(episode.attempt > 0 for episode in episodes)),
+    }
 
 
 def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
@@ -60,36 +78,61 @@ def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
     if config.control == "shuffled-advantages":
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "shuffle", step))
         scores = per_sequence(advantages, batch["loss_mask"])
-        return per_token(scores[torch.randperm(len(scores), generator=generator)], batch["loss_mask"])
+        _, row_of, of_row = first_rows(batch["episode"])
+        dealt = scores[row_of][torch.randperm(len(row_of), generator=generator)]
+        return per_token(dealt[of_row], batch["loss_mask"])
     return advantages
 
 
+def episode_advantages(batch: TensorDict, count: int) -> list[float]:
+    """The advantage of each of `count` episodes, that of its first row; 0 where it has none."""
+    scores = per_sequence(batch["advantages"], batch["loss_mask"])
+    found = [0.0] * count
+    episodes, row_of, _ = first_rows(batch["episode"])
+    for episode, row in zip(episodes.tolist(), row_of.tolist(), strict=True):
+        found[episode] = float(scores[row])
+    return found
+
+
 def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict[str, float]:
-    """Make the optimizer steps of one batch, `epochs` times `mini_batches`; the means of their metrics."""
+    """Make the optimizer steps of one batch, `epochs` times `mini_batches`; the means of their metrics.
+
+    All rows of an episode are in one mini-batch; there are fewer than asked for where episodes are.
+    """
     if config.epochs * config.mini_batches > 1:
         # Later updates of this batch are off-policy: they need the log-probs of the policy that it started from.
         batch["old_log_probs"] = engine.forward(batch)["log_probs"]
-    rows = len(batch["reward"])
-    parts = [list(range(part, rows, config.mini_batches)) for part in range(config.mini_batches)]
+    if config.objective.kl_coef:
+        with base_policy(engine) as reference:
+            batch["ref_log_probs"] = reference.forward(batch)["log_probs"]
+    _, _, episode_of = first_rows(batch["episode"])
+    parts = [(episode_of % config.mini_batches == part).nonzero()[:, 0].tolist() for part in range(config.mini_batches)]
+    parts = [part for part in parts if part]
     results = [
         engine.train_batch(index_select(batch, part) if len(parts) > 1 else batch, config.objective)
         for _ in range(config.epochs)
         for part in parts
     ]
-    means = {f"train/{name}": sum(result[name] for result in results) / len(results) for name in results[0]}
+    means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+    means["mismatch/abs/max"] = max(result["mismatch/abs/max"] for result in results)
+    means = mismatch_meter(means)
     difference = {
-        "log_prob_difference": means.pop("train/mismatch/abs"),
-        "log_prob_difference_max": max(result["mismatch/abs/max"] for result in results),
+        "log_prob_difference": means.pop("mismatch/abs"),
+        "log_prob_difference_max": means.pop("mismatch/abs/max"),
     }
-    del means["train/mismatch/abs/max"]
-    return means | difference | {"train/updates": float(len(results))}
+    named = {f"train/{name}": value for name, value in means.items()}
+    return named | difference | {"train/updates": float(len(results))}
 
 
-def reward_metrics(rewards: Tensor) -> dict[str, float]:
-    """The mean of `rewards` f[groups, group_size], and the shares of groups that solve their task, and that teach."""
-    low, high = rewards.min(1).values, rewards.max(1).values
+def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The mean reward of the episodes that were scored; the shares of groups that solve their task, and that teach."""
+    groups: dict[int, list[float]] = {}
+    for episode in episodes:
+        if episode.error is None:
+            groups.setdefault(episode.group, []).append(episode.reward)
+    low, high = (torch.tensor([choose(rewards) for rewards in groups.values()]) for choose in (min, max))
     return {
-        "reward": rewards.mean().item(),
+        "reward": torch.tensor([reward for rewards in groups.values() for reward in rewards]).mean().item(),
         "reward/solved_groups": (low > 0).float().mean().item(),
         "reward/mixed_groups": (low < high).float().mean().item(),
     }

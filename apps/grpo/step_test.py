@@ -4,36 +4,41 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from apps.grpo import step as module
-from apps.grpo.step import advantages_of, grpo_step, reward_metrics, train_on
+from apps.grpo.episode_metrics import episode_metrics
+from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
 from apps.grpo.testing import RECIPE
 from objectives.advantages import estimate
-from rollout import Trajectory, to_batch
+from rollout import Episode, Score, Segment, to_batch
+from seqpack import index_select
 from seqpack.batches.batch import jagged
 
 CONFIG = replace(RECIPE.config, prompts=2, group_size=3)
 REWARDS = (1.0, 0.0, 0.5, 0.25, 0.25, 0.25)
 
 
-def trajectories() -> list[Trajectory]:
+def episodes() -> list[Episode]:
     """Six answers to two prompts, of 2 to 7 tokens, some sampled by an older policy."""
     made = []
     for index, reward in enumerate(REWARDS):
         length = 2 + index
         sampled = [t > 0 and (t != 3) for t in range(length)]
-        made.append(
-            Trajectory(
-                ids=tuple(range(10 * index, 10 * index + length)),
-                loss_mask=tuple(sampled),
-                log_probs=tuple(-0.5 * t if on else 0.0 for t, on in enumerate(sampled)),
-                policy_versions=tuple((index % 3) if on else -1 for on in sampled),
-                reward=reward,
-                group=index // 3,
-            )
+        segment = Segment(
+            ids=tuple(range(10 * index, 10 * index + length)),
+            loss_mask=tuple(sampled),
+            log_probs=tuple(-0.5 * t if on else 0.0 for t, on in enumerate(sampled)),
+            policy_versions=tuple((index % 3) if on else -1 for on in sampled),
         )
+        made.append(episode(reward, index // 3, (segment,)))
     return made
+
+
+def episode(reward: float | None, group: int, segments: tuple[Segment, ...] = (), attempt: int = 0) -> Episode:
+    score, error = (None, "lost") if reward is None else (Score(reward), None)
+    return Episode("t/0/0", "t", attempt, segments, score, "failed" if error else "done", error=error, group=group)
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Recorder:
     def train_batch(self, batch, objective):
         columns = {"input_ids", "advantages", "old_log_probs"} & set(batch.keys())
         self.trained.append({key: [row.tolist() for row in batch[key].unbind()] for key in columns})
+        self.trained[-1]["episode"] = batch["episode"].tolist()
         self.objectives.append(objective)
         number = float(len(self.trained))
         return {"loss": 10 * number, "step": number, "mismatch/abs": number / 2, "mismatch/abs/max": 7 - number}
@@ -62,7 +68,7 @@ def rows_trained(engine: Recorder) -> list[list[int]]:
 
 
 def batch_with_advantages():
-    batch = to_batch(trajectories())
+    batch = to_batch(episodes())
     batch["advantages"] = advantages_of(batch, CONFIG, 0)
     return batch
 
@@ -113,9 +119,27 @@ def test_mini_batches_take_every_other_row():
     assert rows_trained(engine) == [[0, 2, 4], [1, 3, 5]]
 
 
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.integers(1, 5), st.data())
+def test_a_mini_batch_has_all_rows_of_an_episode(rows_of_episodes, mini_batches, data):
+    """Episodes of several rows, in any order of rows: each is in one part, and the parts hold about as many."""
+    pieces = [e.segments[0] for e in episodes()]
+    rows = [episode(1.0, 0, tuple(pieces[i % 6] for i in range(count))) for count in rows_of_episodes]
+    batch = to_batch(rows)
+    batch = index_select(batch, data.draw(st.permutations(list(range(len(batch["reward"]))))))
+    batch["advantages"] = advantages_of(batch, replace(CONFIG, advantage="reinforce_plus_plus"), 0)
+    engine = Recorder()
+    train_on(batch, replace(CONFIG, mini_batches=mini_batches), engine)
+    parts = [update["episode"] for update in engine.trained]
+    assert sorted(n for part in parts for n in part) == sorted(batch["episode"].tolist())
+    assert sum(len(set(part)) for part in parts) == len(rows_of_episodes)
+    sizes = [len(set(part)) for part in parts]
+    assert len(parts) == min(mini_batches, len(rows_of_episodes))
+    assert max(sizes) - min(sizes) <= 1
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "leave_one_out"])
 def test_advantages_are_the_estimators(name):
-    batch = to_batch(trajectories())
+    batch = to_batch(episodes())
     got = advantages_of(batch, replace(CONFIG, advantage=name), 3)
     want = estimate(batch, name)
     assert [row.tolist() for row in got.unbind()] == [row.tolist() for row in want.unbind()]
@@ -124,7 +148,7 @@ def test_advantages_are_the_estimators(name):
 
 
 def test_the_control_deals_the_same_advantages_to_other_answers():
-    batch = to_batch(trajectories())
+    batch = to_batch(episodes())
     control = replace(CONFIG, control="shuffled-advantages")
 
     def scores(config, step):
@@ -145,9 +169,30 @@ def test_the_control_deals_the_same_advantages_to_other_answers():
     assert any(scores(replace(control, seed=9), step) != dealt[step] for step in range(8))
 
 
+def test_the_control_deals_an_advantage_to_an_episode_not_to_its_rows():
+    one, two, *rest = episodes()
+    both = replace(one, segments=(*one.segments, *two.segments))
+    batch = to_batch([both, two, *rest])
+    control = replace(CONFIG, control="shuffled-advantages")
+    for step in range(8):
+        first, second = (row[-1].item() for row in advantages_of(batch, control, step).unbind()[:2])
+        assert first == second
+
+
+def test_episodes_of_several_rows_and_failed_ones():
+    one, two, *rest = episodes()
+    given = [replace(one, segments=(*one.segments, *two.segments)), two, episode(None, 0, attempt=1), *rest[1:]]
+    batch = to_batch(given)
+    batch["advantages"] = advantages_of(batch, CONFIG, 0)
+    found = episode_advantages(batch, len(given))
+    expected = estimate(to_batch([one, two, *rest[1:]]), "grpo")
+    assert found[:3] == pytest.approx([*(row[-1].item() for row in expected.unbind()[:2]), 0.0])
+    assert reward_metrics(given)["reward"] == pytest.approx((1.0 + 0.0 + 3 * 0.25) / 5)
+
+
 def test_reward_metrics_by_hand():
-    rewards = torch.tensor([[1.0, 0.5], [0.0, 1.0], [0.0, 0.0], [0.75, 0.75]])
-    assert reward_metrics(rewards) == {
+    rewards = [[1.0, 0.5], [0.0, 1.0], [0.0, 0.0], [0.75, 0.75]]
+    assert reward_metrics([episode(r, group) for group, some in enumerate(rewards) for r in some]) == {
         "reward": pytest.approx(4.0 / 8),
         "reward/solved_groups": pytest.approx(2 / 4),
         "reward/mixed_groups": pytest.approx(2 / 4),
@@ -164,11 +209,15 @@ class Session:
     """Answers by step; the order of what happens is kept."""
 
     events: list[object]
+    sampled: list[Episode] = field(default_factory=episodes)
     sampler: Sampler = field(default_factory=Sampler)
 
     def sample(self, step):
         self.events.append(("sample", step))
-        return trajectories()
+        return self.sampled
+
+    def environment_of(self, task_id):
+        return None
 
     def sync(self, engine):
         self.events.append(("sync", len(engine.trained)))
@@ -183,20 +232,23 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
     engine, config = Recorder(), replace(CONFIG, control="shuffled-advantages")
     result = grpo_step(config, Session(events), engine, 7)
     assert events == [("sample", 7), ("sync", 1)]
-    batch = to_batch(trajectories())
+    batch = to_batch(episodes())
     want = advantages_of(batch, config, 7)
     assert engine.trained[0]["advantages"] == [row.tolist() for row in want.unbind()]
-    assert result.trajectories == trajectories()
+    assert result.episodes == episodes()
     rows = zip(want.unbind(), batch["loss_mask"].unbind(), strict=True)
     assert result.advantages == pytest.approx([row[mask][0].item() for row, mask in rows])
-    lengths = [len(t.ids) for t in trajectories()]
-    sampled = sum(sum(t.loss_mask) for t in trajectories())
+    lengths = [len(e.segments[0].ids) for e in episodes()]
+    sampled = sum(e.sampled for e in episodes())
     expected = {
         **train_on(batch_with_advantages(), CONFIG, Recorder()),
-        **reward_metrics(torch.tensor(REWARDS).view(2, 3)),
+        **reward_metrics(episodes()),
+        **episode_metrics(episodes()),
         "rollout/tokens": float(sum(lengths)),
         "rollout/sampled_tokens": float(sampled),
         "rollout/policy_version": 2.0,
+        "rollout/failed_episodes": 0.0,
+        "rollout/retried_episodes": 0.0,
         "weights/version": 6.0,
         "weights/bytes": 4096.0,
         "time/rollout_s": 3.0,
@@ -206,3 +258,11 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
         "tokens_per_second": sum(lengths) / 15.0,
     }
     assert result.metrics == pytest.approx(expected)
+
+
+def test_failed_and_retried_episodes_are_counted():
+    one, two, *rest = episodes()
+    sampled = [replace(one, attempt=1), replace(two, attempt=2), episode(None, 0), *rest[1:]]
+    result = grpo_step(CONFIG, Session([], sampled), Recorder(), 0)
+    assert result.metrics["rollout/retried_episodes"] == 2.0
+    assert result.metrics["rollout/failed_episodes"] == 1.0

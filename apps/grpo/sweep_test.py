@@ -1,22 +1,25 @@
 """Every setting of the grpo app, changed alone, does something or is refused; see `apps.common.sweep`."""
 
-import functools
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from apps.common.sweep import Change, another, effect, field_paths, outcome, put
-from apps.grpo.config import NOT_YET, OWNED, DataConfig, GrpoConfig, WarmStart
+from apps.common.divergence import DivergenceError
+from apps.common.sweep import Change, Sweep, another, field_paths, put
+from apps.grpo.config import OWNED, DataConfig, GrpoConfig, OwnConfig, WarmStart
 from apps.grpo.main import run
+from apps.grpo.recipes.environment import make_tasks as own_tasks_of
 from apps.grpo.recipes.math import make_tasks as prompt_tasks_of
 from apps.grpo.recipes.quickstart import make_tasks as sum_tasks_of
+from apps.grpo.session import chat_of
 from apps.grpo.testing import RECIPE
 from apps.quickstart.tokenizer import build_tokenizer
 from engines import NonFiniteError
 from objectives import GRPO
-from rollout import Sampling
+from rollout import EpisodeContext, Reply, Sampling
 
 # Two turns, frequent stops, two updates a batch and a warm start, so that each setting has something to act on.
 BASE = replace(
@@ -32,15 +35,17 @@ BASE = replace(
     sampling=Sampling(max_new_tokens=7, stop_token_ids=tuple(range(100))),
     objective=GRPO(),
 )
-NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite"}
-"""What a run is of and where it is, changed in config_test, run_test and bad_inputs_test; the last has a test below."""
-KNOWN = {}
+NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds"}
+"""What a run is of and where it is, changed in config_test, run_test and bad_inputs_test; the last but one has a test
+below, and what ends episodes that hang in schedule_test."""
 CHANGES = {
+    "engine.weights": Change("replicated"),
     "advantage": Change("leave_one_out"),
     "processes": Change(2),
     "max_turns": Change(1),
     "max_episode_tokens": Change(32),
     "keep_checkpoints": Change(0),
+    "tracker": Change(("trackio",)),
     "eval_every": Change(1),
     "save_every": Change(2),
     "warm_start.until_accuracy": Change(0.0),
@@ -58,6 +63,8 @@ CHANGES = {
     "engine.weight_decay": Change(0.5),
     "engine.grad_clip": Change(None, {"engine.grad_clip": 1e-3}),
     "engine.warmup_steps": Change(3),
+    "engine.lora.targets": Change(("q_proj",)),
+    "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
     "sampling.max_new_tokens": Change(3),
     "sampling.stop_token_ids": Change(()),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
@@ -70,55 +77,114 @@ CHANGES = {
     "objective.entropy_coef": Change(0.1),
     "objective.off_policy_cap": Change(1.5),
 }
-"""Values where the next choice, the other truth or twice the number would not do."""
 
 
 def go(config):
     return run(config, RECIPE)
 
 
-def paths():
-    of_data = {path for path in field_paths(BASE) if path.startswith("data.")}
-    return sorted(set(field_paths(BASE)) - set(OWNED) - set(NOT_YET) - NAMED - of_data)
+SWEEP = Sweep(go, BASE, NAMED | set(OWNED), CHANGES)
 
 
 def test_equal_settings_make_equal_runs(tmp_path):
-    """Without this, every change would seem to do something."""
-    one, two = (outcome(go, put(BASE, "run_dir", tmp_path / name)) for name in ("one", "two"))
-    assert one == two
-    KNOWN[BASE] = one
-    assert one["metrics"]
-    assert one["episodes"]
-    assert one["weights"]
+    left = SWEEP.equal_runs(tmp_path)
+    assert all(left[name] for name in ("metrics", "episodes", "weights"))
 
 
-def test_the_table_names_fields_that_are_there():
-    assert set(CHANGES) <= set(paths())
-
-
-@pytest.mark.parametrize("path", paths())
-def test_a_setting_does_something_or_is_refused(path, tmp_path):
-    value = functools.reduce(getattr, path.split("."), BASE)
-    change = CHANGES[path] if path in CHANGES else Change(another(GrpoConfig, path, value))
-    assert effect(go, BASE, path, change, tmp_path, KNOWN)
+@pytest.mark.parametrize("path", SWEEP.paths())
+def test_a_setting_does_something_or_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    assert SWEEP.effect(path, tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(tmp_path):
     """The second update of the batch finds weights that the first has blown up; skipped, the sampler finds them."""
     engine = replace(BASE.engine, lr=1e30, grad_clip=None)
-    for name, error in (("stop", NonFiniteError), ("skip", ValueError)):
+    for name, error in (("stop", NonFiniteError), ("skip", DivergenceError)):
         changes = {"steps": 1, "warm_start": WarmStart(), "engine": replace(engine, on_nonfinite=name)}
         with pytest.raises(error, match="finite"):
             go(replace(BASE, run_dir=tmp_path / name, **changes))
+
+
+OWN_CHANGES = {
+    "environment": ("apps.grpo.own_examples:Letters",),
+    "tasks": Path("other-digits.jsonl"),
+    "environment_column": "kind",
+    "environment_shares": ("Digits=1", "Letters=9"),
+    "system_prompt": "Be brief.",
+    "template_options": ("enable_thinking=false",),
+    "tool_format": "hermes",
+}
+OWN_OF_FILES = {
+    "reward": "apps.grpo.own_examples:by_reference",
+    "tool": ("apps.grpo.own_examples:echo",),
+    "system_prompt": "Be brief.",
+    "preset": "math",
+}
+
+
+def played(config):
+    """What the first tasks open with and earn, whichever environment they are played in."""
+
+    async def play(environment, row):
+        opening = await environment.open(EpisodeContext(row.id, data=row.data))
+        await environment.step(Reply("it is 18 \u00e9", "it is 18 \u00e9"))
+        score = await environment.finish("done")
+        await environment.close()
+        return [dict(m) for m in opening.messages], [tool.name for tool in opening.tools], score
+
+    make = own_tasks_of if config.own.environment else prompt_tasks_of
+    tasks = make(config, build_tokenizer())
+    some = [*tasks.held_out()[:3], *tasks.tasks(0, 12)]
+    return [(row.id, asyncio.run(play(tasks.environment(row)(), row))) for row in some]
+
+
+@pytest.mark.parametrize("name", OWN_CHANGES)
+def test_a_setting_of_ones_own_environments_changes_what_is_played(name, files, monkeypatch):
+    monkeypatch.chdir(files)
+    two = ("apps.grpo.own_examples:Digits", "apps.grpo.own_examples:Letters")
+    several = name in ("environment_column", "environment_shares")
+    own = OwnConfig(environment=two if several else two[:1], tasks=Path("train.jsonl" if several else "digits.jsonl"))
+    base = GrpoConfig(recipe="environment", own=own)
+    assert played(base) == played(base)
+    changed = put(base, f"own.{name}", OWN_CHANGES[name])
+    if name == "template_options":  # they change the tokens, not the messages
+        chats = [chat_of(config, build_tokenizer()) for config in (base, changed)]
+        assert chats[0].options != chats[1].options
+    elif name == "tool_format":  # what is read of an answer, not what is asked
+        chats = [chat_of(config, build_tokenizer()) for config in (base, changed)]
+        assert (chats[0].tool_format, chats[1].tool_format) == ("qwen3_xml", "hermes")
+    elif name == "environment_column":
+        with pytest.raises(ValueError, match="--environment-column"):
+            played(changed)
+    else:
+        assert played(changed) != played(base)
+
+
+@pytest.mark.parametrize("name", OWN_OF_FILES)
+def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(name, files, monkeypatch):
+    monkeypatch.chdir(files)
+    data = DataConfig(data=Path("train.jsonl"), eval_share=0.2)
+    base = GrpoConfig(recipe="math", max_turns=2 if name == "tool" else 1, data=data)
+    if name == "tool":
+        with pytest.raises(ValueError, match="--max-turns"):
+            played(base)
+        base = put(base, "max_turns", 1)
+    changed = put(base, f"own.{name}", OWN_OF_FILES[name])
+    assert played(put(changed, "max_turns", 2) if name == "tool" else changed) != played(base)
+
+
+def test_every_setting_of_ones_own_is_changed_here():
+    of_own = {path.removeprefix("own.") for path in field_paths(BASE) if path.startswith("own.")}
+    assert of_own == set(OWN_CHANGES) | set(OWN_OF_FILES)
 
 
 def tasks_of(config):
     """What is asked: a pure function of the settings and the files."""
     make = sum_tasks_of if config.recipe == "quickstart" else prompt_tasks_of
     tasks = make(config, build_tokenizer())
-    asked = [[task.start().messages for task in some] for some in (tasks.held_out(), tasks.train(0, 20))]
-    references = [(prompt.messages, prompt.reference) for prompt in getattr(tasks, "prompts", ())]
-    return asked, sorted(references, key=str), dict(tasks.skipped)
+    rows = [tasks.held_out(), tasks.tasks(0, 20), tasks.tasks(1, 40)]
+    return [[tasks.environment(row).messages for row in some] for some in rows], rows, dict(tasks.skipped)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +192,12 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for name in ("train", "eval"):
         rows = [{"question": f"{name} {i}" + "?" * i, "ask": f"{i}", "answer": i, "gold": 2 * i} for i in range(1, 31)]
+        for row in rows:
+            row |= {"problem": row["ask"], "solution": row["answer"], "number": name + row["ask"]}
+            row["environment"] = "Digits" if row["answer"] % 2 else "Letters"
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        of_one = "".join(json.dumps({"number": row["number"]}) + "\n" for row in rows)
+        (folder / {"train": "digits.jsonl", "eval": "other-digits.jsonl"}[name]).write_text(of_one)
     return folder
 
 

@@ -2,18 +2,20 @@
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from apps.common.answers import exact_reward
-from apps.grpo.config import DataConfig, GrpoConfig
+from apps.common.flags import flag
+from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
 from apps.grpo.tasks import Conversation
 from apps.quickstart.arithmetic import Problem, distinct, problems
 from apps.quickstart.demonstrations import demonstration
-from rollout import Environment, Reply, Task, calculator
-from rollout.episode import derive_seed
-from rollout.tools import ToolResult
+from rollout import Reply, Task, TaskRow, calculator
+from rollout.seeds import derive_seed
+from rollout.tools.tool import ToolResult
+from rollout.tools.workers import instant
 
 Kind = Literal["arithmetic", "calculator"]
 
@@ -28,14 +30,34 @@ class SumTasks:
     seed: int
     skipped: Mapping[str, int] = field(default_factory=dict)
 
-    def train(self, step: int, count: int) -> Sequence[Environment]:
-        """The step's sums, none of them held out."""
-        return [as_task(problem, self.kind) for problem in step_problems(self.digits, self.seed, step, count)]
+    @property
+    def name(self) -> str:
+        """The kind of sums."""
+        return self.kind
 
-    def held_out(self) -> Sequence[Environment]:
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
+        """The step's sums, none of them held out."""
+        return _rows(f"step-{step}", step_problems(self.digits, self.seed, step, count))
+
+    def held_out(self) -> list[TaskRow]:
         """Different sums that are never trained on."""
         stream = problems(random.Random(0), self.digits, held_out=True)
-        return [as_task(problem, self.kind) for problem in distinct(stream, self.eval_prompts)]
+        return _rows("held-out", distinct(stream, self.eval_prompts))
+
+    def environment(self, row: TaskRow) -> Task:
+        """One sum."""
+        return as_task(row.data["problem"], self.kind)
+
+    def cursor(self) -> dict[str, Any]:
+        """Nothing: what a step asks follows from its number."""
+        return {}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Nothing to go on from."""
+
+
+def _rows(name: str, chosen: Iterable[Problem]) -> list[TaskRow]:
+    return [TaskRow(f"{name}/{i}", {"problem": problem}) for i, problem in enumerate(chosen)]
 
 
 def sum_tasks(config: GrpoConfig, kind: Kind) -> SumTasks:
@@ -44,18 +66,28 @@ def sum_tasks(config: GrpoConfig, kind: Kind) -> SumTasks:
     Raises:
         ValueError: the configuration sets an option of prompt files, or asks for more sums than there are.
     """
-    own = ("digits", "eval_prompts")
+    refuse_file_options(config, ("digits", "eval_prompts"))
+    if kind == "arithmetic" and config.max_turns != 1:
+        raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
+    tasks = SumTasks(kind, config.data.digits, config.data.eval_prompts, config.seed)
+    tasks.held_out()  # raises where --digits has fewer held-out sums than --eval-prompts
+    return tasks
+
+
+def refuse_file_options(config: GrpoConfig, own: Sequence[str]) -> None:
+    """ValueError where a recipe that makes its own tasks is given an option of prompt files; `own` are its options."""
     for option in fields(DataConfig):
         if option.name not in own and getattr(config.data, option.name) != option.default:
             raise ValueError(
                 f"recipe {config.recipe!r} makes its own tasks: --{option.name.replace('_', '-')} goes with "
                 "--recipe math --model DIR --data FILE"
             )
-    if kind == "arithmetic" and config.max_turns != 1:
-        raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
-    tasks = SumTasks(kind, config.data.digits, config.data.eval_prompts, config.seed)
-    tasks.held_out()  # raises where --digits has fewer held-out sums than --eval-prompts
-    return tasks
+    for name in (item.name for item in fields(OwnConfig)):
+        if getattr(config.own, name) != getattr(OwnConfig, name):
+            raise ValueError(
+                f"recipe {config.recipe!r} makes its own tasks: {flag(f'own.{name}')} goes with --environment "
+                "FILE.py:NAME, or with --model DIR --data FILE"
+            )
 
 
 def step_problems(digits: int, seed: int, step: int, count: int) -> list[Problem]:
@@ -74,6 +106,7 @@ def demonstrations(config: GrpoConfig, step: int, kind: Kind) -> list[Conversati
 def as_task(problem: Problem, kind: Kind) -> Task:
     """A problem as an environment; with the calculator, an answer counts only if the calculator was asked."""
 
+    @instant
     def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
         asked = kind != "calculator" or any(result.ok for result in results)
         return exact_reward(reply.content, problem.answer) if asked else 0.0

@@ -8,11 +8,12 @@ import pytest
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.synthetic import as_task, sum_tasks
 from apps.quickstart.arithmetic import addition
-from rollout.environment import Reply, ToolCall
+from rollout.environments.environment import Reply, Score
+from rollout.tools.tool import ToolCall
 
 
-def question(task):
-    return task.messages[0]["content"]
+def question(row):
+    return row.data["problem"].question
 
 
 def tasks(seed=0, **data):
@@ -21,17 +22,17 @@ def tasks(seed=0, **data):
 
 def test_tasks_follow_from_seed_and_step_alone():
     first, again, other = (tasks(seed, eval_prompts=32) for seed in (0, 0, 1))
-    asked = [question(task) for task in first.train(3, 8)]
-    assert asked == [question(task) for task in again.train(3, 8)]
-    assert asked != [question(task) for task in first.train(4, 8)]
-    assert asked != [question(task) for task in other.train(3, 8)]
+    asked = [question(task) for task in first.tasks(3, 8)]
+    assert asked == [question(task) for task in again.tasks(3, 8)]
+    assert asked != [question(task) for task in first.tasks(4, 8)]
+    assert asked != [question(task) for task in other.tasks(3, 8)]
     assert [question(t) for t in first.held_out()] == [question(t) for t in other.held_out()]
 
 
 def test_what_is_held_out_is_never_trained_on():
     found = tasks(eval_prompts=256)
     held_out = {question(task) for task in found.held_out()}
-    trained = {question(task) for step in range(100) for task in found.train(step, 64)}
+    trained = {question(task) for step in range(100) for task in found.tasks(step, 64)}
     assert len(held_out) == 256
     assert not held_out & trained
 
@@ -52,12 +53,12 @@ def test_the_calculator_must_be_asked():
     answer = Reply(text="", content="\\boxed{579}")
 
     async def play(*replies):
-        session = task.start()
-        return [await session.step(reply) for reply in replies]
+        environment = task()
+        outcomes = [await environment.step(reply) for reply in replies]
+        return outcomes[0].messages, await environment.finish("done")
 
     call = Reply(text="", content="", tool_calls=(ToolCall("calculator", '{"expression": "123+456"}'),))
-    (guessed,) = asyncio.run(play(answer))
-    result, told = asyncio.run(play(call, answer))
-    assert guessed.reward == 0.0
-    assert result.messages[0]["content"] == "579"
-    assert told.reward == 1.0
+    assert asyncio.run(play(answer)) == ((), Score(0.0))
+    told, score = asyncio.run(play(call, answer))
+    assert told[0]["content"] == "579"
+    assert score == Score(1.0)

@@ -1,7 +1,10 @@
 """A recipe for tests of whole runs: an untrained model earns some of its reward, so that weights move from step one."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,35 +13,67 @@ from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
-from rollout import Environment, Outcome, Reply
-from rollout.environment import Message
-from rollout.tools import Tool
+from rollout import (
+    EnvironmentFactory,
+    EpisodeContext,
+    Opening,
+    Outcome,
+    Reply,
+    Score,
+    TaskRow,
+    Tool,
+    ToolCall,
+    call_tools,
+)
+from rollout.environments.environment import End
+from rollout.tools.workers import instant
 
 
-@dataclass(frozen=True)
 class Babble:
     """Talk about a number, as many turns as there may be; a turn earns the share of its characters that are ASCII."""
 
-    number: int
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.reward = 0.0
 
-    @property
-    def messages(self) -> Sequence[Message]:
+    async def open(self, context: EpisodeContext) -> Opening:
         """Prompts of different lengths, so that ranks and micro-batches have different work."""
-        return ({"role": "user", "content": "say " + str(self.number) * (1 + self.number % 9)},)
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """None."""
-        return ()
-
-    def start(self) -> "Babble":
-        """Itself: an episode has no state."""
-        return self
+        del context
+        return Opening(({"role": "user", "content": "say " + str(self.number) * (1 + self.number % 9)},))
 
     async def step(self, reply: Reply) -> Outcome:
         """Score the reply to a quarter, cut off or not, and ask for more."""
         share = sum(map(str.isascii, reply.text)) / max(1, len(reply.text))
-        return Outcome(messages=({"role": "user", "content": "more"},), reward=round(4 * share) / 4, done=False)
+        self.reward += round(4 * share) / 4
+        return Outcome(({"role": "user", "content": "more"},), done=False)
+
+    async def finish(self, end: End) -> Score:
+        """The sum of the turns' shares."""
+        del end
+        return Score(self.reward)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class Troubled(Babble):
+    """A tool hangs in every odd number's episodes, and the environment itself in those of multiples of five."""
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Score the reply, unless it hangs."""
+        outcome = await super().step(reply)
+        if self.number % 5 == 0:
+            await asyncio.sleep(3600)
+        if self.number % 2:
+            tool = Tool("wait", "Waits.", {"type": "object", "properties": {}}, _hang, timeout=0.2)
+            (result,) = await call_tools([tool], [ToolCall("wait", "{}")])
+            assert result.timed_out
+        return outcome
+
+
+async def _hang() -> str:
+    await asyncio.sleep(3600)
+    return "never"
 
 
 @dataclass(frozen=True)
@@ -46,15 +81,46 @@ class BabbleTasks:
     """Numbers to talk about: step by step upwards, the held-out ones below all."""
 
     eval_prompts: int
+    name: str = "babble"
     skipped: Mapping[str, int] = field(default_factory=dict)
 
-    def train(self, step: int, count: int) -> Sequence[Environment]:
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
         """The next numbers."""
-        return [Babble(self.eval_prompts + step * count + i) for i in range(count)]
+        return [_row(self.eval_prompts + step * count + i) for i in range(count)]
 
-    def held_out(self) -> Sequence[Environment]:
+    def held_out(self) -> list[TaskRow]:
         """The first numbers."""
-        return [Babble(i) for i in range(self.eval_prompts)]
+        return [_row(i) for i in range(self.eval_prompts)]
+
+    def environment(self, row: TaskRow) -> EnvironmentFactory:
+        """To talk about the row's number."""
+        return instant(functools.partial(Babble, row.data["number"]))  # with a thread's timing, last bits would differ
+
+    def cursor(self) -> dict[str, Any]:
+        """Nothing: what a step asks follows from its number."""
+        return {}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Nothing to go on from."""
+
+
+@dataclass(frozen=True)
+class TroubledTasks(BabbleTasks):
+    """Numbers whose episodes hang here and there."""
+
+    def environment(self, row: TaskRow) -> EnvironmentFactory:
+        """To talk about the row's number, with trouble."""
+        return functools.partial(Troubled, row.data["number"])
+
+
+def make_troubled_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> TroubledTasks:
+    """As many held-out numbers as asked for."""
+    del tokenizer
+    return TroubledTasks(config.data.eval_prompts)
+
+
+def _row(number: int) -> TaskRow:
+    return TaskRow(f"number-{number}", {"number": number})
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> BabbleTasks:

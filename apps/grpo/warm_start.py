@@ -4,12 +4,14 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.config_file import as_plain
+from apps.common.divergence import told_by_sampler
 from apps.common.export import save_export
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import Reporter
@@ -17,7 +19,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from apps.grpo.tasks import Conversation
 from apps.sft.fit import fit
-from apps.sft.samples import batch_of, sample_of
+from apps.sft.samples import Sample, batch_of, sample_of, stop_tokens_of
 from engines import build_engine
 from objectives import SFT
 
@@ -53,13 +55,19 @@ def warm_start(
     warm = config.warm_start
     if rank_and_world()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    engine = build_engine(
-        replace(config.engine, model=str(model), lr=warm.lr, lr_schedule="constant", warmup_steps=warm.warmup_steps)
-    )
+    imitating = replace(config.engine, lr=warm.lr, lr_schedule="constant", warmup_steps=warm.warmup_steps)
+    # No sampler chose experts for a demonstration.
+    engine = build_engine(replace(imitating, model=str(model), routing_replay=False))
 
-    def batch_at(step: int) -> TensorDict:
-        conversations = demonstrations(config, step)
-        return batch_of([sample_of(tokenizer, c.messages, c.tools) for c in conversations])
+    stop_tokens, pictures = stop_tokens_of(model, tokenizer), session.chat.pictures
+
+    @lru_cache(maxsize=1 << 16 if pictures is None else 0)  # pictures are large, and seldom shown twice
+    def sample_at(written: str) -> Sample:
+        messages, tools = json.loads(written)
+        return sample_of(tokenizer, messages, tools, stop_tokens, pictures)
+
+    def batch_at(step: int) -> TensorDict:  # demonstrations of small tasks come again
+        return batch_of([sample_at(json.dumps([c.messages, c.tools])) for c in demonstrations(config, step)])
 
     accuracy, done = 0.0, 0
     log = Reporter(folder, as_plain(warm), warm.steps, "warm start")
@@ -68,8 +76,9 @@ def warm_start(
             row = {f"train/{name}": value for name, value in metrics.items()}
             shown: dict[str, float | int | str] = {"loss": metrics["loss"]}
             if done % warm.eval_every == 0 or done == warm.steps:
-                session.sync(engine)
-                accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy(warm.eval_prompts)
+                with told_by_sampler(done):
+                    session.sync(engine)
+                    accuracy = row["eval/accuracy"] = shown["held-out"] = session.accuracy(warm.eval_prompts)
             log.step(done, row, shown)
             if accuracy >= warm.until_accuracy:
                 break

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,6 +47,16 @@ def tiny_config(
     )
 
 
+def served_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
+    """The tiny hybrid with heads of sizes that vLLM can compute on a CPU: 32 in attention, 64 in a delta net."""
+    config = tiny_config(vocab_size, pad_token_id, eos_token_id)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    config.linear_num_key_heads = config.linear_num_value_heads = 1
+    config.linear_key_head_dim = config.linear_value_head_dim = 64
+    config.rope_parameters = {**config.rope_parameters, "mrope_section": [4, 2, 2]}
+    return config
+
+
 def set_time_steps(model: nn.Module) -> None:
     """Start every gated delta net with time steps spread over 0.001..0.1, so that its state lasts as long as a prompt.
 
@@ -60,24 +71,33 @@ def set_time_steps(model: nn.Module) -> None:
                 parameter.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
 
 
-def ensure_tiny_model(directory: Path, seed: int) -> Path:
+MakeConfig = Callable[[int, int, int], Qwen3_5TextConfig]
+"""(vocab_size, pad_token_id, eos_token_id) -> a model's configuration."""
+
+
+def ensure_tiny_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
     """`save_tiny_model`, unless the directory is there already (a resumed run) or another rank makes it; a kill leaves
     all of it or nothing."""
+    return made_once(directory, lambda temporary: save_tiny_model(temporary, seed, make_config))
+
+
+def made_once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """Let rank 0 make a directory beside its place and move it there, unless it is there already."""
     if not directory.is_dir() and int(os.environ.get("RANK", "0")) == 0:
         temporary = directory.with_name(directory.name + ".writing")
         shutil.rmtree(temporary, ignore_errors=True)
-        save_tiny_model(temporary, seed)
+        make(temporary)
         os.replace(temporary, directory)
     return directory
 
 
-def save_tiny_model(directory: Path, seed: int) -> Path:
+def save_tiny_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
     """Write an untrained tiny Qwen3.5 with its tokenizer and chat template as an ordinary Hugging Face directory."""
     tokenizer = build_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(tiny_config(len(tokenizer), ids[PAD], ids[TURN_END]))
+        model = Qwen3_5ForCausalLM(make_config(len(tokenizer), ids[PAD], ids[TURN_END]))
         set_time_steps(model)
     model.generation_config.eos_token_id = ids[TURN_END]
     model.generation_config.pad_token_id = ids[PAD]

@@ -19,10 +19,10 @@ def check_model(
     """
     family_of(model)
     longest, vocab_size = longest_sequence(model), model.get_text_config().vocab_size
-    here = max(len(sample["input_ids"]) for sample in (*conversations.train, *conversations.held_out))
+    here = int(max(conversations.train.lengths.max(), conversations.held_out.lengths.max()))
     if longest is not None and here > longest:
         raise ValueError(
-            f"a conversation has {here} tokens, {directory} has {longest} positions (max_position_embeddings): lower "
+            f"a row has {here} tokens, {directory} has {longest} positions (max_position_embeddings): lower "
             f"--max-tokens to {longest}"
         )
     largest = max(tokenizer.get_vocab().values())

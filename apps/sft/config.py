@@ -1,5 +1,7 @@
 """Every setting of a supervised run."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +10,9 @@ import tyro
 
 from apps.common.flags import check_owned, flag
 from apps.common.plan.cluster import Cluster
+from apps.sft.reading.examples import Columns, Form
+from apps.sft.reading.selection import Truncation
+from apps.sft.reading.sources import Source, parse_sources
 from engines import EngineConfig
 from engines.config import parse_context_parallel
 from objectives import SFT
@@ -22,20 +27,36 @@ OWNED = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is imitated: a file of conversations, or demonstrations of a synthetic task."""
+    """What is imitated: the rows of files, or demonstrations of a synthetic task."""
 
-    data: Path | None = None
-    """Conversations, .jsonl or .parquet; without it demonstrations of --task are written to the run folder and used."""
+    data: tuple[str, ...] = ()
+    """Files of rows, .jsonl or .parquet: FILE ..., or FILE:WEIGHT ... for shares of the sequences that are trained on.
+    Without any, demonstrations of --task are written to the run folder and used."""
     eval_data: Path | None = None
-    """Held-out conversations; without it a share of --data is held out."""
+    """Held-out rows; without it a share of --data is held out."""
+    form: Form = "auto"
+    """What a row is: a list of messages, a prompt with its completion (texts or messages), or plain text; "auto" is
+    decided by the columns of a file's first row."""
     messages_column: str = "messages"
     """Holds a list of messages with role and content (and tool_calls)."""
     tools_column: str = "tools"
     """Holds the tools of a conversation, where the file has this column."""
+    prompt_column: str = "prompt"
+    """Holds what a completion goes on from."""
+    completion_column: str = "completion"
+    """Holds what is to be written."""
+    text_column: str = "text"
+    """Holds plain text, of which every token is trained."""
     eval_share: float = 0.05
     """Share of --data that is held out where there is no --eval-data."""
     max_tokens: int = 4096
-    """Longer conversations are skipped and counted."""
+    """Longer rows are left out, or cut: see --truncation."""
+    truncation: Truncation = "skip"
+    """What is done with a longer row: left out, or tokens cut off at its left (the beginning) or its right. Counted."""
+    cache_dir: Path | None = None
+    """Where tokenised files are kept for later runs; the folder "tokens" beside the run folder by default."""
+    data_processes: int | None = None
+    """Processes that tokenise a file; by default one a CPU where it is large, else none besides this one."""
     task: Literal["arithmetic", "calculator"] = "arithmetic"
     """The synthetic task that is demonstrated where there is no --data."""
     demonstrations: int = 16384
@@ -46,21 +67,57 @@ class DataConfig:
             raise ValueError(f"--eval-share must lie between 0 and 1, got {self.eval_share}")
         if self.max_tokens < 2 or self.demonstrations < 32:
             raise ValueError("--max-tokens must be at least 2 and --demonstrations at least 32")
-        unused: tuple[str, ...] = ("eval_data", "messages_column", "tools_column")
-        instead = "goes with --data, which is not given"
-        if self.data is not None:
-            unused, instead = ("task", "demonstrations"), "is of the synthetic task; leave it out with --data"
+        if self.data_processes is not None and self.data_processes < 1:
+            raise ValueError(f"--data-processes must be at least 1, got {self.data_processes}")
+        parse_sources(self.data)
+        if self.data:
+            self._refuse(("task", "demonstrations"), "is of the synthetic task; leave it out with --data")
+        else:
+            columns = (name for names in _COLUMNS.values() for name in names)
+            self._refuse(("eval_data", "form", *columns), "goes with --data, which is not given")
+        if self.eval_data is not None:
+            self._refuse(("eval_share",), "has no effect with --eval-data: leave one of them out")
+        if self.form != "auto":
+            others = [name for form, names in _COLUMNS.items() if form != self.form for name in names]
+            unused = [name for name in others if name not in _COLUMNS[self.form]]
+            self._refuse(unused, f"has no effect with --form {self.form}")
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The files with their weights."""
+        return parse_sources(self.data)
+
+    @property
+    def columns(self) -> Columns:
+        """What is read of a row."""
+        return Columns(
+            self.form,
+            self.messages_column,
+            self.tools_column,
+            self.prompt_column,
+            self.completion_column,
+            self.text_column,
+        )
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        """Refuse fields that are not at their defaults."""
         usual = {item.name: item.default for item in fields(self)}
-        for name in unused:
+        for name in names:
             if getattr(self, name) != usual[name]:
-                raise ValueError(f"{flag(name)} {instead}")
-        if self.eval_data is not None and self.eval_share != usual["eval_share"]:
-            raise ValueError("--eval-share has no effect with --eval-data: leave one of them out")
+                raise ValueError(f"{flag(name)} {why}")
+
+
+_COLUMNS = {
+    "messages": ("messages_column", "tools_column"),
+    "prompt_completion": ("prompt_column", "completion_column", "tools_column"),
+    "text": ("text_column",),
+}
+"""The columns that each form reads."""
 
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Fine-tune a language model on conversations, on the assistant's tokens alone.
+    """Fine-tune a language model: on conversations (the assistant's tokens alone), completions of prompts, or text.
 
     With no flags: a tiny hybrid Qwen3.5 made on the spot imitates sums on a CPU, in about a minute.
     A real checkpoint on a real file: --model DIR --data FILE.
@@ -76,32 +133,46 @@ class SftConfig:
     resume: bool = False
     """Go on from the last checkpoint of --run-dir, or of the newest run."""
     seed: int = 0
-    """Of the model made and the order of the conversations."""
+    """Of the tiny model and the order of the conversations."""
     processes: int = 1
     """Ranks started on this machine; under torchrun its ranks are used instead."""
     threads: int = 1
     """CPU threads a rank; tiny models run fastest on one."""
     steps: int = 200
-    """Optimizer steps."""
+    """Optimizer steps, where no --epochs are given."""
+    epochs: float | None = None
+    """How often every row of --data is read, in place of --steps; the last step takes the rows that are left."""
     batch_size: int = 64
-    """Conversations a step."""
+    """Rows a step."""
     eval_every: int = 25
     """Steps between evaluations of the held-out loss (also after the last)."""
-    eval_conversations: int = 256
-    """How many held-out conversations an evaluation reads."""
+    eval_rows: int | None = None
+    """How many held-out rows an evaluation reads; all of them by default."""
+    export: Literal["last", "best"] = "last"
+    """Which weights are exported: those of the last step, or those with the lowest held-out loss, kept in
+    checkpoints/best from evaluation to evaluation."""
     save_every: int = 100
     """Steps between checkpoints (also after the last)."""
     keep_checkpoints: int = 2
     """Checkpoints that are kept before the last one; older ones are deleted."""
+    tracker: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that are told the metrics besides the run folder; WANDB_MODE, MLFLOW_TRACKING_URI, ... say where."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     objective: SFT = field(default_factory=SFT)
     cluster: Cluster = field(default_factory=Cluster)
     """Layout, pools, offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "eval_conversations", "save_every", "processes", "threads"):
+        for name in ("steps", "batch_size", "eval_every", "save_every", "processes", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
+        if self.eval_rows is not None and self.eval_rows < 1:
+            raise ValueError(f"--eval-rows must be at least 1, got {self.eval_rows}")
+        if self.epochs is not None:
+            if not 0 < self.epochs < math.inf:
+                raise ValueError(f"--epochs must be a number above 0, got {self.epochs}")
+            if self.steps != SftConfig.steps:
+                raise ValueError("--steps has no effect with --epochs: leave one of them out")
         if self.keep_checkpoints < 0:
             raise ValueError(f"--keep-checkpoints must be at least 0, got {self.keep_checkpoints}")
         check_owned(self, OWNED)

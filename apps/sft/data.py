@@ -1,89 +1,108 @@
-"""Conversations of a file as samples: rendered, measured, split; what was left out is counted by its reason."""
+"""Files as samples: tokenised, measured, cut, split; what was left out or cut is counted by its reason."""
 
 import json
 import os
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from apps.quickstart.arithmetic import distinct, problems
 from apps.quickstart.demonstrations import demonstration
 from apps.sft.config import DataConfig
-from apps.sft.conversations import Conversation, read_conversations
-from apps.sft.samples import Sample, UnprovenMaskError, sample_of
-from apps.sft.split import split_against, split_off
+from apps.sft.reading.selection import Samples, Usable, usable_of
+from apps.sft.reading.sources import Source
+from apps.sft.reading.split import split_against, split_off
+from apps.sft.reading.tokenised import tokenise
 from rollout import calculator
 
 
 @dataclass(slots=True)
 class Skipped:
-    """How many rows were left out for each reason, and where the first of each was."""
+    """How many rows were left out or cut for each reason, and where the first of each was."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
 
     def add(self, reason: str, path: Path, row: int) -> None:
-        """Count a row."""
+        """Count a row that was left out."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.first.setdefault(reason, f"{path.name}, row {row}")
 
     def lines(self) -> list[str]:
         """One line a reason, for people."""
-        return [
-            f"left out {count} conversations: {reason} (first: {self.first[reason]})"
-            for reason, count in self.counts.items()
+        left_out = [
+            f"left out {count} rows: {reason} (first: {self.first[reason]})" for reason, count in self.counts.items()
         ]
+        return left_out + [f"cut {count} rows of {name}" for name, count in self.cut.items()]
 
 
 @dataclass(frozen=True)
 class Conversations:
     """Samples to train on and held out, and what was left out.
 
-    Rows read = len(train) + len(held_out) + the sum of `skipped.counts`, over all files.
+    Rows read = len(train) + len(held_out) + the sum of `skipped.counts`, over all files. `sizes`: how many of `train`
+    are from each file, in order; `weights`: the files' shares where they are given.
     """
 
-    train: list[Sample]
-    held_out: list[Sample]
+    train: Samples
+    held_out: Samples
     skipped: Skipped
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The usable rows of a file, side by side."""
+def load_conversations(
+    config: DataConfig,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_tokens: tuple[str, ...] | None = None,
+    cache: Path = Path("tokens"),
+) -> Conversations:
+    """Read the sources and, where it is given, the held-out file.
 
-    rows: list[int]
-    keys: list[str]
-    samples: list[Sample]
-
-
-def load_conversations(config: DataConfig, path: Path, tokenizer: PreTrainedTokenizerBase) -> Conversations:
-    """Read `path` and, where it is given, the held-out file.
-
-    Identical conversations are on one side: of a single file a share of the different ones is held out; what is in a
-    held-out file of its own is removed from the training rows, and counted.
+    Identical rows are on one side: without a held-out file a share of the different ones is held out; what is in a
+    held-out file of its own is removed from the training rows, and counted. `stop_tokens`: see
+    `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenised`.
 
     Raises:
         ValueError: a file or a row can't be used, or too little is left; the text names the row and the remedy.
     """
     skipped = Skipped()
-    kept = _usable(config, path, tokenizer, skipped)
+
+    def usable(path: Path) -> Usable:
+        store = tokenise(path, config.columns, tokenizer, stop_tokens, cache, config.data_processes)
+        found = usable_of(store, config.max_tokens, config.truncation)
+        for reason, rows in found.left_out:
+            for row in rows:
+                skipped.add(reason, path, row)
+        if found.cut:
+            skipped.cut[f"{path.name} at the {config.truncation}, to --max-tokens {config.max_tokens}"] = found.cut
+        return found
+
+    files = [usable(source.path) for source in sources]
+    keys = [key for file in files for key in file.keys]
     if config.eval_data is None:
-        split = split_off(kept.keys, config.eval_share)
-        held_out = [kept.samples[i] for i in split.held_out]
+        split = split_off(keys, config.eval_share)
+        held_out = Samples.of(files, split.held_out)
     else:
-        other = _usable(config, config.eval_data, tokenizer, skipped)
-        split = split_against(kept.keys, other.keys)
-        held_out = other.samples
+        other = usable(config.eval_data)
+        split = split_against(keys, other.keys)
+        held_out = Samples.of([other], split.held_out)
+    places = [(number, row) for number, file in enumerate(files) for row in file.rows]
     for i in split.removed:
-        skipped.add(f"also in {config.eval_data}, which is held out", path, kept.rows[i])
-    found = Conversations([kept.samples[i] for i in split.train], held_out, skipped)
-    if not found.train or not found.held_out:
-        raise ValueError(_too_few(path, found, len(set(kept.keys))))
+        number, row = places[i]
+        skipped.add(f"also in {config.eval_data}, which is held out", sources[number].path, row)
+    from_files = [places[i][0] for i in split.train]
+    sizes = tuple(from_files.count(number) for number in range(len(sources)))
+    weights = tuple(source.weight for source in sources if source.weight is not None)
+    found = Conversations(Samples.of(files, split.train), held_out, skipped, sizes, weights or None)
+    if not all(sizes) or not found.held_out:
+        short = sources[sizes.index(0) if 0 in sizes else 0].path
+        raise ValueError(_too_few(short, found, len(set(keys))))
     return found
 
 
@@ -101,41 +120,9 @@ def write_demonstrations(config: DataConfig, seed: int, path: Path) -> Path:
     return path
 
 
-def _usable(config: DataConfig, path: Path, tokenizer: PreTrainedTokenizerBase, skipped: Skipped) -> _Kept:
-    kept = _Kept([], [], [])
-    for conversation in read_conversations(path, config.messages_column, config.tools_column):
-        try:
-            sample = _sample(path, conversation, tokenizer)
-        except UnprovenMaskError as error:
-            # Token and message numbers differ from row to row, the reason does not.
-            skipped.add(f"its mask can't be proven: {re.sub(r'[0-9]+', 'N', str(error))}", path, conversation.row)
-            continue
-        if len(sample["input_ids"]) > config.max_tokens:
-            skipped.add(f"longer than --max-tokens {config.max_tokens}", path, conversation.row)
-        elif not bool(sample["loss_mask"].any()):
-            skipped.add("nothing of the assistant's to train on", path, conversation.row)
-        else:
-            kept.rows.append(conversation.row)
-            kept.keys.append(conversation.key)
-            kept.samples.append(sample)
-    return kept
-
-
-def _sample(path: Path, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    try:
-        return sample_of(tokenizer, conversation.messages, conversation.tools)
-    except UnprovenMaskError:
-        raise
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        # A template that joins what is no text to text is a TypeError of Jinja's own making.
-        raise ValueError(
-            f"{path}, row {conversation.row}: the chat template refuses the conversation: {error}"
-        ) from error
-
-
 def _too_few(path: Path, found: Conversations, different: int) -> str:
     reasons: Sequence[str] = found.skipped.lines() or ["none was left out"]
     return (
-        f"{path}: {len(found.train)} conversations to train on and {len(found.held_out)} held out are too few; "
+        f"{path}: {len(found.train)} rows to train on and {len(found.held_out)} held out are too few; "
         f"{different} different ones can be used ({'; '.join(reasons)})"
     )

@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 from apps.quickstart.arithmetic import addition
 from apps.quickstart.demonstrations import demonstration
 from apps.quickstart.tokenizer import build_tokenizer
+from apps.sft import data as sft_data
 from apps.sft.config import DataConfig
-from apps.sft.conversations import Conversation, read_conversations
-from apps.sft.data import load_conversations, write_demonstrations
-from apps.sft.samples import sample_of
+from apps.sft.data import write_demonstrations
+from apps.sft.reading.conversations import Conversation
+from apps.sft.reading.examples import Columns, read_examples
+from apps.sft.reading.sources import Source
+from apps.sft.samples import sample_of, stop_tokens_of
 
 TOKENIZER = build_tokenizer()
 ARGUMENTS = {"expression": "1+2"}
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+2"}'}}
+
+
+def load_conversations(config, path, tokenizer, stop_tokens=None):
+    """One file, its tokens kept beside it."""
+    return sft_data.load_conversations(config, [Source(path)], tokenizer, stop_tokens, path.parent / "tokens")
 
 
 def write(path, rows):
@@ -44,6 +52,26 @@ def test_both_turns_of_a_tool_conversation_are_trained_and_the_result_is_not():
     assert text.startswith("<tool_call>")
     assert text.endswith("\\boxed{95}<|im_end|>")
     assert "tool_response" not in text
+
+
+def test_a_turn_ends_with_the_token_that_stops_the_model(tmp_path):
+    """The template writes two closing tokens; generation_config.json says that the second one stops the model."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|></tool_response>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = write(tmp_path / "a.jsonl", [{"messages": chat(str(i), "yes")} for i in range(9)])
+    assert stop_tokens_of(tmp_path, tokenizer) is None
+    stop = tokenizer.convert_tokens_to_ids("</tool_response>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    stops = stop_tokens_of(tmp_path, tokenizer)
+    for stop_tokens, ends in ((None, "yes<|im_end|>"), (stops, "yes<|im_end|></tool_response>")):
+        found = load_conversations(DataConfig(), rows, tokenizer, stop_tokens)
+        assert {trained_text(sample) for sample in (*found.train, *found.held_out)} == {ends}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 100000}')
+    with pytest.raises(ValueError, match=r"generation_config\.json, eos_token_id"):
+        stop_tokens_of(tmp_path, tokenizer)
 
 
 def test_rows_are_split_and_what_is_left_out_is_counted(tmp_path):
@@ -94,11 +122,11 @@ def test_rows_that_begin_and_end_alike_are_not_one(tmp_path):
 
 def test_a_held_out_file_removes_the_identical_rows_alone_and_says_so(tmp_path):
     held_out = write(tmp_path / "eval.jsonl", [*YES_NO[:3], yes_or_no(1000, "no")])
-    config = DataConfig(data=tmp_path / "a.jsonl", eval_data=held_out)
+    config = DataConfig(data=(str(tmp_path / "a.jsonl"),), eval_data=held_out)
     found = load_conversations(config, write(tmp_path / "a.jsonl", YES_NO), TOKENIZER)
     assert (len(found.train), len(found.held_out)) == (397, 4)
     assert list(found.skipped.counts.values()) == [3]
-    assert "left out 3 conversations: also in" in found.skipped.lines()[0]
+    assert "left out 3 rows: also in" in found.skipped.lines()[0]
     assert "a.jsonl, row 1" in found.skipped.lines()[0]
 
 
@@ -113,7 +141,7 @@ def test_counts_add_up_and_no_conversation_is_on_both_sides(tmp_path, rows, held
     config = DataConfig(max_tokens=100, eval_share=0.3)
     if held_out is not None:
         config = DataConfig(
-            max_tokens=100, data=tmp_path / "a.jsonl", eval_data=write(tmp_path / "eval.jsonl", held_out)
+            max_tokens=100, data=(str(tmp_path / "a.jsonl"),), eval_data=write(tmp_path / "eval.jsonl", held_out)
         )
     usable = {json.dumps(row) for row in rows if row not in (LONG, UNASKED)}
     path = write(tmp_path / "a.jsonl", rows)
@@ -240,6 +268,6 @@ def test_messages_and_calls_may_be_json_text(tmp_path):
 
 def test_the_ids_of_calls_are_kept(tmp_path):
     rows = [{"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": "call_7"}]}]}]
-    (conversation,) = read_conversations(write(tmp_path / "a.jsonl", rows), "messages", "tools")
+    (conversation,) = read_examples(write(tmp_path / "a.jsonl", rows), Columns())
     (call,) = conversation.messages[0]["tool_calls"]
     assert call == {"id": "call_7", "type": "function", "function": {"name": "calculator", "arguments": ARGUMENTS}}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
 
+from transformers import PreTrainedTokenizerBase
+
 from apps.common import cli
 from apps.common.cli import CommandLine
 from apps.common.config_file import write_config
@@ -17,14 +19,25 @@ from apps.common.plan.work import Work
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
+from apps.common.shrink.command import asked_for, refuse_dropped, tell
+from apps.common.shrink.fields import MANY, Difference, by_flag
 from apps.common.tokens import load_tokenizer, quiet_libraries
+from apps.common.variables import start_with
 from apps.quickstart.model import ensure_tiny_model
 from apps.sft.checks import check_model
 from apps.sft.config import OWNED, SftConfig
-from apps.sft.data import load_conversations, write_demonstrations
+from apps.sft.course import course_of
+from apps.sft.data import Conversations, load_conversations, write_demonstrations
+from apps.sft.reading.sources import Source
+from apps.sft.recipe import Recipe
 from apps.sft.registry import recipes, runnable, work_of
+from apps.sft.samples import stop_tokens_of
+from apps.sft.shrink import shrink, shrunk_recipe, supplied
 from apps.sft.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
+from engines.loading import resolve_device
+from engines.weights.hub import model_directory
+from runlog import check_tracker
 
 RUNS = Path("runs/sft")
 
@@ -36,7 +49,7 @@ def command_line() -> CommandLine[SftConfig]:
         kind=SftConfig,
         recipes={name: recipe.config for name, recipe in recipes().items()},
         runs=RUNS,
-        real="finetune",
+        by_flag={"--model": "finetune", "--data": "finetune"},
         owned=OWNED,
         peers=PEERS,
         fixed=("recipe", "model", "seed", "data.task", "data.demonstrations"),
@@ -48,24 +61,32 @@ def configure(argv: Sequence[str]) -> SftConfig:
     return command_line().parse(argv)
 
 
-def run(config: SftConfig) -> Result:
+def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     """Check all that can be checked, then train on as many ranks as asked for.
+
+    `recipe`: the registered one that the configuration names unless given.
 
     Raises:
         ValueError: model, data or settings can't be used; said before any training.
         DivergenceError, engines.NonFiniteError: the run diverged; it has no export.
     """
     quiet_libraries()
-    runnable(config)
+    runnable(config, recipe)
+    resolve_device(config.engine)
+    for name in config.tracker:
+        check_tracker(name)
     if under_torchrun():
         ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
-    if config.resume:
+    if config.resume and config.epochs is None:
         steps_done(run_dir, config.steps)
-    model, data = _model(config, run_dir), _data(config, run_dir)
-    model_config, tokenizer = check_model_directory(model), load_tokenizer(model)
-    conversations = load_conversations(config.data, data, tokenizer)
+    model, sources = _model(config, run_dir), _sources(config, run_dir)
+    model_config, tokenizer = check_model_directory(model), load_tokenizer(model, chat=False)
+    conversations = _conversations(config, sources, model, tokenizer, run_dir)
     check_model(conversations, model, model_config, tokenizer)
+    course = course_of(config, conversations)
+    if config.resume:
+        steps_done(run_dir, course.steps)
     from_rank_0(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)
@@ -74,32 +95,90 @@ def run(config: SftConfig) -> Result:
         return launch(train, job, config.processes, config.engine.device, config.threads)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Plan or run what the command line asks for."""
+def shrunk(config: SftConfig, most_ranks: int) -> tuple[SftConfig, Recipe, tuple[Difference, ...]]:
+    """The configuration at the size of `most_ranks` CPU processes, its recipe, and every field that differs.
 
-    def works() -> list[Work]:
-        return [work_of(recipe.config) for recipe in recipes().values()]
+    Raises:
+        ValueError: there is no such recipe, or there are too few processes.
+    """
+    recipe = recipes()[config.recipe]
+    small, differences = shrink(config, recipe, most_ranks)
+    return small, shrunk_recipe(small, recipe), differences
 
-    answer_without_running(argv, works, lambda rest: work_of(configure(rest)))
-    run(configure(argv))
+
+def run_shrunk(config: SftConfig, most_ranks: int) -> Result:
+    """Run a recipe in small, with a tiny random model of its architecture; differences are printed first.
+
+    Raises:
+        ValueError: the run would have to do without something, which the text names; or see `run`.
+    """
+    if config.resume:
+        raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
+    small, recipe, differences = shrunk(config, most_ranks)
+    tell(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
+    refuse_dropped(work_of(small, recipe))
+    run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
+    return run(supplied(small, recipe, run_dir), recipe)
+
+
+def main(argv: Sequence[str], own_process: bool = False) -> None:
+    """Plan or run what the command line asks for.
+
+    `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
+    """
+    argv, most_ranks = asked_for(argv)
+
+    def works() -> list[tuple[Work, Work]]:
+        found = [recipe.config for recipe in recipes().values()]
+        return [(work_of(config), work_of(*shrunk(config, most_ranks or MANY)[:2])) for config in found]
+
+    def planned(rest: Sequence[str]) -> Work:
+        config = configure(rest)
+        if config.epochs is not None:
+            raise ValueError("--plan reads no data, so it can't count --epochs: give --steps for it")
+        return work_of(config) if most_ranks is None else work_of(*shrunk(config, most_ranks)[:2])
+
+    answer_without_running(argv, works, planned)
+    config = configure(argv)
+    if own_process:
+        start_with(config.cluster.environment)
+    if most_ranks is None:
+        run(config)
+    else:
+        run_shrunk(config, most_ranks)
 
 
 def _model(config: SftConfig, run_dir: Path) -> Path:
     if config.model is not None:
-        return config.model
+        return model_directory(config.model)
     if rank_and_world()[0] == 0:
         ensure_tiny_model(run_dir / "model", config.seed)
     return from_rank_0(run_dir / "model")
 
 
-def _data(config: SftConfig, run_dir: Path) -> Path:
-    if config.data.data is not None:
-        return config.data.data
+def _sources(config: SftConfig, run_dir: Path) -> tuple[Source, ...]:
+    if config.data.data:
+        return config.data.sources
     path = run_dir / "demonstrations.jsonl"
     if rank_and_world()[0] == 0 and not path.is_file():
         write_demonstrations(config.data, config.seed, path)
-    return from_rank_0(path)
+    return (Source(from_rank_0(path)),)
+
+
+def _conversations(
+    config: SftConfig, sources: Sequence[Source], model: Path, tokenizer: PreTrainedTokenizerBase, run_dir: Path
+) -> Conversations:
+    """Rank 0 tokenises what is not tokenised yet; the others find it on the disk, or do it for a disk of their own."""
+    cache = config.data.cache_dir or run_dir.absolute().parent / "tokens"
+    stops = stop_tokens_of(model, tokenizer)
+
+    def load() -> Conversations:
+        return load_conversations(config.data, sources, tokenizer, stops, cache)
+
+    found = load() if rank_and_world()[0] == 0 else None
+    from_rank_0(None)
+    return found or load()
 
 
 if __name__ == "__main__":
-    cli.main(lambda: main(sys.argv[1:]))
+    cli.main(lambda: main(sys.argv[1:], own_process=True))

@@ -4,7 +4,7 @@ import os
 
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.work import Work
-from apps.common.ranks import ranks_of_run
+from apps.common.ranks import ranks_of_node
 from apps.common.recipes import load_recipes
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
@@ -15,19 +15,19 @@ def recipes() -> dict[str, Recipe]:
     return load_recipes("apps.sft.recipes", Recipe)
 
 
-def work_of(config: SftConfig) -> Work:
-    """What the plan of a configuration is made of.
+def work_of(config: SftConfig, recipe: Recipe | None = None) -> Work:
+    """What the plan of a configuration is made of; `recipe` as in `runnable`.
 
     Raises:
         ValueError: there is no recipe of that name.
     """
-    recipe = _recipe(config.recipe)
+    recipe = recipe or _recipe(config.recipe)
     return Work(
         app="sft",
         recipe=config.recipe,
         engine=config.engine,
         cluster=config.cluster,
-        processes=ranks_of_run(config.processes),
+        processes=ranks_of_node(config.processes, config.cluster.pools.nodes),
         steps=config.steps,
         rows=config.batch_size,
         longest=config.data.max_tokens,
@@ -36,17 +36,17 @@ def work_of(config: SftConfig) -> Work:
     )
 
 
-def runnable(config: SftConfig) -> Recipe:
-    """The recipe of a configuration.
+def runnable(config: SftConfig, recipe: Recipe | None = None) -> Recipe:
+    """The registered recipe of a configuration, or the one given.
 
     Raises:
         ValueError: there is none of that name, it can only be planned, or it lacks a model or data.
     """
-    recipe = _recipe(config.recipe)
-    refuse_unready(work_of(config), os.environ)
+    recipe = recipe or _recipe(config.recipe)
+    refuse_unready(work_of(config, recipe), os.environ)
     if not recipe.synthetic:
         for name, given in (("model", config.model), ("data", config.data.data)):
-            if given is None:
+            if not given:
                 raise ValueError(f"recipe {config.recipe!r} has no {name} of its own: add --{name}")
     return recipe
 

@@ -1,14 +1,18 @@
-"""Conversations as training samples: ids, and a mask that is true on the assistant's tokens alone."""
+"""Rows as training samples: ids, and a mask that is true on what the model shall learn to write."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from chat_tools import render
+from chat_tools import images, read_stop_tokens, render
+from rollout.pictures import Pictures, images_of, without_images
 from seqpack.batches.batch import make_batch
+from seqpack.batches.mrope import grid_tokens
 
 Sample = Mapping[str, Any]
 
@@ -17,19 +21,117 @@ class UnprovenMaskError(ValueError):
     """A conversation of which it can't be proven which tokens are the assistant's; the text says why."""
 
 
-def sample_of(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-) -> Sample:
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids, and which of them are trained; one entry a token each. The first token is never trained."""
+
+    ids: Sequence[int]
+    mask: Sequence[bool]
+
+
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    stop_tokens: Sequence[str] | None = None,
+    trained_from: int = 0,
+) -> Encoded:
     """Render one conversation by the tokenizer's own chat template.
+
+    `stop_tokens`: those that stop the model (`stop_tokens_of`), which a turn may end with and is trained to; without
+    them, those that the tokenizer and the template tell of. Of turns before message `trained_from` nothing is trained.
 
     Raises:
         UnprovenMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
         ValueError, jinja2.TemplateError: the template refuses the messages.
     """
-    rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None)
+    rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
     if rendered.problems:
         raise UnprovenMaskError(rendered.problems[0])
-    return as_sample(rendered.ids, rendered.assistant_mask)
+    mask = rendered.assistant_mask
+    if trained_from:
+        first = min((span.token_start for span in rendered.spans if span.message >= trained_from), default=len(mask))
+        mask = [trained and i >= first for i, trained in enumerate(mask)]
+    return Encoded(rendered.ids, mask)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Encoded:
+    """Tokenise a prompt and the text that follows; of the text every token is trained, and an end of sequence after it.
+
+    Where the two together begin with the tokens of the prompt they are tokenised together; elsewhere a token would
+    reach over the border, and they are tokenised apart: at use too the model meets the prompt's own tokens.
+    Special tokens that the tokenizer puts before a text stand before the prompt.
+
+    Raises:
+        ValueError: the tokenizer has no end of sequence.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
+    head, whole = (_without_end(tokenizer(part)["input_ids"], end) for part in (prompt, prompt + text))
+    if whole[: len(head)] != head:
+        whole = [*head, *_without_end(tokenizer(text, add_special_tokens=False)["input_ids"], end)]
+    ids = [*whole, end]
+    return Encoded(ids, [max(1, len(head)) <= i for i in range(len(ids))])
+
+
+def sample_of(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    stop_tokens: Sequence[str] | None = None,
+    pictures: Pictures | None = None,
+) -> Sample:
+    """One conversation as a sample; see `encode_messages`. `pictures` reads its images, where it has any."""
+    if pictures is not None:
+        return _seen_sample(tokenizer, messages, tools, stop_tokens, pictures)
+    encoded = encode_messages(tokenizer, messages, tools, stop_tokens)
+    return as_sample(encoded.ids, encoded.mask)
+
+
+def _seen_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    stop_tokens: Sequence[str] | None,
+    pictures: Pictures,
+) -> Sample:
+    """A sample of a model that sees: all have the keys of images, also those of text alone."""
+    found = images_of(messages)
+    patches, grids = pictures.read(found) if found else (torch.empty(0, pictures.numbers), torch.empty(0, 3).long())
+    counts = [grid_tokens(grid, pictures.merge_size) for grid in grids.tolist()]
+    rendered = render(
+        tokenizer,
+        without_images(messages),
+        tools=list(tools) if tools else None,
+        stop_tokens=stop_tokens,
+        media=[images(counts, pictures.token)],
+    )
+    if rendered.problems:
+        raise UnprovenMaskError(rendered.problems[0])
+    return {
+        **as_sample(rendered.ids, rendered.assistant_mask),
+        "mm_token_type_ids": torch.tensor(rendered.mm_token_type_ids),
+        "pixel_values": patches,
+        "image_grid_thw": grids,
+    }
+
+
+def _without_end(ids: Sequence[int], end: int) -> list[int]:
+    """The ids without the end of sequence that some tokenizers put after every text, or the text has of its own."""
+    return list(ids[:-1] if ids and ids[-1] == end else ids)
+
+
+def stop_tokens_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
+    """The tokens that generation_config.json of a model directory names as its ends; None where it names none.
+
+    Raises:
+        ValueError: they are not the tokenizer's.
+    """
+    try:
+        return read_stop_tokens(directory, tokenizer) or None
+    except ValueError as error:
+        raise ValueError(f"{directory / 'generation_config.json'}, eos_token_id: {error}") from error
 
 
 def as_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:

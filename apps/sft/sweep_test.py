@@ -1,6 +1,5 @@
 """Every setting of the sft app, changed alone, does something or is refused; see `apps.common.sweep`."""
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from apps.common.sweep import Change, another, effect, field_paths, outcome, put
+from apps.common.sweep import Change, Sweep, another, field_paths
 from apps.quickstart.tokenizer import build_tokenizer
-from apps.sft.config import OWNED, DataConfig, SftConfig
+from apps.sft.config import OWNED, DataConfig
 from apps.sft.data import load_conversations, write_demonstrations
 from apps.sft.main import run
+from apps.sft.reading.mixture import Mixture
+from apps.sft.reading.sources import Source
 from apps.sft.recipes import quickstart
 
 BASE = replace(
@@ -21,17 +22,18 @@ BASE = replace(
     steps=3,
     batch_size=6,
     eval_every=2,
-    eval_conversations=2,
+    eval_rows=2,
     save_every=1,
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "threads"}
 """What a run is of and where it is, changed in run_test and bad_inputs_test; the last has a test below."""
-KNOWN = {}
 CHANGES = {
+    "engine.weights": Change("replicated"),
     "processes": Change(2),
     "batch_size": Change(7),
     "keep_checkpoints": Change(0),
+    "tracker": Change(("trackio",)),
     "eval_every": Change(1),
     "save_every": Change(2),
     "engine.device": Change("cuda"),
@@ -45,36 +47,26 @@ CHANGES = {
     "engine.weight_decay": Change(0.5),
     "engine.grad_clip": Change(None, {"engine.grad_clip": 1e-3}),
     "engine.warmup_steps": Change(3),
+    "engine.lora.targets": Change(("q_proj",)),
+    "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
     "engine.on_nonfinite": Change("skip", {"engine.lr": 1e30, "engine.grad_clip": None}),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.environment": Change(("NAME=value",)),
 }
-"""Values where the next choice, the other truth or twice the number would not do."""
 
 
-def paths():
-    of_data = {path for path in field_paths(BASE) if path.startswith("data.")}
-    return sorted(set(field_paths(BASE)) - set(OWNED) - NAMED - of_data)
+SWEEP = Sweep(run, BASE, NAMED | set(OWNED), CHANGES)
 
 
 def test_equal_settings_make_equal_runs(tmp_path):
-    """Without this, every change would seem to do something."""
-    one, two = (outcome(run, put(BASE, "run_dir", tmp_path / name)) for name in ("one", "two"))
-    assert one == two
-    KNOWN[BASE] = one
-    assert one["metrics"]
-    assert one["weights"]
+    left = SWEEP.equal_runs(tmp_path)
+    assert all(left[name] for name in ("metrics", "weights"))
 
 
-def test_the_table_names_fields_that_are_there():
-    assert set(CHANGES) <= set(paths())
-
-
-@pytest.mark.parametrize("path", paths())
-def test_a_setting_does_something_or_is_refused(path, tmp_path):
-    value = functools.reduce(getattr, path.split("."), BASE)
-    change = CHANGES[path] if path in CHANGES else Change(another(SftConfig, path, value))
-    assert effect(run, BASE, path, change, tmp_path, KNOWN)
+@pytest.mark.parametrize("path", SWEEP.paths())
+def test_a_setting_does_something_or_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    assert SWEEP.effect(path, tmp_path)
 
 
 def test_threads_are_those_of_the_rank(tmp_path):
@@ -100,6 +92,12 @@ def files(tmp_path_factory):
                 "talk": chat(f"{i}", "no"),
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
                 "functions": [{"type": "function", "function": {"name": "g", "parameters": {}}}],
+                "prompt": f"{i}+1=",
+                "question": f"{i}+2=",
+                "completion": str(i + 1),
+                "reply": str(i + 2),
+                "text": f"{name} says {i}",
+                "content": f"{name} has {i}",
             }
             for i in range(30)
         ]
@@ -107,36 +105,58 @@ def files(tmp_path_factory):
     return folder
 
 
-def texts(data):
-    """What is trained and held out, and what was left out: a pure function of the settings and the files."""
+def texts(data, folder):
+    """What is trained and held out, and what was left out or cut: a pure function of the settings and the files."""
     tokenizer = build_tokenizer()
-    path = data.data or write_demonstrations(data, 0, Path("demonstrations.jsonl"))
-    found = load_conversations(data, path, tokenizer)
+    sources = data.sources or [Source(write_demonstrations(data, 0, Path("demonstrations.jsonl")))]
+    cache = data.cache_dir or folder / "tokens"
+    found = load_conversations(data, sources, tokenizer, None, cache)
+    order = Mixture(found.sizes, found.weights, 0).at(0, 40)
+    trained = [tokenizer.decode(found.train[i]["input_ids"][found.train[i]["loss_mask"]]) for i in order]
     sides = [[tokenizer.decode(sample["input_ids"]) for sample in side] for side in (found.train, found.held_out)]
-    return sides, found.skipped.counts
+    return sides, trained, found.skipped.counts, found.skipped.cut
 
 
 DATA_CHANGES = {
-    "data": Path("eval.jsonl"),
-    "eval_data": Path("eval.jsonl"),
-    "messages_column": "talk",
-    "tools_column": "functions",
-    "eval_share": 0.5,
-    "max_tokens": 50,
+    "data": (("eval.jsonl",), {}),
+    "eval_data": (Path("eval.jsonl"), {}),
+    "form": ("text", {}),
+    "messages_column": ("talk", {}),
+    "tools_column": ("functions", {}),
+    "prompt_column": ("question", {"form": "prompt_completion"}),
+    "completion_column": ("reply", {"form": "prompt_completion"}),
+    "text_column": ("content", {"form": "text"}),
+    "eval_share": (0.5, {}),
+    "max_tokens": (50, {}),
+    "truncation": ("left", {"max_tokens": 50}),
+    "cache_dir": (Path("elsewhere"), {}),
 }
 
 
 @pytest.mark.parametrize("name", [path.removeprefix("data.") for path in field_paths(BASE) if path.startswith("data.")])
 def test_a_setting_of_the_data_changes_what_is_imitated(name, files, tmp_path, monkeypatch):
     monkeypatch.chdir(files)
-    base = DataConfig(data=Path("train.jsonl"))
     if name in DATA_CHANGES:
-        assert texts(base) == texts(base)
-        assert texts(replace(base, **{name: DATA_CHANGES[name]})) != texts(base)
+        value, both = DATA_CHANGES[name]
+        base = DataConfig(data=("train.jsonl",), **both)
+        folders = (tmp_path / "one", tmp_path / "two", tmp_path / "three")
+        first = texts(base, folders[0])
+        assert first == texts(base, folders[1])
+        changed = texts(replace(base, **{name: value}), folders[2])
+        if name == "cache_dir":
+            assert list(value.glob("*.arrow"))
+            assert not folders[2].exists()
+        else:
+            assert changed != first
         return
+    if name == "data_processes":  # tokenised_test shows that so many tokenise
+        with pytest.raises(ValueError, match="--data-processes"):
+            DataConfig(data_processes=0)
+        return
+    base = DataConfig(data=("train.jsonl",))
     value = another(DataConfig, name, getattr(base, name)) if name == "task" else 40
     with pytest.raises(ValueError, match=f"--{name}"):
         replace(base, **{name: value})
     monkeypatch.chdir(tmp_path)
     synthetic = DataConfig(demonstrations=32)
-    assert texts(replace(synthetic, **{name: value})) != texts(synthetic)
+    assert texts(replace(synthetic, **{name: value}), tmp_path) != texts(synthetic, tmp_path / "base")

@@ -1,40 +1,45 @@
 """A supervised run from start to end: steps, held-out loss, checkpoints, export, report."""
 
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
-from apps.common.checkpoints import checkpoint_path, delete_old_checkpoints
+from apps.common.checkpoints import checkpoint_path
 from apps.common.config_file import as_plain
+from apps.common.device_memory import memory_metrics
 from apps.common.divergence import check_loss
 from apps.common.export import save_export
-from apps.common.ranks import from_rank_0, init_rank, rank_and_world
+from apps.common.ranks import from_rank_0, init_rank
 from apps.common.reporter import Reporter
 from apps.common.run_dir import steps_done
+from apps.common.saves import Saves
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.sft.config import SftConfig
+from apps.sft.course import Course, course_of
 from apps.sft.data import Conversations
 from apps.sft.fit import fit
 from apps.sft.samples import Sample, batch_of
 from engines import TrainEngine, build_engine
-from rollout.episode import derive_seed
+from engines.config import parse_context_parallel
 from runlog import read_metrics
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: the held-out loss in nats a token, before and after."""
+    """What a run came to: the held-out loss in nats a token, before training and of what is exported."""
 
     loss_before: float
     loss_after: float
     seconds: float
     run_dir: Path
     steps: int
+    exported: int
+    """After which step the exported weights were."""
 
 
 def train(config: SftConfig, conversations: Conversations, model: Path, run_dir: Path) -> Result:
@@ -46,85 +51,130 @@ def train(config: SftConfig, conversations: Conversations, model: Path, run_dir:
     begun = time.perf_counter()
     init_rank(config.threads, config.seed)
     quiet_libraries()
-    done, checkpoint = from_rank_0(steps_done(run_dir, config.steps) if config.resume else (0, None))
-    tokenizer = load_tokenizer(model)
+    course = course_of(config, conversations)
+    done, checkpoint = from_rank_0(steps_done(run_dir, course.steps) if config.resume else (0, None))
+    tokenizer = load_tokenizer(model, chat=False)
     engine = build_engine(replace(config.engine, model=str(model)))
     if checkpoint is not None:
         engine.load(str(checkpoint))
-    with Reporter(run_dir, as_plain(config), config.steps, "sft", done if config.resume else None) as log:
-        before, after = _steps(config, conversations, engine, log, done, len(tokenizer))
+    resume_step = done if config.resume else None
+    with (
+        Reporter(run_dir, as_plain(config), course.steps, "sft", resume_step, config.tracker) as log,
+        Saves(engine, run_dir, config.keep_checkpoints) as saves,
+    ):
+        found = _Steps(config, conversations, course, engine, log, saves, len(tokenizer)).run(done)
+    if config.export == "best":
+        engine.load(str(best_path(run_dir)))
     save_export(engine, tokenizer, run_dir / "export")
-    result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
+    exported = found.best_step if config.export == "best" else course.steps
+    result = Result(found.before, found.losses[exported], time.perf_counter() - begun, run_dir, course.steps, exported)
     log.close(_summary(result), f"SFT, {config.recipe}")
     return result
 
 
-def held_out_loss(engine: TrainEngine, samples: Sequence[Sample]) -> float:
-    """Mean negative log-likelihood of the samples' trained tokens, in nats."""
-    batch = batch_of(samples)
-    log_probs, mask = engine.forward(batch)["log_probs"].values(), batch["loss_mask"].values()
-    return -log_probs[mask].mean().item()
+def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 256) -> float:
+    """Mean negative log-likelihood of the samples' trained tokens, in nats; `rows` at a time, the last what is left."""
+    total, tokens = 0.0, 0
+    for first in range(0, len(samples), rows):
+        batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
+        log_probs, mask = engine.forward(batch)["log_probs"].values(), batch["loss_mask"].values()
+        total -= log_probs[mask].sum(dtype=torch.float64).item()
+        tokens += int(mask.sum())
+    return total / tokens
 
 
-def batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Callable[[int], TensorDict]:
-    """The batch of a step, by seed and step alone: every epoch reads all samples once, in an order of its own."""
-
-    def order(epoch: int) -> list[int]:
-        return random.Random(derive_seed(seed, "epoch", epoch)).sample(range(len(samples)), len(samples))
-
-    def batch_at(step: int) -> TensorDict:
-        first = step * batch_size
-        epochs = {n // len(samples) for n in range(first, first + batch_size)}
-        orders = {epoch: order(epoch) for epoch in epochs}
-        chosen = [orders[n // len(samples)][n % len(samples)] for n in range(first, first + batch_size)]
-        return batch_of([samples[i] for i in chosen])
-
-    return batch_at
+def best_path(run_dir: Path) -> Path:
+    """Where the weights with the lowest held-out loss are kept."""
+    return run_dir / "checkpoints" / "best"
 
 
-def _steps(
-    config: SftConfig, conversations: Conversations, engine: TrainEngine, log: Reporter, done: int, vocab_size: int
-) -> tuple[float, float]:
-    """Do steps done..steps; held-out loss at the run's first start and at its end."""
-    held_out = conversations.held_out[: config.eval_conversations]
-    for line in conversations.skipped.lines():
-        log.note(line)
-    before = _loss_before(log.run_dir) if done else None
-    after = None
-    if before is None:
-        before = after = held_out_loss(engine, held_out)
-    if not done:
-        log.step(0, {"eval/loss": before}, {"held-out loss": before})
-    batch_at = batches(conversations.train, config.batch_size, config.seed)
-    clock = time.perf_counter()
-    for step, metrics in fit(engine, batch_at, config.objective, config.steps, start=done):
-        row: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
-        row["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - clock)
-        shown: dict[str, float | int | str] = {"loss": metrics["loss"], "tokens/s": row["tokens_per_second"]}
-        last = step == config.steps
-        if last or step % config.eval_every == 0:
-            after = row["eval/loss"] = shown["held-out loss"] = held_out_loss(engine, held_out)
-        log.step(step, row, shown)
-        if after is not None:
-            check_loss(step, after, vocab_size)
-        if last or step % config.save_every == 0:
-            engine.save(str(checkpoint_path(log.run_dir, step)))
-            if rank_and_world()[0] == 0:
-                delete_old_checkpoints(log.run_dir, config.keep_checkpoints)
+@dataclass(frozen=True)
+class _Found:
+    """Held-out losses: before the first step, and after each step that was evaluated."""
+
+    before: float
+    losses: dict[int, float]
+
+    @property
+    def best_step(self) -> int:
+        return min(self.losses, key=lambda step: (self.losses[step], step))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What the steps of a run are made of."""
+
+    config: SftConfig
+    conversations: Conversations
+    course: Course
+    engine: TrainEngine
+    log: Reporter
+    saves: Saves
+    vocab_size: int
+
+    def run(self, done: int) -> _Found:
+        """Do the steps after `done`; the held-out loss at the run's first start, and at each evaluation."""
+        config, engine, log = self.config, self.engine, self.log
+        for line in self.conversations.skipped.lines():
+            log.note(line)
+        found = self._begin(done)
+        ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()
-    return before, after if after is not None else held_out_loss(engine, held_out)
+        for step, metrics in fit(engine, self._batch, config.objective, self.course.steps, done, ahead):
+            row: dict[str, Any] = {f"train/{name}": value for name, value in metrics.items()}
+            row["train/epoch"] = min(step * config.batch_size, self.course.places) / len(self.course.mixture)
+            row["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - clock)
+            row |= memory_metrics(config.engine.device)
+            shown: dict[str, float | int | str] = {"loss": metrics["loss"], "tokens/s": row["tokens_per_second"]}
+            last = step == self.course.steps
+            if last or step % config.eval_every == 0:
+                row["eval/loss"] = shown["held-out loss"] = found.losses[step] = self._held_out_loss()
+            log.step(step, row, shown)
+            if step in found.losses:
+                check_loss(step, found.losses[step], self.vocab_size)
+            self.saves.look()
+            if directories := self._kept(step, found):
+                self.saves.begin(step, directories)
+            clock = time.perf_counter()
+        if self.course.steps not in found.losses:  # a finished run whose metrics were lost
+            found.losses[self.course.steps] = self._held_out_loss()
+        return found
+
+    def _begin(self, done: int) -> _Found:
+        """What earlier parts of the run found; for a new one the held-out loss is taken now, and is its first row."""
+        losses = _losses(self.log.run_dir) if done else {}
+        if 0 not in losses:
+            losses[0] = self._held_out_loss()
+        before = losses.pop(0)
+        if not done:
+            self.log.step(0, {"eval/loss": before}, {"held-out loss": before})
+        return _Found(before, {step: loss for step, loss in losses.items() if step <= done})
+
+    def _batch(self, step: int) -> TensorDict:
+        return batch_of([self.conversations.train[i] for i in self.course.rows(step)])
+
+    def _held_out_loss(self) -> float:
+        return held_out_loss(self.engine, self.conversations.held_out[: self.config.eval_rows])
+
+    def _kept(self, step: int, found: _Found) -> list[Path]:
+        """Where the state after a step is to be kept: as the best before it counts as the last, if it is both."""
+        config, run_dir = self.config, self.log.run_dir
+        best = config.export == "best" and step in found.losses and found.best_step == step
+        due = step == self.course.steps or step % config.save_every == 0
+        return [best_path(run_dir)] * best + [checkpoint_path(run_dir, step)] * due
 
 
-def _loss_before(run_dir: Path) -> float | None:
-    """What the run's first evaluation found, from its metrics; None where they are lost."""
-    first = next(iter(read_metrics(run_dir)), {})
-    return from_rank_0(first.get("eval/loss") if first.get("step") == 0 else None)
+def _losses(run_dir: Path) -> dict[int, float]:
+    """What the run's evaluations found by step, from its metrics; none where they are lost."""
+    rows = read_metrics(run_dir)
+    return from_rank_0({int(row["step"]): row["eval/loss"] for row in rows if "eval/loss" in row})
 
 
 def _summary(result: Result) -> list[tuple[str, Any]]:
     return [
         ("held-out loss before", result.loss_before),
         ("held-out loss after", result.loss_after),
+        ("exported", f"after step {result.exported}"),
         ("steps", result.steps),
         ("time", f"{result.seconds:.0f} s"),
         ("open this", str(result.run_dir / "report.html")),

@@ -13,6 +13,10 @@ ARROWS = {
     "seqpack": [],
 }
 
+def arrow_words():
+    """The arrows as one word, for the environment of a test: `dyncp:seqpack;...`."""
+    return ";".join(["%s:%s" % (library, ",".join(allowed)) for library, allowed in ARROWS.items()])
+
 def arrow_tests(name):
     """A query for each library, `deps(//libs/NAME)` within the project, and one test over their outputs.
 
@@ -30,6 +34,6 @@ def arrow_tests(name):
         srcs = [name + ".py"],
         data = [":deps_of_" + library for library in ARROWS],
         env = {
-            "ARROWS": ";".join(["%s:%s" % (library, ",".join(allowed)) for library, allowed in ARROWS.items()]),
+            "ARROWS": arrow_words(),
         },
     )

@@ -1,9 +1,13 @@
-"""Each library installs by pip into a clean environment, from the tree or from an index, and never brings a stranger's.
+"""Each library installs by pip, alone, and never brings a stranger's; in a clean environment its README's example runs.
 
 The names `seqpack`, `engines`, `rollout`, ... belong to other people on the public index. The index here is a folder
-that holds the hub's wheels, ours under `tessera-*`, and a decoy under each bare name.
+that holds the hubs' wheels, ours under `tessera-*`, and a decoy under each bare name.
+
+pip resolves each library against it and installs ours. What pip names of other people's is not unpacked again (torch
+alone takes half a minute): the environment sees the hub's folder of each of those packages, and of no other.
 """
 
+import json
 import os
 import re
 import shutil
@@ -14,15 +18,39 @@ from pathlib import Path
 
 import pip as pip_package
 import pytest
+from packaging.requirements import Requirement
 
-LIBRARY = os.environ["LIBRARY"]
-SIBLINGS = [name for name in os.environ["SIBLINGS"].split(",") if name]
-OURS = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+ARROWS = {
+    library: [name for name in siblings.split(",") if name]
+    for library, siblings in (pair.split(":") for pair in os.environ["ARROWS"].split(";"))
+}
+VERSION = os.environ["VERSION"]
 ROOT = Path(__file__).absolute().parents[2]
-WHEELS = ROOT.parent / "pypi/wheels"
+HUB, TOOLS = ROOT.parent / "pypi", ROOT.parent / "pypi_tools"
+LIBRARIES = sorted(ARROWS)
+BACKEND = ["hatchling", "packaging", "pathspec", "pluggy", "trove_classifiers"]
 
-# Run by the new environment's interpreter, away from the tree: every name that the facade offers without an extra, and
-# that each library comes from its `tessera-` distribution and from no other.
+# Beyond the library itself: the extras that its example names, another library that it shows itself with, and what the
+# example takes as given (its readme_test.py gives the same).
+EXTRAS = {"seqpack": "[tensordict]", "rollout": "[native]", "runlog": "[report]"}
+BESIDE = {"engines": "objectives"}
+GIVEN = {
+    "rollout": """
+from types import SimpleNamespace
+from rollout.testing.chat import tiny_tokenizer
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
+tokenizer = tiny_tokenizer()
+model, trained = tiny_model(len(tokenizer)), tiny_model(len(tokenizer), seed=1)
+trainer = SimpleNamespace(export_weights=lambda: pieces_of(trained.named_parameters()))
+"""
+}
+
+# What no lock has: its calls are tested against their published signatures alone (runlog's trackers).
+UNTESTED = {"trackio"}
+
+# Run by the new environment's interpreter, away from the tree: each library comes from its `tessera-` distribution and
+# from no other, every name that the facade offers is there or asks for its extra, then the example.
 CHECK = """
 import importlib, re, sys
 from importlib.metadata import distributions, packages_distributions
@@ -33,6 +61,7 @@ library = importlib.import_module(name)
 distribution = "tessera-" + name.replace("_", "-")
 assert packages_distributions()[name] == [distribution], packages_distributions()[name]
 assert "site-packages" in library.__file__, library.__file__
+assert library.__version__ == importlib.metadata.version(distribution)
 extra = re.compile(rf"{distribution}\\[\\w+\\]")
 names = [name for name in dir(library) if not name.startswith("_")]
 for name in names:
@@ -51,88 +80,201 @@ def distribution(name: str) -> str:
     return "tessera-" + name.replace("_", "-")
 
 
+def normal(name: str) -> str:
+    """The one spelling of a distribution's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def _run(command: list[str], cwd: Path, **env: str) -> str:
     done = subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
-def _pip(arguments: list[str], folder: Path) -> str:
+def _pip(arguments: list[str], folder: Path, index: Path, *sites: Path, python: Path = Path(sys.executable)) -> str:
+    """Run pip in that interpreter: with `--python` it would start twice."""
     env = {
-        "PYTHONPATH": str(Path(pip_package.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(map(str, [Path(pip_package.__file__).parents[1], *sites])),
         "PIP_CONFIG_FILE": os.devnull,
-        "PIP_INDEX_URL": f"file://{folder}/index",
+        "PIP_INDEX_URL": f"file://{index}",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_CACHE_DIR": "1",
     }
-    return _run([sys.executable, "-m", "pip", *arguments], folder, **env)
+    return _run([str(python), "-m", "pip", *arguments], folder, **env)
 
 
 def _write_decoy(folder: Path, name: str) -> None:
     """Write a wheel of a stranger's package: any version that a resolver would like, and an import that fails."""
-    version = "1.0.0"
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+    info = f"{name}-1.0.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}/__init__.py", "raise RuntimeError('this is not the package that was meant')\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
         wheel.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: decoy\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def _write_index(index: Path, folders: list[Path]) -> None:
+def _write_index(index: Path, folders: list[Path]) -> Path:
     """Write the pages of PEP 503: a folder for each distribution, with a link to each of its wheels."""
     for wheel in sorted(path for folder in folders for path in folder.glob("*.whl")):
-        page = index / re.sub(r"[-_.]+", "-", wheel.name.split("-")[0]).lower() / "index.html"
+        page = index / normal(wheel.name.split("-")[0]) / "index.html"
         page.parent.mkdir(parents=True, exist_ok=True)
-        with page.open("a") as file:
-            file.write(f'<a href="file://{wheel.resolve()}">{wheel.name}</a><br>\n')
+        link = f'<a href="file://{wheel.resolve()}">{wheel.name}</a><br>\n'
+        if not page.exists() or link not in page.read_text():
+            with page.open("a") as file:
+                file.write(link)
+    return index
 
 
-@pytest.fixture
-def clean(tmp_path: Path) -> Path:
-    """A folder with an environment without packages or pip, copies of the libraries, and an index with decoys."""
-    _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(tmp_path / "venv")], tmp_path)
-    for name in [LIBRARY, *SIBLINGS]:
-        source = (ROOT / "libs" / name).resolve()
-        shutil.copytree(source, tmp_path / "libs" / name, copy_function=shutil.copyfile)
-    decoys = tmp_path / "decoys"
-    decoys.mkdir()
-    for name in OURS:
-        _write_decoy(decoys, name)
-    _write_index(tmp_path / "index", [WHEELS, decoys])
-    return tmp_path
+def _wheel(library: str) -> Path:
+    """The wheel that Bazel built."""
+    return ROOT / "libs" / library / f"tessera_{library}-{VERSION}-py3-none-any.whl"
 
 
-def _install_and_check(clean: Path, wanted: list[str]) -> None:
-    python = str(clean / "venv/bin/python")
-    _pip(["--python", python, "install", "-q", "--no-compile", *wanted], clean)
-    away = clean / "away"
-    away.mkdir()
-    print(_run([python, "-I", "-c", CHECK, LIBRARY, ",".join(OURS)], away))
+@pytest.fixture(scope="module")
+def decoys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stranger's wheel under each bare name."""
+    folder = tmp_path_factory.mktemp("decoys")
+    for name in LIBRARIES:
+        _write_decoy(folder, name)
+    return folder
 
 
-def test_the_decoys_would_be_taken(clean: Path) -> None:
+@pytest.fixture(scope="module")
+def without_ours(tmp_path_factory: pytest.TempPathFactory, decoys: Path) -> Path:
+    """An index of the hubs' wheels and the decoys."""
+    return _write_index(tmp_path_factory.mktemp("without_ours"), [HUB / "wheels", TOOLS / "wheels", decoys])
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, decoys: Path) -> Path:
+    """The same with our wheels in it."""
+    folders = [HUB / "wheels", decoys, *(_wheel(name).parent for name in LIBRARIES)]
+    return _write_index(tmp_path_factory.mktemp("index"), folders)
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment without packages or pip, into which nothing is installed."""
+    folder = tmp_path_factory.mktemp("empty") / "venv"
+    _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(folder)], folder.parent)
+    return folder
+
+
+def _resolve(wanted: list[str], folder: Path, index: Path, venv: Path, *sites: Path) -> dict[str, str]:
+    """What pip would install for these words, by its distribution: the version. `sites` hold a build backend."""
+    options = ["-q", "--dry-run", "--ignore-installed", "--report", "report.json"]
+    options += ["--no-build-isolation"] if sites else []
+    _pip(["install", *options, *wanted], folder, index, *sites, python=venv / "bin/python")
+    found = [item["metadata"] for item in json.loads((folder / "report.json").read_text())["install"]]
+    return {normal(item["name"]): item["version"] for item in found}
+
+
+def _check_ours(found: dict[str, str], libraries: set[str]) -> None:
+    """Ours are those libraries, at the one version, and nobody's are under a bare name."""
+    ours = {name: version for name, version in found.items() if name.startswith("tessera-")}
+    assert ours == {distribution(name): VERSION for name in libraries}
+    assert not found.keys() & {normal(name) for name in LIBRARIES}
+
+
+def test_the_decoys_would_be_taken(index: Path, tmp_path: Path) -> None:
     """A requirement under a bare name finds the stranger's package: the index is one in which the mistake shows."""
-    found = _pip(["download", "-q", "--no-deps", "-d", "got", LIBRARY], clean)
-    assert [path.name for path in (clean / "got").iterdir()] == [f"{LIBRARY}-1.0.0-py3-none-any.whl"], found
+    _pip(["download", "-q", "--no-deps", "-d", "got", *LIBRARIES], tmp_path, index)
+    assert sorted(path.name for path in (tmp_path / "got").iterdir()) == [
+        f"{name}-1.0.0-py3-none-any.whl" for name in LIBRARIES
+    ]
 
 
-def test_the_readme_line_installs_it_from_the_tree(clean: Path) -> None:
-    """The line that the library's README gives, as it stands."""
-    readme = (clean / "libs" / LIBRARY / "README.md").read_text()
-    (line,) = re.findall(r"pip install ((?:\./libs/\w+ ?)+)", readme)
-    assert line.split() == [f"./libs/{name}" for name in [*SIBLINGS, LIBRARY]]
-    _install_and_check(clean, line.split())
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_it_installs_from_an_index_and_its_example_runs(library: str, index: Path, empty: Path, tmp_path: Path) -> None:
+    """By its published name; siblings by the versions that its metadata pins."""
+    beside = [BESIDE[library]] if library in BESIDE else []
+    wanted = [distribution(library) + EXTRAS.get(library, ""), *map(distribution, beside)]
+    if wanted != [distribution(library)]:
+        alone = _resolve([distribution(library)], tmp_path, index, empty)
+        _check_ours(alone, {library, *ARROWS[library]})
+    found = _resolve(wanted, tmp_path, index, empty)
+    libraries = {library, *ARROWS[library], *beside}
+    _check_ours(found, libraries)
+    venv = tmp_path / "venv"
+    _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(venv)], tmp_path)
+    wheels = [str(_wheel(name)) for name in sorted(libraries)]
+    python = venv / "bin/python"
+    _pip(["install", "-q", "--no-compile", "--no-deps", "--no-index", *wheels], tmp_path, index, python=python)
+    theirs = [name.replace("-", "_") for name in sorted(found) if not name.startswith("tessera-")]
+    sites = [HUB / name / "site-packages" for name in theirs]
+    assert all(site.is_dir() for site in sites), sites
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    (packages / "hub.pth").write_text("".join(f"{site}\n" for site in sites))
+    _run_example(library, str(python), tmp_path)
 
 
-def test_it_installs_from_an_index(clean: Path) -> None:
-    """By its published name, siblings by the versions that its metadata pins."""
-    (clean / "dist").mkdir()
-    for name in [LIBRARY, *SIBLINGS]:
-        _pip(["wheel", "-q", "--no-deps", "-w", "dist", f"./libs/{name}"], clean)
-    for page in (clean / "index").glob("tessera-*"):
-        shutil.rmtree(page)
-    _write_index(clean / "index", [clean / "dist"])
-    _install_and_check(clean, [distribution(LIBRARY)])
+def _run_example(library: str, python: str, folder: Path) -> None:
+    """The facade's names, then the Python blocks of the README as they stand, in a process that knows no tree."""
+    readme = (ROOT / "libs" / library / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    assert blocks
+    away = folder / "away"
+    away.mkdir()
+    script = away / "example.py"
+    guarded = f"if __name__ == '__main__':\n    exec({CHECK!r})\n"
+    script.write_text(guarded + GIVEN.get(library, "") + "\n".join(blocks))
+    print(_run([python, "-I", str(script), library, ",".join(LIBRARIES)], away))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_readme_line_installs_it_from_the_tree(
+    library: str, without_ours: Path, empty: Path, tmp_path: Path
+) -> None:
+    """The line that the library's README gives, as it stands, where an index has nothing of ours."""
+    line = _readme_line(library)
+    assert sorted(line) == sorted(f"./libs/{name}" for name in [*ARROWS[library], library])
+    _copy(tmp_path, [library, *ARROWS[library]])
+    # One case below has pip fetch the backend, as it does by itself.
+    sites = [TOOLS / name / "site-packages" for name in BACKEND]
+    _check_ours(_resolve(line, tmp_path, without_ours, empty, *sites), {library, *ARROWS[library]})
+
+
+def _readme_line(library: str) -> list[str]:
+    (line,) = re.findall(r"pip install ((?:\./libs/\w+ ?)+)", (ROOT / "libs" / library / "README.md").read_text())
+    return line.split()
+
+
+def _copy(folder: Path, libraries: list[str]) -> None:
+    for name in libraries:
+        for file in ["pyproject.toml", "README.md", name]:
+            source, goal = (ROOT / "libs" / name / file).resolve(), folder / "libs" / name / file
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, goal, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(source, goal)
+
+
+def test_a_tree_builds_with_what_it_asks_for(without_ours: Path, tmp_path: Path) -> None:
+    """pip's own way: an environment for the build, with what build-system.requires names and nothing else."""
+    _copy(tmp_path, ["seqpack"])
+    _pip(["wheel", "-q", "--no-deps", "-w", "dist", "./libs/seqpack"], tmp_path, without_ours)
+    made, published = zipfile.ZipFile(next((tmp_path / "dist").iterdir())), zipfile.ZipFile(_wheel("seqpack"))
+    for name in published.namelist():
+        if ".dist-info/" not in name:
+            assert made.read(name) == published.read(name), name
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_extras_ask_for_what_the_tests_ran_with(library: str) -> None:
+    """The locks hold each requirement of each extra at a version that it allows, so that none is a guess."""
+    versions: dict[str, str] = {}
+    for lock in ["extras", "cpu"]:
+        text = (ROOT / "build/locks" / f"{lock}.txt").read_text()
+        versions |= {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M)}
+    with zipfile.ZipFile(_wheel(library)) as wheel:
+        (path,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = re.findall(r"^Requires-Dist: (.*)$", wheel.read(path).decode(), re.M)
+    for need in map(Requirement, lines):
+        if need.name in UNTESTED or need.name.startswith("tessera-"):
+            continue
+        version = versions.get(normal(need.name))
+        assert version is not None, f"{need}: no lock has it"
+        assert need.specifier.contains(version, prereleases=True), f"{need}: the tests ran with {version}"

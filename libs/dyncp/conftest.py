@@ -1,10 +1,6 @@
-"""For pytest by hand: the vector instructions that the numeric tests ran with, and property tests without deadlines."""
+"""For pytest by hand: says with which vector instructions the numeric tests ran."""
 
 import torch
-from hypothesis import settings
-
-settings.register_profile("by hand", deadline=None)
-settings.load_profile("by hand")
 
 
 def pytest_report_header() -> str:

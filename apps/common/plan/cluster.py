@@ -1,35 +1,14 @@
-"""Settings of runs over many devices: layout, pools, rollout, schedule, offload, media. Defaults are one process."""
+"""Settings of runs over many devices: pools, rollout, schedule, offload, media. Defaults are one process; how the
+model is spread over training ranks is the engine's (`engines.EngineConfig`)."""
 
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
 
 Placement = Literal["colocated", "separate"]
+Sampler = Literal["native", "vllm", "openai"]
 Mode = Literal["sync", "one_step_off", "fully_async"]
-
-
-@dataclass(frozen=True)
-class TrainLayout:
-    """How the model is spread over the training ranks; context parallelism is --engine.context-parallel's."""
-
-    tp: int = 1
-    """Tensor parallelism: ranks that share each matrix."""
-    pp: int = 1
-    """Pipeline stages."""
-    vpp: int = 1
-    """Model chunks a pipeline rank holds (interleaved schedule)."""
-    ep: int = 1
-    """Expert parallelism: ranks that share the experts of a layer."""
-    etp: int = 1
-    """Tensor parallelism within an expert."""
-    first_stage_layers: int | None = None
-    """Layers of the first pipeline stage; without it the layers are split evenly."""
-    last_stage_layers: int | None = None
-    """Layers of the last pipeline stage."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_layers")
-        if self.pp == 1 and (self.vpp > 1 or self.first_stage_layers or self.last_stage_layers):
-            raise ValueError("vpp, first_stage_layers and last_stage_layers have no effect with one stage: raise pp")
 
 
 @dataclass(frozen=True)
@@ -61,8 +40,8 @@ class Pools:
 class RolloutLayout:
     """The sampling engine and its spread over devices."""
 
-    engine: Literal["native", "vllm"] = "native"
-    """"native" samples with the training framework itself."""
+    engine: Sampler = "native"
+    """"native" samples with the training framework itself; "openai", a server, can't take a run's weights."""
     tp: int = 1
     dp: int = 1
     ep: int = 1
@@ -77,10 +56,23 @@ class RolloutLayout:
     prefix_cache: bool = False
     cuda_graph_sizes: tuple[int, ...] = ()
     """Batch sizes whose decoding is captured as graphs."""
+    ray_workers: int = 0
+    """Samplers in actors of a Ray cluster, in place of the run's own process; 0 leaves Ray alone."""
+    ray_cpus: float = 1.0
+    """Processors that each of them has to itself."""
+    ray_address: str | None = None
+    """The cluster's HOST:PORT; without it $RAY_ADDRESS, else one of this machine that lives as long as the run."""
 
     def __post_init__(self) -> None:
-        _choice(self, "engine", Literal["native", "vllm"])
+        _choice(self, "engine", Sampler)
         _at_least(self, 1, "tp", "dp", "ep", "max_model_tokens", "max_batched_tokens")
+        _at_least(self, 0, "ray_workers")
+        if not 0 < self.ray_cpus < float("inf"):
+            raise ValueError(f"ray_cpus must be above 0 and finite, got {self.ray_cpus}")
+        if self.ray_address is not None and not self.ray_address.strip():
+            raise ValueError("ray_address is empty: leave it out")
+        if not self.ray_workers and (self.ray_cpus, self.ray_address) != (1.0, None):
+            raise ValueError("ray_cpus and ray_address have no effect without ray_workers: say how many")
         if not 0 <= self.memory_share < 1:
             raise ValueError(f"memory_share must lie in [0, 1), got {self.memory_share}")
         if any(size < 1 for size in self.cuda_graph_sizes):
@@ -95,7 +87,7 @@ class RolloutLayout:
 class Schedule:
     """Who waits for whom between sampling and training."""
 
-    mode: Mode = "sync"
+    mode: Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])] = "sync"
     """Sampling then training; training on the batch before; or a queue between the two."""
     staleness_threshold: float = 0.0
     """Share of a step's samples that may come from older weights (fully_async)."""
@@ -121,20 +113,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Offload:
-    """What is kept in host memory while it is not needed."""
+    """What is kept in host memory while answers are sampled; an optimizer that lives there is the engine's setting."""
 
     parameters: bool = False
-    """While sampling."""
     gradients: bool = False
-    """While sampling."""
     optimizer: bool = False
-    """While sampling."""
-    optimizer_on_host: bool = False
-    """Optimizer states live on the host and its step runs there."""
-
-    def __post_init__(self) -> None:
-        if self.optimizer and self.optimizer_on_host:
-            raise ValueError("optimizer has no effect with optimizer_on_host, which keeps it on the host anyway")
 
 
 @dataclass(frozen=True)
@@ -151,10 +134,8 @@ class Media:
 
 @dataclass(frozen=True)
 class Router:
-    """Training of a mixture's router; None keeps the coefficients of the model's own config."""
+    """Training of a mixture's router, beside its load-balancing loss (--engine.router-aux-loss-coef)."""
 
-    aux_loss_coef: float | None = None
-    """Of the load-balancing loss."""
     z_loss_coef: float | None = None
     """Of the squared log-partition of the router's logits."""
 
@@ -169,7 +150,6 @@ class Router:
 class Cluster:
     """Everything that a run on one process does without."""
 
-    layout: TrainLayout = field(default_factory=TrainLayout)
     pools: Pools = field(default_factory=Pools)
     rollout: RolloutLayout = field(default_factory=RolloutLayout)
     schedule: Schedule = field(default_factory=Schedule)

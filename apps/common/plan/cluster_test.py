@@ -11,7 +11,6 @@ from apps.common.plan.cluster import (
     RolloutLayout,
     Router,
     Schedule,
-    TrainLayout,
     changed_fields,
 )
 
@@ -19,10 +18,6 @@ from apps.common.plan.cluster import (
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TrainLayout(tp=0), "tp must be at least 1"),
-        (lambda: TrainLayout(pp=4, vpp=0), "vpp must be at least 1"),
-        (lambda: TrainLayout(first_stage_layers=3), "raise pp"),
-        (lambda: TrainLayout(vpp=2), "raise pp"),
         (lambda: Pools(nodes=0), "nodes must be at least 1"),
         (lambda: Pools(placement="apart"), "one of 'colocated', 'separate'"),
         (lambda: Pools(placement="separate"), "rollout_nodes above 0"),
@@ -32,13 +27,18 @@ from apps.common.plan.cluster import (
         (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
         (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
         (lambda: RolloutLayout(cuda_graph_sizes=(8, 0)), "at least 1 each"),
+        (lambda: RolloutLayout(ray_workers=-1), "ray_workers must be at least 0"),
+        (lambda: RolloutLayout(ray_workers=1, ray_cpus=0), "ray_cpus must be above 0"),
+        (lambda: RolloutLayout(ray_workers=1, ray_cpus=float("nan")), "ray_cpus must be above 0"),
+        (lambda: RolloutLayout(ray_workers=1, ray_address=" "), "ray_address is empty"),
+        (lambda: RolloutLayout(ray_address="head:6379"), "no effect without ray_workers"),
+        (lambda: RolloutLayout(ray_cpus=0.5), "no effect without ray_workers"),
         (lambda: Schedule(mode="later"), "one of 'sync'"),
         (lambda: Schedule(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
         (lambda: Schedule(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),
-        (lambda: Offload(optimizer=True, optimizer_on_host=True), "no effect"),
         (lambda: Media(images_column=""), "must name a column"),
-        (lambda: Router(aux_loss_coef=-0.1), "aux_loss_coef"),
+        (lambda: Router(z_loss_coef=-0.1), "z_loss_coef"),
         (lambda: Cluster(environment=("A B=1",)), "NAME=value"),
         (lambda: Cluster(environment=("A",)), "NAME=value"),
         (lambda: Cluster(environment=("A=1", "A=2")), "twice"),
@@ -50,13 +50,12 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make, words):
 
 
 FULL = Cluster(
-    layout=TrainLayout(tp=2, pp=4, vpp=2, ep=8, etp=2, first_stage_layers=3, last_stage_layers=3),
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80, collective_timeout_seconds=60),
-    rollout=RolloutLayout("vllm", 2, 2, 4, 0.5, 4096, 1024, True, True, (1, 2)),
+    rollout=RolloutLayout("vllm", 2, 2, 4, 0.5, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379"),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),
     offload=Offload(True, True, True),
     media=Media("images"),
-    router=Router(0.1, 0.1),
+    router=Router(0.1),
     environment=("A=1",),
 )
 
@@ -72,8 +71,8 @@ def leaves(config, prefix=""):
 
 def test_changes_are_found_by_name_and_there_are_none_in_the_default():
     assert changed_fields(Cluster()) == []
-    assert set(changed_fields(FULL)) == set(leaves(Cluster())) - {"offload.optimizer_on_host"}
-    assert changed_fields(replace(Cluster(), layout=TrainLayout(tp=2))) == ["layout.tp"]
+    assert set(changed_fields(FULL)) == set(leaves(Cluster()))
+    assert changed_fields(replace(Cluster(), pools=Pools(nodes=2))) == ["pools.nodes"]
 
 
 def test_it_survives_its_file(tmp_path):

@@ -76,7 +76,8 @@ def make_grid(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1,
     edp, rest = divmod(stage, etp * ep)
     if rest or not edp:
         raise ValueError(
-            f"the {stage} ranks of a pipeline stage are no multiple of ep x etp = {ep} x {etp} = {ep * etp}: lower ep "
+            f"the {stage} ranks of a pipeline stage are no multiple of ep x etp = {ep} x {etp} = {ep * etp} "
+            "(--engine.expert-parallel, --engine.expert-tensor-parallel): lower ep "
             f"to one of {[size for size in range(1, stage + 1) if stage % (size * etp) == 0]}"
         )
     return Grid(tp, cp, dp, pp, etp, ep, edp)

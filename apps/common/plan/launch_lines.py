@@ -8,7 +8,8 @@ def launch_lines(work: Work) -> list[str]:
     variables = "".join(f"{entry} " for entry in work.cluster.environment)
     flags = f"--recipe {work.recipe}" + (" --model DIR --data FILE" if work.needs_model else "")
     nodes = work.cluster.pools.nodes
-    if work.cluster.schedule.mode != "sync" or work.cluster.pools.placement == "separate":
+    ahead = work.cluster.schedule.mode != "sync"
+    if work.cluster.pools.placement == "separate" or (ahead and nodes > 1):
         return _ray_lines(work, variables, flags)
     if nodes == 1:
         return [f"{variables}bazel run //apps/{work.app} -- {flags} --processes {work.processes}"]

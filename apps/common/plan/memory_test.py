@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from apps.common.plan.grid import make_grid
 from apps.common.plan.memory import fsdp_bytes, held_by_stage, megatron_bytes
 from apps.common.plan.model_shape import ModelShape, count_parameters
-from apps.common.plan.stages import split_layers
+from engines.parallel.stages import split_layers
 
 SHAPE = ModelShape(
     "m",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+from transformers import PretrainedConfig
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -77,6 +79,39 @@ class Parameters:
     def total(self) -> int:
         """All of them."""
         return self.embeddings + self.dense + self.experts
+
+
+def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
+    """The sizes of a transformers config of one of these families; ValueError where they don't go together."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or []
+    hybrid = "linear_attention" in kinds
+
+    def size(field: str) -> int:
+        return int(getattr(text, field, None) or 0)
+
+    return ModelShape(
+        name=name,
+        model_type=text.model_type,
+        source="a config",
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        vocab=text.vocab_size,
+        intermediate=0 if size("num_experts") else text.intermediate_size,
+        experts=size("num_experts"),
+        experts_per_token=size("num_experts_per_tok"),
+        expert_intermediate=size("moe_intermediate_size"),
+        shared_expert_intermediate=size("shared_expert_intermediate_size"),
+        gated_attention=hybrid,
+        full_attention_interval=kinds.index("full_attention") + 1 if hybrid else 1,
+        linear_key_heads=size("linear_num_key_heads") if hybrid else 0,
+        linear_value_heads=size("linear_num_value_heads") if hybrid else 0,
+        linear_head_dim=size("linear_key_head_dim") or 128,
+        tied_embeddings=bool(text.tie_word_embeddings),
+    )
 
 
 def count_parameters(shape: ModelShape) -> Parameters:

@@ -5,38 +5,50 @@ from dataclasses import dataclass
 from typing import Any
 
 from apps.common.plan.cluster import changed_fields
-from apps.common.plan.model_shape import count_parameters
 from apps.common.plan.work import Work
-from engines.capability import No, Yes, supports
+from engines.capability import No, Yes, features_of, supports
 from engines.families.registry import FAMILIES
+from rollout import RolloutConfig
+from rollout.capability import supports as sampler_supports
 
-GIB = 2**30
 # Fields of the cluster that the engine answers for, by its features.
-ENGINE_FEATURES = {
-    "layout.tp": "tensor_parallel",
-    "layout.etp": "tensor_parallel",
-    "layout.pp": "pipeline_parallel",
-    "layout.vpp": "pipeline_parallel",
-    "layout.first_stage_layers": "pipeline_parallel",
-    "layout.last_stage_layers": "pipeline_parallel",
-    "layout.ep": "expert_parallel",
-    "media.images_column": "vision",
-}
+ENGINE_FEATURES = {"media.images_column": "vision"}
 # Fields, or groups of them, that nothing obeys yet.
 UNOBEYED = {
     "pools.nodes": "no test has run more than one machine",
     "pools.placement": "sampling and training take turns on the same devices",
     "pools.rollout_nodes": "sampling and training take turns on the same devices",
     "pools.collective_timeout_seconds": "engines.launch starts groups with torch's own timeout",
-    "rollout": "sampling has the native engine alone: a whole model on each device, no options of its own",
-    "schedule": "sampling and training take turns: nothing runs ahead of the weights",
+    "rollout": "the native engine holds a whole model on each device and has no options of its own",
     "offload": "the apps never move weights or states to the host",
-    "router": "a router is trained with the coefficients of its model's own config",
+    "router": "no loss holds down the size of a router's logits",
+}
+# Fields of the sampler that vLLM answers for, by rollout's features.
+VLLM_FEATURES = {"rollout.tp": "tensor_parallel", "rollout.dp": "data_parallel", "rollout.ep": "expert_parallel"}
+# What vLLM is told, and what it can't be told yet.
+VLLM_FIELDS: dict[str, Yes | No] = {
+    "rollout.max_model_tokens": Yes("RolloutConfig.max_length"),
+    "rollout.max_batched_tokens": Yes("RolloutConfig.prefill_tokens"),
+    "rollout.memory_share": No("it is a share of an accelerator's memory, and no test has run vLLM on one"),
+    "rollout.chunked_prefill": No(
+        "each request of a run has a seed, and vLLM on a CPU ends where it reads its prompt in parts"
+    ),
+    "rollout.prefix_cache": No(
+        "each request of a run has a seed, and vLLM on a CPU ends where it reads its prompt in parts"
+    ),
+    "rollout.cuda_graph_sizes": No("no test has run vLLM on a CUDA device"),
 }
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
-REFERENCE = No("the app holds no second, frozen policy to measure the KL divergence against")
+REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
+ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
+RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
+RAY_ENGINE = No("no test has run vLLM inside Ray's actors: use --cluster.rollout.engine native, or leave Ray out")
+RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
+RAY_IMAGES = No(
+    "episodes come back from Ray's samplers as text, without images: leave --cluster.rollout.ray-workers at 0"
+)
 IMAGES = No("prompts and conversations are text: a row with images is refused when it is read")
 
 
@@ -55,10 +67,12 @@ def needs_of(work: Work) -> list[Need]:
     if work.cluster.media.images_column is not None:
         found.append(Need("images", IMAGES))
     if work.cluster.schedule.mode != "sync":
-        found.append(Need("ray", RAY))
+        found += _schedule(work)
+    if work.cluster.rollout.ray_workers and work.app == "grpo":
+        found += _ray_samplers(work)
     if work.reference_policy:
         found.append(Need("reference policy", REFERENCE))
-    return [*found, *_loading(work)]
+    return found
 
 
 def missing_variables(environment: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
@@ -68,10 +82,7 @@ def missing_variables(environment: tuple[str, ...], environ: Mapping[str, str]) 
 
 def _engine_needs(work: Work) -> list[Need]:
     engine, shape = work.engine, work.origin.shape if work.origin else None
-    asked: list[str] = [engine.backend, engine.batching]
-    asked += [engine.device] if engine.device != "auto" else []
-    asked += ["context_parallel"] if engine.context_parallel not in ("off", "static:1") else []
-    asked += ["gradient_checkpointing"] if engine.gradient_checkpointing else []
+    asked = features_of(engine)
     asked += ["moe"] if shape is not None and shape.experts else []
     found = [Need(feature, supports(engine, feature)) for feature in asked]
     return found if shape is None else [*found, Need(f"family {shape.model_type}", _family(shape.model_type))]
@@ -87,26 +98,53 @@ def _family(model_type: str) -> Yes | No:
 def _cluster_need(work: Work, path: str) -> Need:
     feature = f"--cluster.{path.replace('_', '-')} {_value(work.cluster, path)}"
     if path in ENGINE_FEATURES:
-        return Need(feature, supports(work.engine, ENGINE_FEATURES[path]))
+        return Need(feature, _obeyed(supports(work.engine, ENGINE_FEATURES[path])))
     if path == "pools.device_memory_gib":
         return Need(feature, UNKNOWN_SIZE if work.origin is None else Yes("the plan's memory is held against it"))
     if work.app == "sft" and path.split(".")[0] in ("rollout", "schedule"):
         return Need(feature, UNSAMPLED)
+    if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith("rollout.ray_"):
+        return Need(feature, _vllm(path))
+    if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):
+        return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))
+    if path.startswith("rollout.ray_"):
+        return Need(feature, RAY_SAMPLERS)
     parts = path.split(".")
+    if parts[0] == "schedule":
+        return Need(feature, Yes("apps/grpo/schedule_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return Need(feature, No(next(UNOBEYED[name] for name in names if name in UNOBEYED)))
 
 
-def _loading(work: Work) -> list[Need]:
-    """FSDP2's weights are whole on each device before they are sharded."""
-    memory = work.cluster.pools.device_memory_gib
-    if work.origin is None or memory is None or work.engine.backend != "fsdp2":
-        return []
-    needed = count_parameters(work.origin.shape).total * 4 / GIB
-    if needed < memory:
-        return [Need("loading", Yes("the whole model in float32 fits a device"))]
-    reason = f"each device first holds the whole model in float32, {needed:.0f} GiB, before it is sharded"
-    return [Need("loading", No(reason))]
+def _vllm(path: str) -> Yes | No:
+    if path in VLLM_FIELDS:
+        return VLLM_FIELDS[path]
+    return sampler_supports(RolloutConfig(backend="vllm"), VLLM_FEATURES.get(path, "vllm"))
+
+
+def _obeyed(answer: Yes | No) -> Yes | No:
+    """The engine's answer, as far as it has a setting for it."""
+    return answer if isinstance(answer, No) else No("the engine has no setting for it")
+
+
+def _schedule(work: Work) -> list[Need]:
+    """A thread of each rank samples one step ahead; fully asynchronous is one sampling process beside one rank."""
+    pools = work.cluster.pools
+    if pools.nodes + pools.rollout_nodes > 1:
+        return [Need("ray", RAY)]
+    if work.cluster.schedule.mode == "fully_async" and work.processes > 1:
+        return [Need("one rank that trains", ONE_RANK)]
+    return []
+
+
+def _ray_samplers(work: Work) -> list[Need]:
+    """What else a run asks for that samplers in Ray's actors do not do."""
+    lacking = {
+        "samplers in Ray beside several ranks": (work.processes > 1, RAY_RANKS),
+        "vLLM in Ray": (work.cluster.rollout.engine != "native", RAY_ENGINE),
+        "images from Ray": (work.engine.vision != "off", RAY_IMAGES),
+    }
+    return [Need(feature, answer) for feature, (asked, answer) in lacking.items() if asked]
 
 
 def _value(config: Any, path: str) -> Any:

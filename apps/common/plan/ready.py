@@ -20,10 +20,9 @@ def refuse_unready(work: Work, environ: Mapping[str, str]) -> None:
         assert isinstance(need.answer, No)
         reasons.append(f"{need.feature} is not supported: {need.answer.reason}")
     if reasons:
-        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        raise ValueError(
-            f"recipe {work.recipe!r} can't be run with these settings: {reasons[0]}{more}; --plan says all"
-        )
+        more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
+        said = "; ".join(reasons[:3])
+        raise ValueError(f"recipe {work.recipe!r} can't be run with these settings: {said}{more}; --plan says all")
     unset = missing_variables(work.cluster.environment, environ)
     if unset:
         raise ValueError(

@@ -9,9 +9,10 @@ from apps.common.plan.launch_lines import launch_lines
 from apps.common.plan.memory import GIB, fsdp_bytes, held_by_stage, megatron_bytes
 from apps.common.plan.model_shape import ModelShape, count_parameters
 from apps.common.plan.needs import Need, needs_of
-from apps.common.plan.stages import split_layers
+from apps.common.plan.peak import peak_of
 from apps.common.plan.work import Work
 from engines.capability import No
+from engines.parallel.stages import split_layers
 
 
 @dataclass
@@ -33,13 +34,17 @@ class Plan:
         """Whether the run can be started today."""
         return not self.problems and not self.missing
 
-    def __str__(self) -> str:
+    @property
+    def derived(self) -> list[str]:
+        """Lines of what follows from the settings alone, whatever is installed."""
         lines = [self.title]
         for name, rows in self.sections.items():
             lines += [f"{name if i == 0 else '':<10}{row}" for i, row in enumerate(rows)]
-        lines += [f"PROBLEM   {problem}" for problem in self.problems]
-        lines += _grouped(self.missing)
+        return lines + [f"PROBLEM   {problem}" for problem in self.problems]
+
+    def __str__(self) -> str:
         state = "can be run" if self.ready else "cannot be run yet"
+        lines = [*self.derived, *_grouped(self.missing)]
         return "\n".join([*lines, f"{state}: {len(self.problems)} problems, {len(self.missing)} capabilities missing"])
 
 
@@ -124,9 +129,10 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 
 def _layers(plan: Plan, work: Work, shape: ModelShape) -> list[int] | None:
-    layout = work.cluster.layout
+    engine = work.engine
+    chunks, ends = engine.virtual_pipeline_parallel, (engine.first_stage_layers, engine.last_stage_layers)
     try:
-        split = split_layers(shape.layers, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+        split = split_layers(shape.layers, engine.pipeline_parallel, chunks, *ends)
     except ValueError as error:
         plan.problems.append(str(error))
         return None
@@ -134,30 +140,31 @@ def _layers(plan: Plan, work: Work, shape: ModelShape) -> list[int] | None:
 
 
 def _heads(plan: Plan, work: Work, shape: ModelShape) -> None:
-    layout = work.cluster.layout
+    engine = work.engine
+    tp, ep, etp = engine.tensor_parallel, engine.expert_parallel, engine.expert_tensor_parallel
     counted = {"heads": shape.heads, "key-value heads": shape.kv_heads}
     if shape.linear_layers:
         counted |= {"delta-net key heads": shape.linear_key_heads, "delta-net value heads": shape.linear_value_heads}
     for name, count in counted.items():
-        if count % layout.tp:
-            plan.problems.append(
-                f"{count} {name} do not divide over tp = {layout.tp}: lower tp to a divisor of {count}"
-            )
-    if layout.tp > 1:
-        shares = ", ".join(f"{count // layout.tp} {name}" for name, count in counted.items())
+        if count % tp:
+            plan.problems.append(f"{count} {name} do not divide over tp = {tp}: lower tp to a divisor of {count}")
+    if tp > 1:
+        shares = ", ".join(f"{count // tp} {name}" for name, count in counted.items())
         plan.sections["Each rank"] = [shares]
-    if layout.ep > 1 or layout.etp > 1:
+    if ep > 1 or etp > 1:
         if not shape.experts:
-            plan.problems.append("ep and etp are for mixtures of experts, this model is dense: leave both at 1")
-        elif shape.experts % layout.ep:
             plan.problems.append(
-                f"{shape.experts} experts do not divide over ep = {layout.ep}: choose ep from the divisors of "
-                f"{shape.experts}"
+                "--engine.expert-parallel and --engine.expert-tensor-parallel are for mixtures of experts, "
+                "this model is dense: leave both at 1"
             )
-        elif shape.expert_intermediate % layout.etp:
+        elif shape.experts % ep:
+            plan.problems.append(
+                f"{shape.experts} experts do not divide over ep = {ep}: choose ep from the divisors of {shape.experts}"
+            )
+        elif shape.expert_intermediate % etp:
             plan.problems.append(f"experts of width {shape.expert_intermediate} do not divide over etp: lower etp")
         else:
-            text = f"{shape.experts // layout.ep} of {shape.experts} experts a layer"
+            text = f"{shape.experts // ep} of {shape.experts} experts a layer"
             plan.sections.setdefault("Each rank", []).append(text)
 
 
@@ -190,7 +197,7 @@ def _batches(plan: Plan, work: Work, grid: Grid) -> BatchPlan | None:
 def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int], batches: BatchPlan) -> None:
     if grid.pp == 1:
         return
-    chunks = work.cluster.layout.vpp
+    chunks = work.engine.virtual_pipeline_parallel
     fewest = min(batches.micro_batches)
     waits = bubble_share(fewest, grid.pp, chunks)
     lines = [f"{' + '.join(map(str, layers))} layers over {grid.pp} stages"]
@@ -200,29 +207,35 @@ def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int], batches: Batc
     if chunks > 1 and fewest % grid.pp:
         plan.problems.append(
             f"{fewest} micro-batches are no multiple of pp = {grid.pp}, which the interleaved schedule needs: choose "
-            "another batch size, or vpp 1"
+            "another batch size, or virtual_pipeline_parallel 1"
         )
     plan.sections["Stages"] = lines
 
 
 def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[int]) -> None:
-    on_host = work.cluster.offload.optimizer_on_host
+    on_host = work.engine.optimizer_on_host
     if work.engine.backend == "megatron":
         needed = max(megatron_bytes(held, grid, on_host) for held in held_by_stage(shape, grid, layers)) / GIB
     else:
         master = 4 if work.engine.master_dtype == "float32" else 2
         needed = fsdp_bytes(shape, work.ranks, master, on_host) / GIB
     states = "weights and gradients" if on_host else "weights, gradients and optimizer states"
-    line = f"{needed:.1f} GiB of {states} on the fullest rank, activations on top"
+    line = f"{needed:.1f} GiB of {states} on the fullest rank"
     memory = work.cluster.pools.device_memory_gib
     if memory is not None:
         line += f"; the device has {memory:g}"
         if needed >= memory:
             plan.problems.append(
                 f"{needed:.0f} GiB of {states} do not fit a device of {memory:g} GiB: use more nodes"
-                + ("" if on_host else ", or offload.optimizer_on_host")
+                + ("" if on_host else ", or --engine.optimizer-on-host")
             )
-    plan.sections["Memory"] = [line]
+    peak = peak_of(shape, work.engine, grid, layers, work.ranks)
+    plan.sections["Memory"] = [line, f"{peak.bytes / GIB:.1f} GiB at the fullest moment of a step ({peak.when})"]
+    if memory is not None and needed < memory <= peak.bytes / GIB:
+        plan.problems.append(
+            f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
+            f"{memory:g} GiB: lower --engine.max-tokens-per-rank, recompute layers, or use more nodes"
+        )
 
 
 def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router, Schedule, TrainLayout
+from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.common.plan.ready import refuse_unready
@@ -23,11 +23,14 @@ SHAPE = ModelShape(
 UNKNOWN = replace(SHAPE, model_type="perceptron")
 ORIGIN = Origin("a script", SHAPE, "rows", 100)
 PLAIN = Work("grpo", "plain", EngineConfig(device="cpu"), Cluster(), 1, steps=10, rows=8, longest=64, group=4)
-LARGE = replace(PLAIN, recipe="large", engine=EngineConfig(backend="megatron"), processes=8, origin=ORIGIN)
+LARGE = replace(
+    PLAIN, recipe="large", engine=EngineConfig(backend="megatron", device="cuda"), processes=8, origin=ORIGIN
+)
 
 
 def with_layout(work, **sizes):
-    return replace(work, cluster=replace(work.cluster, layout=TrainLayout(**sizes)))
+    names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor"}
+    return replace(work, engine=replace(work.engine, **{f"{names[name]}_parallel": n for name, n in sizes.items()}))
 
 
 def test_a_plain_run_is_ready_and_not_refused():
@@ -43,7 +46,10 @@ def test_a_plain_run_is_ready_and_not_refused():
         (with_layout(LARGE, pp=8), r"12 layers do not divide over 8 stages: set first_stage_layers"),
         (with_layout(LARGE, ep=5), r"lower ep to one of"),
         (replace(with_layout(LARGE, ep=3), processes=3), r"16 experts do not divide over ep = 3"),
-        (with_layout(replace(LARGE, rows=7, group=1), pp=4, vpp=3), r"no multiple of pp = 4.*vpp 1"),
+        (
+            with_layout(replace(LARGE, rows=7, group=1), pp=4, vpp=3),
+            r"no multiple of pp = 4.*virtual_pipeline_parallel 1",
+        ),
         (replace(LARGE, longest=20_000), r"does not fit a micro-batch of 16384: raise --engine.max-tokens-per-rank"),
         (replace(LARGE, mini_batches=40), r"32 sequences are too few for 40 mini-batches"),
         (replace(LARGE, rows=200), r"a step takes 200 rows and the data has 100"),
@@ -61,7 +67,7 @@ def test_a_plain_run_is_ready_and_not_refused():
         ),
         (
             replace(LARGE, cluster=Cluster(pools=Pools(device_memory_gib=0.001))),
-            r"do not fit a device of 0.001 GiB: use more nodes, or offload.optimizer_on_host",
+            r"do not fit a device of 0.001 GiB: use more nodes, or --engine.optimizer-on-host",
         ),
     ],
 )
@@ -74,19 +80,11 @@ def test_a_problem_is_told_with_its_fix_and_refused_when_run(work, problem):
 
 
 CHANGES = {
-    "--cluster.layout.tp 2": Cluster(layout=TrainLayout(tp=2)),
-    "--cluster.layout.pp 2": Cluster(layout=TrainLayout(pp=2)),
-    "--cluster.layout.vpp 2": Cluster(layout=TrainLayout(pp=2, vpp=2)),
-    "--cluster.layout.ep 2": Cluster(layout=TrainLayout(ep=2)),
-    "--cluster.layout.etp 2": Cluster(layout=TrainLayout(etp=2)),
-    "--cluster.layout.first-stage-layers 6": Cluster(layout=TrainLayout(pp=2, first_stage_layers=6)),
-    "--cluster.layout.last-stage-layers 6": Cluster(layout=TrainLayout(pp=2, last_stage_layers=6)),
     "--cluster.pools.nodes 2": Cluster(pools=Pools(nodes=2)),
     "--cluster.pools.placement separate": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
     "--cluster.pools.rollout-nodes 1": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
     "--cluster.pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
     "--cluster.pools.collective-timeout-seconds 9": Cluster(pools=Pools(collective_timeout_seconds=9)),
-    "--cluster.rollout.engine vllm": Cluster(rollout=RolloutLayout(engine="vllm")),
     "--cluster.rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
     "--cluster.rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
     "--cluster.rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
@@ -96,19 +94,65 @@ CHANGES = {
     "--cluster.rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
     "--cluster.rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
     "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
+    "--cluster.offload.parameters True": Cluster(offload=Offload(parameters=True)),
+    "--cluster.offload.gradients True": Cluster(offload=Offload(gradients=True)),
+    "--cluster.offload.optimizer True": Cluster(offload=Offload(optimizer=True)),
+    "--cluster.media.images-column images": Cluster(media=Media("images")),
+    "--cluster.router.z-loss-coef 0.1": Cluster(router=Router(z_loss_coef=0.1)),
+}
+
+
+SCHEDULES = {
     "--cluster.schedule.mode one_step_off": Cluster(schedule=Schedule("one_step_off")),
     "--cluster.schedule.staleness-threshold 0.5": Cluster(schedule=Schedule("fully_async", 0.5)),
     "--cluster.schedule.parameter-sync-step 2": Cluster(schedule=Schedule("fully_async", parameter_sync_step=2)),
     "--cluster.schedule.required-batches 2": Cluster(schedule=Schedule("fully_async", required_batches=2)),
     "--cluster.schedule.partial-rollout True": Cluster(schedule=Schedule("fully_async", partial_rollout=True)),
-    "--cluster.offload.parameters True": Cluster(offload=Offload(parameters=True)),
-    "--cluster.offload.gradients True": Cluster(offload=Offload(gradients=True)),
-    "--cluster.offload.optimizer True": Cluster(offload=Offload(optimizer=True)),
-    "--cluster.offload.optimizer-on-host True": Cluster(offload=Offload(optimizer_on_host=True)),
-    "--cluster.media.images-column images": Cluster(media=Media("images")),
-    "--cluster.router.aux-loss-coef 0.1": Cluster(router=Router(aux_loss_coef=0.1)),
-    "--cluster.router.z-loss-coef 0.1": Cluster(router=Router(z_loss_coef=0.1)),
 }
+
+
+@pytest.mark.parametrize("flag", SCHEDULES)
+def test_schedules_run_on_one_machine_and_only_where_something_is_sampled(flag):
+    refuse_unready(replace(PLAIN, cluster=SCHEDULES[flag]), {})
+    assert "ray" not in str(make_plan(replace(PLAIN, cluster=SCHEDULES[flag]))).lower()
+    supervised = replace(PLAIN, app="sft", cluster=SCHEDULES[flag])
+    assert flag in [need.feature for need in make_plan(supervised).missing]
+    with pytest.raises(ValueError, match="samples nothing"):
+        refuse_unready(supervised, {})
+
+
+def test_schedules_that_no_test_has_run_are_refused_with_the_reason():
+    ahead = Schedule("fully_async", 1.0)
+    with pytest.raises(ValueError, match="one rank trains beside the sampling process"):
+        refuse_unready(replace(PLAIN, processes=2, cluster=Cluster(schedule=ahead)), {})
+    for schedule in (ahead, Schedule("one_step_off")):
+        refuse_unready(replace(PLAIN, cluster=Cluster(schedule=schedule, rollout=RolloutLayout(engine="vllm"))), {})
+    apart = Pools(placement="separate", rollout_nodes=1)
+    found = [need.feature for need in make_plan(replace(LARGE, cluster=Cluster(schedule=ahead, pools=apart))).missing]
+    assert "ray" in found
+
+
+RAY = {
+    "--cluster.rollout.ray-workers 2": RolloutLayout(ray_workers=2),
+    "--cluster.rollout.ray-cpus 0.5": RolloutLayout(ray_workers=1, ray_cpus=0.5),
+    "--cluster.rollout.ray-address head:1": RolloutLayout(ray_workers=1, ray_address="head:1"),
+}
+
+
+@pytest.mark.parametrize("flag", RAY)
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_samplers_in_ray_run_in_every_schedule_beside_one_rank(flag, mode):
+    work = replace(PLAIN, cluster=Cluster(rollout=RAY[flag], schedule=Schedule(mode)))
+    refuse_unready(work, {})
+    assert flag in [need.feature for need in make_plan(work).needs]
+    with pytest.raises(ValueError, match="one rank trains beside"):
+        refuse_unready(replace(work, processes=2), {})
+    with pytest.raises(ValueError, match=r"no test has run vLLM inside Ray's actors"):
+        refuse_unready(replace(work, cluster=replace(work.cluster, rollout=replace(RAY[flag], engine="vllm"))), {})
+    with pytest.raises(ValueError, match="without images"):
+        refuse_unready(replace(work, engine=replace(work.engine, vision="trained")), {})
+    with pytest.raises(ValueError, match="samples nothing"):
+        refuse_unready(replace(work, app="sft"), {})
 
 
 @pytest.mark.parametrize("flag", CHANGES)
@@ -121,11 +165,38 @@ def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):
         refuse_unready(work, {})
 
 
+VLLM = {
+    "tp": "several devices",
+    "dp": "several devices",
+    "ep": "several devices",
+    "memory_share": "share of an accelerator's memory",
+    "chunked_prefill": "has a seed",
+    "prefix_cache": "has a seed",
+    "cuda_graph_sizes": "on a CUDA device",
+}
+
+
+def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason():
+    refuse_unready(replace(PLAIN, cluster=Cluster(rollout=RolloutLayout(engine="vllm", max_model_tokens=9000))), {})
+    for name, reason in VLLM.items():
+        changed = CHANGES[
+            next(flag for flag in CHANGES if flag.startswith(f"--cluster.rollout.{name.replace('_', '-')}"))
+        ]
+        layout = replace(changed.rollout, engine="vllm")
+        with pytest.raises(ValueError, match=reason):
+            refuse_unready(replace(PLAIN, processes=4, cluster=Cluster(rollout=layout)), {})
+    with pytest.raises(ValueError, match="has no request that replaces weights: train with backend native or vllm"):
+        refuse_unready(replace(PLAIN, cluster=Cluster(rollout=RolloutLayout(engine="openai"))), {})
+    supervised = replace(PLAIN, app="sft", cluster=Cluster(rollout=RolloutLayout(engine="vllm")))
+    with pytest.raises(ValueError, match="samples nothing"):
+        refuse_unready(supervised, {})
+
+
 def test_the_changes_above_are_of_every_field():
-    names = {flag.split()[0] for flag in CHANGES}
+    names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY} | {"--cluster.rollout.engine"}
     cluster_test_fields = {
         f"--cluster.{group}.{name}".replace("_", "-")
-        for group in ("layout", "pools", "rollout", "schedule", "offload", "media", "router")
+        for group in ("pools", "rollout", "schedule", "offload", "media", "router")
         for name in vars(getattr(Cluster(), group))
     }
     assert names == cluster_test_fields
@@ -146,9 +217,10 @@ def test_a_family_that_the_engines_do_not_know_is_missing_by_name():
     refuse_unready(replace(PLAIN, origin=ORIGIN), {})
 
 
-def test_a_reference_policy_is_missing_by_name():
-    with pytest.raises(ValueError, match="reference policy is not supported"):
-        refuse_unready(replace(PLAIN, reference_policy=True), {})
+def test_a_reference_policy_is_needed_and_there():
+    needs = {need.feature: need.answer for need in make_plan(replace(PLAIN, reference_policy=True)).needs}
+    assert needs["reference policy"]
+    refuse_unready(replace(PLAIN, reference_policy=True), {})
 
 
 def test_ray_starts_separate_pools_and_torchrun_several_nodes():
@@ -165,9 +237,9 @@ SIZE = st.sampled_from([1, 2, 3, 4])
 
 @given(SIZE, SIZE, SIZE, SIZE, st.integers(1, 4), st.integers(1, 60), st.sampled_from(["fsdp2", "megatron"]))
 def test_any_settings_can_be_planned(tp, pp, ep, etp, nodes, rows, backend):
-    layout = TrainLayout(tp=tp, pp=pp, ep=ep, etp=etp)
-    cluster = Cluster(layout=layout, pools=Pools(nodes=nodes, device_memory_gib=80))
+    cluster = Cluster(pools=Pools(nodes=nodes, device_memory_gib=80))
     work = replace(LARGE, engine=EngineConfig(backend=backend), cluster=cluster, rows=rows)
+    work = with_layout(work, tp=tp, pp=pp, ep=ep, etp=etp)
     plan = make_plan(work)
     text = str(plan)
     assert f"{len(plan.problems)} problems, {len(plan.missing)} capabilities missing" in text
@@ -177,7 +249,9 @@ def test_any_settings_can_be_planned(tp, pp, ep, etp, nodes, rows, backend):
 
 
 def test_the_table_counts_what_runs():
-    table = recipe_table([PLAIN, LARGE])
-    assert table.splitlines()[-1] == "2 recipes, 1 can be run today"
+    unready = replace(LARGE, engine=EngineConfig(backend="megatron", batching="padded"))
+    table = recipe_table([(PLAIN, PLAIN), (unready, unready)])
+    assert table.splitlines()[-1] == "2 recipes, 1 can be run today, 1 shrunk"
+    assert "refused: padded |" in table or "refused: megatron, padded |" in table  # it is an extra
     assert "| plain |" in table
     assert "| large | mixture | megatron | 8" in table

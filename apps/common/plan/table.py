@@ -1,23 +1,23 @@
-"""All recipes of an app in a table: what they train, where, and which can be run today."""
+"""All recipes of an app in a table: what they train, where, and which can be run today, in full or shrunk."""
 
 from collections.abc import Iterable
 
 from apps.common.plan.report import Plan, make_plan
 from apps.common.plan.work import Work
 
-HEAD = ("recipe", "model", "engine", "devices", "state")
+HEAD = ("recipe", "model", "engine", "devices", "state", "with --shrink")
 
 
-def recipe_table(works: Iterable[Work]) -> str:
-    """A Markdown table and a closing line that counts."""
-    rows = [(work, make_plan(work)) for work in works]
-    ready = sum(plan.ready for _, plan in rows)
-    cells = [HEAD, tuple("---" for _ in HEAD), *(_row(work, plan) for work, plan in rows)]
+def recipe_table(works: Iterable[tuple[Work, Work]]) -> str:
+    """A Markdown table of recipes, each with what it is when it is shrunk, and a closing line that counts."""
+    rows = [(work, make_plan(work), make_plan(small)) for work, small in works]
+    ready, shrunk = sum(plan.ready for _, plan, _ in rows), sum(small.ready for _, _, small in rows)
+    cells = [HEAD, tuple("---" for _ in HEAD), *(_row(*row) for row in rows)]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join([*lines, "", f"{len(rows)} recipes, {ready} can be run today"])
+    return "\n".join([*lines, "", f"{len(rows)} recipes, {ready} can be run today, {shrunk} shrunk"])
 
 
-def _row(work: Work, plan: Plan) -> tuple[str, ...]:
+def _row(work: Work, plan: Plan, small: Plan) -> tuple[str, ...]:
     model = work.origin.shape.name if work.origin else "your own" if work.needs_model else "made on the spot"
     names = {"auto": "GPU or CPU", "cuda": "GPU"}
     device = names.get(work.engine.device, work.engine.device.upper())
@@ -27,4 +27,6 @@ def _row(work: Work, plan: Plan) -> tuple[str, ...]:
     state = "runs" if plan.ready else f"plan only: {missing} missing"
     if plan.problems:
         state = f"plan only: {len(plan.problems)} problems"
-    return (work.recipe, model, work.engine.backend, devices, state)
+    without = dict.fromkeys(need.feature.partition(" ")[0] for need in small.missing)
+    alone = "runs" if small.ready else f"refused: {', '.join([*without, *small.problems])}"
+    return (work.recipe, model, work.engine.backend, devices, state, alone)

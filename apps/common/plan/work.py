@@ -54,5 +54,12 @@ class Work:
     @property
     def grid(self) -> Grid:
         """The training ranks by axis; ValueError where the sizes do not divide."""
-        layout = self.cluster.layout
-        return make_grid(self.ranks, tp=layout.tp, cp=self.context_parallel, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+        engine = self.engine
+        return make_grid(
+            self.ranks,
+            tp=engine.tensor_parallel,
+            cp=self.context_parallel,
+            pp=engine.pipeline_parallel,
+            ep=engine.expert_parallel,
+            etp=engine.expert_tensor_parallel,
+        )

@@ -1,22 +1,44 @@
 """Questions of a file with reference answers, for a real checkpoint: --model DIR --data FILE."""
 
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.answers import exact_reward
+from apps.common.answers import final_answer, same_answer
 from apps.grpo.config import GrpoConfig
+from apps.grpo.own import load_reward
 from apps.grpo.recipe import Recipe
 from apps.grpo.tasks import PromptTasks, prompt_tasks
 from engines import EngineConfig
 from rollout import Reply, Sampling
+from rollout.rewards.math_answer import MathChecker
+from rollout.tools.tool import ToolResult
 
 
-def reward(reply: Reply, reference: str) -> float:
-    """1.0 where the answer that the reply marks equals the reference's, else 0.0."""
-    return exact_reward(reply.content or reply.text, reference)
+def reward(reply: Reply, reference: str, row: Mapping[str, Any], results: Sequence[ToolResult]) -> float:
+    r"""1.0 where the answer that the reply marks is the reference's, else 0.0.
+
+    Equal numbers are seen at once; the rest is math-verify's to judge (\frac{1}{2} is 0.5, 18\text{ dollars} is 18).
+    """
+    del row, results
+    given, expected = final_answer(reply.content or reply.text), final_answer(reference) or reference
+    if given is None:
+        return 0.0
+    return float(same_answer(given, expected) or _checker().equal(expected, given))
+
+
+@functools.cache
+def _checker() -> MathChecker:
+    return MathChecker()
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
-    """The file's prompts, one turn each."""
+    """The file's prompts, scored by --reward where it is given."""
+    if config.own.reward is not None:
+        return prompt_tasks(config, tokenizer, load_reward(config.own.reward))
+    _checker()  # raises where math-verify is not installed
     return prompt_tasks(config, tokenizer, reward)
 
 

@@ -1,6 +1,6 @@
 """Qwen3-235B-A22B on school mathematics, fully asynchronous, 128 Ascend NPUs that train and 128 that sample."""
 
-from apps.common.plan.cluster import Cluster, Offload, Pools, RolloutLayout, Schedule, TrainLayout
+from apps.common.plan.cluster import Cluster, Offload, Pools, RolloutLayout, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -39,7 +39,14 @@ RECIPE = Recipe(
         save_every=100,
         engine=EngineConfig(
             backend="megatron",
+            distributed_optimizer=True,
             device="npu",
+            tensor_parallel=4,
+            pipeline_parallel=8,
+            first_stage_layers=11,
+            last_stage_layers=11,
+            expert_parallel=4,
+            expert_tensor_parallel=4,
             lr=1e-6,
             weight_decay=0.1,
             gradient_checkpointing=True,
@@ -48,7 +55,6 @@ RECIPE = Recipe(
         sampling=Sampling(max_new_tokens=4096),
         objective=GRPO(kl_coef=0.001, kl_estimator="k3"),
         cluster=Cluster(
-            layout=TrainLayout(tp=4, pp=8, ep=4, etp=4, first_stage_layers=11, last_stage_layers=11),
             pools=Pools(nodes=8, placement="separate", rollout_nodes=8, device_memory_gib=64),
             rollout=RolloutLayout(
                 engine="vllm",

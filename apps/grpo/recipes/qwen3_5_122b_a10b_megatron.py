@@ -1,6 +1,6 @@
 """Qwen3.5-122B-A10B on geometry problems with images, Megatron, four machines of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router, TrainLayout
+from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -45,16 +45,24 @@ RECIPE = Recipe(
         eval_every=10,
         save_every=50,
         engine=EngineConfig(
-            backend="megatron", device="cuda", lr=1e-6, gradient_checkpointing=True, max_tokens_per_rank=8192
+            backend="megatron",
+            distributed_optimizer=True,
+            device="cuda",
+            tensor_parallel=2,
+            pipeline_parallel=2,
+            expert_parallel=8,
+            max_tokens_per_rank=8192,
+            gradient_checkpointing=True,
+            optimizer_on_host=True,
+            router_aux_loss_coef=0.0,
+            lr=1e-6,
         ),
         sampling=Sampling(max_new_tokens=4096),
         cluster=Cluster(
-            layout=TrainLayout(tp=2, pp=2, ep=8),
             pools=Pools(nodes=4, device_memory_gib=96, collective_timeout_seconds=10_800),
             rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.66, max_model_tokens=15_768),
-            offload=Offload(parameters=True, gradients=True, optimizer_on_host=True),
+            offload=Offload(parameters=True, gradients=True),
             media=Media(images_column="images"),
-            router=Router(aux_loss_coef=0.0),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
         ),
     ),

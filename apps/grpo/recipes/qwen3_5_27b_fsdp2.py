@@ -42,13 +42,15 @@ RECIPE = Recipe(
         max_episode_tokens=1024 + 2048,
         eval_every=5,
         save_every=5,
-        engine=EngineConfig(device="cuda", lr=1e-6, gradient_checkpointing=True, max_tokens_per_rank=6144),
+        engine=EngineConfig(
+            device="cuda", lr=1e-6, gradient_checkpointing=True, optimizer_on_host=True, max_tokens_per_rank=6144
+        ),
         sampling=Sampling(max_new_tokens=2048),
         objective=GRPO(kl_coef=0.01, kl_estimator="k3"),
         cluster=Cluster(
             pools=Pools(device_memory_gib=80),
             rollout=RolloutLayout(engine="vllm", tp=4, memory_share=0.6, max_batched_tokens=8192, chunked_prefill=True),
-            offload=Offload(parameters=True, optimizer_on_host=True),
+            offload=Offload(parameters=True),
             media=Media(images_column="images"),
         ),
     ),

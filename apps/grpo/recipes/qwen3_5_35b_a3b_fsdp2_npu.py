@@ -9,7 +9,11 @@ GPU, NPU = qwen3_5_35b_a3b_fsdp2.RECIPE, qwen3_5_27b_fsdp2_npu.RECIPE
 
 assert GPU.origin is not None
 RECIPE = Recipe(
-    config=replace(NPU.config, recipe="qwen3-5-35b-a3b-fsdp2-npu"),
+    config=replace(
+        NPU.config,
+        recipe="qwen3-5-35b-a3b-fsdp2-npu",
+        engine=replace(NPU.config.engine, router_aux_loss_coef=GPU.config.engine.router_aux_loss_coef),
+    ),
     make_tasks=math.make_tasks,
     origin=replace(
         GPU.origin,

@@ -1,6 +1,6 @@
 """Qwen3.5-35B-A3B on geometry problems with images, Megatron, one machine of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router, TrainLayout
+from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -46,17 +46,25 @@ RECIPE = Recipe(
         eval_every=5,
         save_every=20,
         engine=EngineConfig(
-            backend="megatron", device="cuda", lr=1e-6, gradient_checkpointing=True, max_tokens_per_rank=4096
+            backend="megatron",
+            distributed_optimizer=True,
+            device="cuda",
+            tensor_parallel=2,
+            expert_parallel=8,
+            max_tokens_per_rank=4096,
+            gradient_checkpointing=True,
+            optimizer_on_host=True,
+            router_aux_loss_coef=0.01,
+            lr=1e-6,
         ),
         sampling=Sampling(max_new_tokens=2048),
         objective=GRPO(kl_coef=0.01, kl_estimator="k3"),
         cluster=Cluster(
-            layout=TrainLayout(tp=2, ep=8),
             pools=Pools(device_memory_gib=80),
             rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.6),
-            offload=Offload(parameters=True, gradients=True, optimizer_on_host=True),
+            offload=Offload(parameters=True, gradients=True),
             media=Media(images_column="images"),
-            router=Router(aux_loss_coef=0.01, z_loss_coef=0.001),
+            router=Router(z_loss_coef=0.001),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
         ),
     ),

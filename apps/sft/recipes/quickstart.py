@@ -8,6 +8,7 @@ RECIPE = Recipe(
     SftConfig(
         recipe="quickstart",
         data=DataConfig(max_tokens=256),
+        eval_rows=256,
         engine=EngineConfig(device="cpu", lr=6e-3, warmup_steps=30),
     ),
     synthetic=True,

@@ -1,6 +1,6 @@
 """Qwen3.5-397B-A17B on conversations of a file, Megatron, sixteen machines of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Offload, Pools, TrainLayout
+from apps.common.plan.cluster import Cluster, Pools
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.sft.config import DataConfig, SftConfig
@@ -39,7 +39,12 @@ RECIPE = Recipe(
         save_every=500,
         engine=EngineConfig(
             backend="megatron",
+            distributed_optimizer=True,
             device="cuda",
+            tensor_parallel=2,
+            pipeline_parallel=4,
+            expert_parallel=32,
+            optimizer_on_host=True,
             max_tokens_per_rank=2048,
             gradient_checkpointing=True,
             lr=2e-5,
@@ -52,9 +57,7 @@ RECIPE = Recipe(
             grad_clip=1.0,
         ),
         cluster=Cluster(
-            layout=TrainLayout(tp=2, pp=4, ep=32),
             pools=Pools(nodes=16, device_memory_gib=80),
-            offload=Offload(optimizer_on_host=True),
         ),
     ),
     origin=Origin(

@@ -3,19 +3,38 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from chat_tools.parsing.detection import detect_format as detect_format
+    from chat_tools.parsing.formats import find_format as find_format
     from chat_tools.parsing.formats import formats as formats
+    from chat_tools.parsing.grammar import Channels as Channels
+    from chat_tools.parsing.grammar import Format as Format
+    from chat_tools.parsing.grammar import Json as Json
+    from chat_tools.parsing.grammar import Pythonic as Pythonic
+    from chat_tools.parsing.grammar import Tagged as Tagged
+    from chat_tools.parsing.openai import delta_of as delta_of
+    from chat_tools.parsing.openai import from_openai as from_openai
+    from chat_tools.parsing.openai import to_openai as to_openai
     from chat_tools.parsing.parser import StreamParser as StreamParser
     from chat_tools.parsing.parser import parse as parse
+    from chat_tools.parsing.result import ArgumentsDelta as ArgumentsDelta
+    from chat_tools.parsing.result import CallDropped as CallDropped
+    from chat_tools.parsing.result import CallFinished as CallFinished
+    from chat_tools.parsing.result import CallStarted as CallStarted
     from chat_tools.parsing.result import Malformed as Malformed
+    from chat_tools.parsing.result import MalformedFound as MalformedFound
     from chat_tools.parsing.result import ParsedMessage as ParsedMessage
+    from chat_tools.parsing.result import Retracted as Retracted
     from chat_tools.parsing.result import Segment as Segment
+    from chat_tools.parsing.result import TextDelta as TextDelta
     from chat_tools.parsing.result import ToolCall as ToolCall
     from chat_tools.parsing.tool_schema import function_schema as function_schema
     from chat_tools.rendering.audit import TemplateReport as TemplateReport
     from chat_tools.rendering.audit import audit_template as audit_template
     from chat_tools.rendering.continuation import extend as extend
+    from chat_tools.rendering.continuation import text_after_turn as text_after_turn
     from chat_tools.rendering.media import Media as Media
     from chat_tools.rendering.media import images as images
     from chat_tools.rendering.media import videos as videos
@@ -23,23 +42,39 @@ if TYPE_CHECKING:
     from chat_tools.rendering.render import Rendered as Rendered
     from chat_tools.rendering.render import render as render
     from chat_tools.rendering.stop_tokens import read_stop_tokens as read_stop_tokens
+    from chat_tools.rendering.stop_tokens import turn_ends as turn_ends
     from chat_tools.rendering.view import html_view as html_view
     from chat_tools.rendering.view import terminal_view as terminal_view
 
 _EXPORTS = {
+    "ArgumentsDelta": "chat_tools.parsing.result",
+    "CallDropped": "chat_tools.parsing.result",
+    "CallFinished": "chat_tools.parsing.result",
+    "CallStarted": "chat_tools.parsing.result",
+    "Channels": "chat_tools.parsing.grammar",
+    "Format": "chat_tools.parsing.grammar",
+    "Json": "chat_tools.parsing.grammar",
     "Malformed": "chat_tools.parsing.result",
+    "MalformedFound": "chat_tools.parsing.result",
     "Media": "chat_tools.rendering.media",
     "OwnedText": "chat_tools.rendering.render",
     "ParsedMessage": "chat_tools.parsing.result",
+    "Pythonic": "chat_tools.parsing.grammar",
     "Rendered": "chat_tools.rendering.render",
+    "Retracted": "chat_tools.parsing.result",
     "Segment": "chat_tools.parsing.result",
     "StreamParser": "chat_tools.parsing.parser",
+    "Tagged": "chat_tools.parsing.grammar",
     "TemplateReport": "chat_tools.rendering.audit",
+    "TextDelta": "chat_tools.parsing.result",
     "ToolCall": "chat_tools.parsing.result",
     "audit_template": "chat_tools.rendering.audit",
+    "delta_of": "chat_tools.parsing.openai",
     "detect_format": "chat_tools.parsing.detection",
     "extend": "chat_tools.rendering.continuation",
+    "find_format": "chat_tools.parsing.formats",
     "formats": "chat_tools.parsing.formats",
+    "from_openai": "chat_tools.parsing.openai",
     "function_schema": "chat_tools.parsing.tool_schema",
     "html_view": "chat_tools.rendering.view",
     "images": "chat_tools.rendering.media",
@@ -47,6 +82,9 @@ _EXPORTS = {
     "read_stop_tokens": "chat_tools.rendering.stop_tokens",
     "render": "chat_tools.rendering.render",
     "terminal_view": "chat_tools.rendering.view",
+    "text_after_turn": "chat_tools.rendering.continuation",
+    "to_openai": "chat_tools.parsing.openai",
+    "turn_ends": "chat_tools.rendering.stop_tokens",
     "videos": "chat_tools.rendering.media",
 }
 __all__ = sorted(_EXPORTS)

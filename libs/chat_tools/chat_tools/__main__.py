@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_tools.dataset import read_rows
+from chat_tools.parsing.formats import find_format, formats
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.audit import audit_template
 from chat_tools.rendering.render import render
@@ -55,6 +56,21 @@ def view(options: argparse.Namespace) -> int:
         print(f"wrote {options.html}: {len(rendered)} conversations")
     else:
         print("\n".join(terminal_view(r) for r in rendered))
+    return 0
+
+
+def show_formats(options: argparse.Namespace) -> int:
+    """Print a page of each format, or of those named: its aliases, how calls stand in a turn, an example."""
+    for name in options.names or formats():
+        fmt = find_format(name)
+        print(f"## {fmt.name}\n")
+        if fmt.aliases:
+            print(f"Also called: {', '.join(fmt.aliases)}.")
+        where = f"in `{fmt.section[0]}` ... `{fmt.section[1]}`" if fmt.section else "in the answer"
+        where += f", or where the answer begins with `{fmt.opening}`" if fmt.opening else ""
+        thinking = " or ".join(f"`{a}` ... `{b}`" for a, b in fmt.reasoning) or "a channel"
+        print(f"Arguments: {type(fmt.body).__name__.lower()}. Calls stand {where}. Reasoning: {thinking}.\n")
+        print(f"```\n{fmt.example}\n```\n")
     return 0
 
 
@@ -125,10 +141,17 @@ def build_arguments() -> argparse.ArgumentParser:
     command.add_argument("--option", action="append", default=[], help=help_option)
     command.set_defaults(run=view)
 
-    command = commands.add_parser("conformance", help="try the chat templates of real models that trl's wheel ships")
+    command = commands.add_parser(
+        "conformance",
+        help="try the chat templates of real models: trl's wheel's, or those of the folder $CHAT_TEMPLATES",
+    )
     command.add_argument("names", nargs="*", help="beginnings of templates' names; all without them")
     command.add_argument("--verbose", action="store_true", help="list refusals, problems and failures")
     command.set_defaults(run=conformance)
+
+    command = commands.add_parser("formats", help="show the tool-call formats, each with an example")
+    command.add_argument("names", nargs="*", help="formats, by any of their names; all without them")
+    command.set_defaults(run=show_formats)
 
     command = commands.add_parser("parse", help="take a model's output apart")
     command.add_argument("format", help="one of chat_tools.formats()")

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -98,6 +99,11 @@ def sensible_workers(requested: int | None = None, rows: int | None = None) -> i
 
 
 def _free_memory() -> int:
+    """Return the bytes that can be had without swapping; the page cache gives back what it holds."""
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
+    if found is not None:
+        return 1024 * int(found[1])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not known on this system

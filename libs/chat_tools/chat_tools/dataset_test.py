@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from chat_tools import dataset
 from chat_tools.dataset import (
     PROBLEM,
     DatasetOptions,
@@ -74,7 +75,8 @@ def test_rows_and_reasons(tmp_path, tokenizer):
     assert "2 of 10 rows" in str(report)
 
 
-def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer):
+def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(dataset, "_free_memory", lambda: 2 * dataset.BYTES_A_WORKER)
     rows = [{"messages": [TALK[0], {"role": "assistant", "content": f"number {i}"}]} for i in range(300)]
     path = write(tmp_path / "many.jsonl", rows)
     if len(os.sched_getaffinity(0)) < 2:
@@ -107,12 +109,14 @@ def test_an_unknown_kind_of_file(tmp_path):
         list(read_rows([tmp_path / "talks.csv"]))
 
 
-def test_the_number_of_workers_is_what_the_machine_can_bear():
+def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch):
     processors = len(os.sched_getaffinity(0))
     assert sensible_workers(256) <= processors
     assert sensible_workers() <= processors
     assert sensible_workers(rows=10) == 1
     assert sensible_workers(1) == 1
+    monkeypatch.setattr(dataset, "_free_memory", lambda: dataset.BYTES_A_WORKER - 1)
+    assert sensible_workers() == 1
     with pytest.raises(ValueError, match="None chooses"):
         sensible_workers(0)
 

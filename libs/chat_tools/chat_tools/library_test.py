@@ -36,4 +36,4 @@ def test_parsing_and_rendering_import_a_part_of_the_standard_library_alone():
     call = """'<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'"""
     names = "StreamParser, ToolCall, detect_format, extend, parse, render"
     ours = imported(f"from chat_tools import {names}\nparse({call}, 'hermes')")
-    assert ours - imported("import __future__, typing, dataclasses, json, bisect, weakref") == {"chat_tools"}
+    assert ours - imported("import __future__, typing, dataclasses, json, bisect, heapq, weakref") == {"chat_tools"}

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from dyncp.comm.plan_hash import check_same_plan as check_same_plan
     from dyncp.comm.process_groups import ProcessGroups as ProcessGroups

@@ -3,7 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
+    from engines.adapters.config import LoraConfig as LoraConfig
+    from engines.adapters.files import save_adapter as save_adapter
+    from engines.adapters.reference import base_policy as base_policy
     from engines.build import build_engine as build_engine
     from engines.capability import No as No
     from engines.capability import Yes as Yes
@@ -11,17 +16,20 @@ if TYPE_CHECKING:
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
     from engines.execution.nonfinite import NonFiniteError as NonFiniteError
-    from engines.packing.context import PackedContext as PackedContext
-    from engines.packing.model import Adaptation as Adaptation
     from engines.packing.model import adapt_for_packing as adapt_for_packing
     from engines.parallel.layout import ParallelLayout as ParallelLayout
     from engines.parallel.planning import StepPlan as StepPlan
     from engines.protocol import TrainEngine as TrainEngine
     from engines.step import Engine as Engine
     from engines.weights.pieces import WeightPiece as WeightPiece
+    from seqpack.adapters.context import PackedContext as PackedContext
+    from seqpack.adapters.model import Adaptation as Adaptation
 
 _EXPORTS = {
-    "Adaptation": "engines.packing.model",
+    "LoraConfig": "engines.adapters.config",
+    "save_adapter": "engines.adapters.files",
+    "base_policy": "engines.adapters.reference",
+    "Adaptation": "seqpack.adapters.model",
     "EngineConfig": "engines.config",
     "No": "engines.capability",
     "Engine": "engines.step",
@@ -30,7 +38,7 @@ _EXPORTS = {
     "NonFiniteError": "engines.execution.nonfinite",
     "ParallelLayout": "engines.parallel.layout",
     "StepPlan": "engines.parallel.planning",
-    "PackedContext": "engines.packing.context",
+    "PackedContext": "seqpack.adapters.context",
     "TrainEngine": "engines.protocol",
     "WeightPiece": "engines.weights.pieces",
     "Yes": "engines.capability",
@@ -43,6 +51,7 @@ __all__ = [
     "EngineConfig",
     "Executor",
     "LocalBatch",
+    "LoraConfig",
     "No",
     "NonFiniteError",
     "PackedContext",
@@ -52,7 +61,9 @@ __all__ = [
     "WeightPiece",
     "Yes",
     "adapt_for_packing",
+    "base_policy",
     "build_engine",
+    "save_adapter",
 ]
 
 

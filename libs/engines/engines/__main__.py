@@ -1,17 +1,26 @@
-"""`python -m engines families`: the table that holds each model family's Yes."""
+"""`python -m engines COMMAND`: the tables that hold what the engines claim.
+
+families: each model family against transformers. checkpoints: runs that are resumed, by as many ranks and by others.
+megatron: each layout of Megatron's ranks against one process (it needs megatron-core).
+"""
 
 import argparse
 import sys
+from importlib import import_module
 
-from engines.families import conformance
+COMMANDS = {
+    "families": "engines.families.conformance",
+    "checkpoints": "engines.testing.checkpoint_matrix",
+    "megatron": "engines.megatron.table",
+}
 
 
 def main() -> int:
     """Run a command of the library; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m engines", description=__doc__)
-    parser.add_argument("command", choices=["families"], help="families: measure every family against transformers")
-    parser.parse_args()
-    return conformance.main()
+    parser.add_argument("command", choices=[*COMMANDS])
+    status: int = import_module(COMMANDS[parser.parse_args().command]).main()
+    return status
 
 
 if __name__ == "__main__":

@@ -4,55 +4,59 @@ from typing import Any
 
 import torch.distributed as dist
 
+from engines.adapters.lora import add_adapters
 from engines.capability import refuse_unsupported
-from engines.config import EngineConfig, parse_context_parallel
-from engines.execution.inputs import InputBuilder, PackedInputs, PaddedInputs
+from engines.config import EngineConfig
+from engines.execution.inputs import InputBuilder
+from engines.fast.replicated import ReplicatedExecutor
+from engines.fast.support import use_compiled_layers, use_replicated_weights
 from engines.fsdp2.executor import FSDP2Executor
 from engines.launch import ensure_group
-from engines.loading import load, resolve_device
-from engines.parallel.context_parallel import ContextParallel, ContextParallelPlanner, ShardedInputs
+from engines.loading import DTYPES, device_of, open_model, resolve_device
+from engines.parallel.choice import layout_of, planner_and_inputs
 from engines.parallel.groups import ParallelGroups
-from engines.parallel.layout import ParallelLayout
-from engines.parallel.planning import DataParallelPlanner, Planner
 from engines.protocol import TrainEngine
 from engines.step import Engine
+from engines.weights.disk import DiskWeights
 
 
 def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True) -> TrainEngine:
     """Build an engine over all ranks of the current process group; a group of one is made where there is none.
 
     `model`: a transformers causal LM (it becomes the engine's), or a transformers config for random weights; None loads
-    `config.model`. `trainable=False` is a reference policy: no optimizer, no gradients. What is not supported is
-    refused here, before a device is touched.
+    `config.model`. `trainable=False` is a reference policy: no optimizer, no gradients, no adapter. What is not
+    supported is refused here, before a device is touched.
     """
     refuse_unsupported(config)
     ensure_group(config.device)
+    if config.backend == "megatron":
+        from engines.megatron.build import build_megatron_engine  # megatron-core is there where it is asked for
+
+        return build_megatron_engine(config, model, trainable)
     groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
-    loaded = load(config, model)
-    module = loaded.module.to(resolve_device(config))
+    opened = open_model(config, model)
+    module = opened.module.to(resolve_device(config)) if opened.disk is None else opened.module
+    if config.lora.rank and trainable:
+        add_adapters(module, config.lora, opened.weights, DTYPES[config.master_dtype])
     planner, inputs = planner_and_inputs(config, module.config, groups)
-    return Engine(config, FSDP2Executor(config, groups, module, inputs, trainable), planner, loaded.weights)
+    executor = executor_of(config, groups, module, inputs, trainable, opened.disk)
+    return Engine(config, executor, planner, opened.weights)
 
 
-def layout_of(config: EngineConfig, world_size: int) -> ParallelLayout:
-    """Return the layout of this many ranks. ValueError where the configuration's sizes do not divide them."""
-    size = parse_context_parallel(config.context_parallel)
-    if size == "dynamic":  # groups change from step to step: the plan says who shares what
-        return ParallelLayout(dp=world_size)
-    if world_size % size:
-        raise ValueError(
-            f"context_parallel='static:{size}' needs a multiple of {size} ranks, this run has {world_size}: start "
-            "another number of processes, or use 'dynamic'"
-        )
-    return ParallelLayout.of_world(world_size, cp=size)
+def executor_of(
+    config: EngineConfig,
+    groups: ParallelGroups,
+    module: Any,
+    inputs: InputBuilder,
+    trainable: bool,
+    disk: DiskWeights | None = None,
+) -> FSDP2Executor:
+    """Return the executor for this device: weights sharded or replicated, layers compiled or as they are.
 
-
-def planner_and_inputs(config: EngineConfig, model_config: Any, groups: ParallelGroups) -> tuple[Planner, InputBuilder]:
-    """Return who plans the steps of transformers models, and how micro-batches enter them."""
-    if config.context_parallel in ("off", "static:1"):
-        planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
-        return planner, PackedInputs() if config.batching == "packed" else PaddedInputs()
-    shared = ContextParallel.of(config, model_config, groups.layout.plan_size)
-    return ContextParallelPlanner(shared), ShardedInputs(
-        plan_index=groups.plan_index, layout=shared.layout, method=shared.method
-    )
+    `disk`: where the values of an empty module are.
+    """
+    device = device_of(config, module)
+    replicated = use_replicated_weights(config, device, groups.layout.world_size)
+    compiled = use_compiled_layers(config, module.config, device)
+    kind = ReplicatedExecutor if replicated else FSDP2Executor
+    return kind(config, groups, module, inputs, trainable, compiled, disk)

@@ -1,76 +1,160 @@
 """Capabilities as code: Yes with the test that showed it, or No with the reason, before any device is touched."""
 
-from dataclasses import dataclass
+from importlib.util import find_spec
 
 from engines.config import EngineConfig
-
-
-@dataclass(frozen=True)
-class Yes:
-    """Supported; `evidence` names the test that showed it, as FILE::FUNCTION under this package."""
-
-    evidence: str
-
-    def __bool__(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class No:
-    """Not supported, and why."""
-
-    reason: str
-
-    def __bool__(self) -> bool:
-        return False
-
+from seqpack.capability import No as No
+from seqpack.capability import Yes as Yes
 
 FSDP2: dict[str, Yes | No] = {
     "packed": Yes("step_executors_test.py::test_packed_equals_padded_in_any_micro_batches"),
     "padded": Yes("step_executors_test.py::test_packed_equals_padded_in_any_micro_batches"),
     "cpu": Yes("step_executors_test.py::test_steps_equal_a_plain_loop"),
     "cuda": Yes("cuda_test.py::test_float32_equals_the_cpu"),
-    "npu": No("no Ascend device was at hand: nothing ran on one yet"),
+    "npu": Yes("devices/npu_test.py::test_steps_equal_the_cpus"),  # a stand-in: no hardware was at hand
     "data_parallel": Yes("step_two_test.py::test_same_curve"),
     "context_parallel": Yes("parallel/context_parallel_test.py::test_same_curves_scores_and_weights"),
     "tensor_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
+    "virtual_pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
+    "uneven_stages": No("FSDP2 shards over data-parallel ranks alone"),
     "moe": Yes("families/router_test.py::test_one_step_equals_transformers_on_the_whole_batch"),
     "router_loss": Yes("families/router_test.py::test_two_ranks_equal_one"),
-    "expert_parallel": No("experts are sharded like other weights, not placed"),
+    "routing_replay": Yes("experts/routers_test.py::test_the_experts_of_another_are_those_of_stock_transformers"),
+    "expert_parallel": Yes("experts/parallel_test.py::test_ranks_that_share_the_experts_give_the_steps_of_one"),
+    "expert_tensor_parallel": No("ranks share experts, not their matrices: use expert_parallel, or backend='megatron'"),
     "bfloat16": Yes("step_executors_test.py::test_bfloat16_compute_with_float32_weights"),
+    "bfloat16_masters": Yes("testing/checkpoint_matrix_test.py::test_resumed_runs_have_the_bits_of_straight_ones"),
+    "bfloat16_moments": Yes("execution/optimizer_test.py::test_bfloat16_moments_train_as_float32_ones"),
+    "compiled_layers": Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones"),
+    "replicated_weights": Yes("fast/replicated_two_test.py::test_two_ranks_equal_one"),
     "gradient_checkpointing": Yes("step_executors_test.py::test_gradient_checkpointing_recomputes_the_layers"),
+    "activation_offload": Yes("step_executors_test.py::test_inputs_of_layers_on_the_host_change_no_bit"),
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
     "offload": Yes("step_executors_test.py::test_offload_and_onload"),
+    "optimizer_on_host": No("FSDP2's optimizer steps where its weights are"),
+    "distributed_optimizer": No("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
-    "lora": No("adapters are not implemented yet"),
-    "async_save": No("save() waits for the disk"),
-    "vision": No("text models only: batches with images are refused"),
+    "lora": Yes("adapters/lora_test.py::test_log_probs_and_gradients_are_those_of_peft"),
+    "async_save": Yes("storage/writer_test.py::test_training_goes_on_while_a_checkpoint_is_written"),
+    "vision": Yes("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
     "multi_axis_positions": Yes("packing/model_test.py::test_multi_axis_positions_reach_the_rotary_embedding"),
 }
 
 
+LAYOUTS = "megatron/layouts_test.py::test_every_layout_gives_the_steps_of_one_process"
+MEGATRON: dict[str, Yes | No] = {
+    "packed": Yes(LAYOUTS),
+    "padded": No("Megatron's layers get packed tokens alone: set batching='packed'"),
+    "cpu": Yes(LAYOUTS),
+    "cuda": Yes("megatron/cuda_test.py::test_same_curve_as_fsdp2"),
+    "npu": Yes("devices/npu_test.py::test_megatron_steps_equal_the_cpus"),  # a stand-in: no hardware was at hand
+    "data_parallel": Yes(LAYOUTS),
+    "context_parallel": Yes(LAYOUTS),
+    "tensor_parallel": Yes(LAYOUTS),
+    "pipeline_parallel": Yes(LAYOUTS),
+    "virtual_pipeline_parallel": Yes(LAYOUTS),
+    "uneven_stages": Yes(LAYOUTS),
+    "moe": Yes(LAYOUTS),
+    "router_loss": Yes(LAYOUTS),
+    "routing_replay": Yes(LAYOUTS),
+    "expert_parallel": Yes(LAYOUTS),
+    "expert_tensor_parallel": Yes(LAYOUTS),
+    "bfloat16": Yes("megatron/engine_test.py::test_bfloat16_layers_with_float32_masters"),
+    "bfloat16_masters": No("Megatron's layers keep masters in float32: leave master_dtype at its default"),
+    "bfloat16_moments": No("Megatron's optimizer keeps its moments in float32: leave moments_dtype at its default"),
+    "compiled_layers": No("megatron-core's layers are run as they are"),
+    "replicated_weights": No("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
+    "gradient_checkpointing": Yes("megatron/engine_test.py::test_recomputed_layers_change_nothing"),
+    "activation_offload": No("megatron-core's layers keep what they recompute from on the device"),
+    "tied_weights": Yes(LAYOUTS),
+    "offload": Yes("megatron/engine_test.py::test_buffers_go_away_and_come_back"),
+    "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
+    "distributed_optimizer": Yes(LAYOUTS),
+    "own_rows": Yes("megatron/layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
+    "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
+    "lora": Yes(LAYOUTS),
+    "async_save": Yes("megatron/engine_test.py::test_a_checkpoint_is_written_while_training_goes_on"),
+    "vision": No("text models only: use backend='fsdp2' with vision='frozen' or 'trained'"),
+    "multi_axis_positions": Yes("megatron/engine_test.py::test_positions_of_several_axes"),
+}
+BACKENDS = {"fsdp2": FSDP2, "megatron": MEGATRON}
+
+
 def supports(config: EngineConfig, feature: str) -> Yes | No:
     """Whether an engine of this configuration has the feature. ValueError lists the features for an unknown name."""
-    if feature == "megatron":
-        return No("the megatron backend is not implemented yet; use backend='fsdp2'")
     if feature == "fsdp2":
         return FSDP2["cpu"]
-    if feature not in FSDP2:
-        raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted([*FSDP2, 'fsdp2', 'megatron']))}")
-    if config.backend == "megatron":
-        return No("the megatron backend is not implemented yet; use backend='fsdp2'")
-    return FSDP2[feature]
+    if feature == "megatron":
+        return _megatron()
+    table = BACKENDS[config.backend]
+    if feature not in table:
+        raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted([*table, *BACKENDS]))}")
+    return table[feature]
+
+
+def _megatron() -> Yes | No:
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        return No("megatron-core is not installed: pip install megatron-core==0.16.1")
+    return MEGATRON["cpu"]
+
+
+def features_of(config: EngineConfig) -> list[str]:
+    """Return the features that a configuration asks for."""
+    asked: dict[str, bool] = {config.backend: True, config.batching: True, config.device: config.device != "auto"}
+    asked["context_parallel"] = config.context_parallel not in ("off", "static:1")
+    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"):
+        asked[name] = getattr(config, name) > 1
+    asked["uneven_stages"] = config.first_stage_layers is not None or config.last_stage_layers is not None
+    for name in ("expert_parallel", "expert_tensor_parallel"):
+        asked[name] = getattr(config, name) > 1
+    asked["gradient_checkpointing"] = config.gradient_checkpointing
+    asked["activation_offload"] = config.activation_offload
+    asked["optimizer_on_host"] = config.optimizer_on_host
+    asked["distributed_optimizer"] = config.distributed_optimizer
+    asked["routing_replay"] = config.routing_replay
+    asked["lora"] = config.lora.rank > 0
+    asked["vision"] = config.vision != "off"
+    asked["bfloat16"] = "bfloat16" in (config.dtype, config.master_dtype)
+    asked["bfloat16_masters"] = config.master_dtype == "bfloat16"
+    asked["bfloat16_moments"] = config.moments_dtype == "bfloat16"
+    asked["compiled_layers"] = config.compile == "on" and config.backend == "megatron"
+    asked["replicated_weights"] = config.weights == "replicated" and config.backend == "megatron"
+    return [feature for feature, wanted in asked.items() if wanted]
 
 
 def refuse_unsupported(config: EngineConfig) -> None:
     """ValueError with the reason for the first thing this configuration asks for that is not there."""
-    asked = {config.backend: True, config.batching: True, "npu": config.device == "npu"}
-    asked["context_parallel"] = config.context_parallel not in ("off", "static:1")
-    for feature, wanted in asked.items():
+    asked = features_of(config)
+    for feature in asked:
         answer = supports(config, feature)
-        if wanted and isinstance(answer, No):
+        if isinstance(answer, No):
             raise ValueError(f"{feature} is not supported: {answer.reason}")
-    if asked["context_parallel"] and config.batching != "packed":
+    if config.backend == "fsdp2" and config.expert_parallel > 1:
+        _refuse_beside_experts(config)
+    if config.backend == "megatron" and not config.reshard_after_forward:
+        raise ValueError("reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default")
+    if config.backend != "megatron" and config.transformer_options:
+        raise ValueError("transformer_options are Megatron's: leave them out, or set backend='megatron'")
+    if config.virtual_pipeline_parallel > 1 and config.pipeline_parallel == 1:
+        raise ValueError("virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1")
+    if config.virtual_pipeline_parallel > 1 and "uneven_stages" in asked:
+        raise ValueError(
+            "first_stage_layers and last_stage_layers have not been run with virtual stages: use one of both"
+        )
+    if "context_parallel" in asked and config.batching != "packed":
         raise ValueError("context parallelism shards packed sequences: set batching='packed'")
+
+
+def _refuse_beside_experts(config: EngineConfig) -> None:
+    """ValueError for what has not been run with expert parallelism under FSDP2."""
+    beside = {
+        "lora": config.lora.rank > 0,
+        "vision": config.vision != "off",
+        "weights='replicated'": config.weights == "replicated",
+        "master_dtype='bfloat16'": config.master_dtype == "bfloat16",
+    }
+    for name, wanted in beside.items():
+        if wanted:
+            raise ValueError(f"{name} has not been run with expert_parallel under FSDP2: leave one of both out")

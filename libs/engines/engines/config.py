@@ -1,9 +1,12 @@
 """What an engine is built from: one frozen dataclass, checked when it is made."""
 
+import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
+
+from engines.adapters.config import LoraConfig
 
 
 @dataclass(frozen=True)
@@ -11,7 +14,7 @@ class EngineConfig:
     """Settings of one engine. A value that cannot work is a ValueError here, before any model is loaded."""
 
     model: str | None = None
-    """A local Hugging Face model directory; None when the module is handed to `build_engine`."""
+    """A Hugging Face model directory, or OWNER/NAME[@REVISION] on the hub; None when the module is handed over."""
     backend: Literal["fsdp2", "megatron"] = "fsdp2"
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto" is cuda where there is one, else cpu."""
@@ -21,20 +24,59 @@ class EngineConfig:
     """Hard cap on the tokens of one rank's micro-batch."""
     context_parallel: str = "off"
     """"off", "static:N" or "dynamic"."""
+    tensor_parallel: int = 1
+    """Ranks that share every layer (backend megatron); they share its tokens between layers too."""
+    pipeline_parallel: int = 1
+    """Stages of layers, on ranks of their own (backend megatron)."""
+    virtual_pipeline_parallel: int = 1
+    """Stages of layers on each pipeline rank, in turn with those of the others: less waiting, more messages (backend
+    megatron)."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, which has the embedding too; None splits evenly (backend megatron)."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage, which has the head too (backend megatron)."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of a layer (of a stage, under Megatron): tokens travel to theirs."""
+    expert_tensor_parallel: int = 1
+    """Ranks that share each expert's matrices (backend megatron)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the model computes in; "auto" is float32 on a CPU and bfloat16 elsewhere."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters and optimizer states are kept in."""
+    moments_dtype: Literal["auto", "bfloat16"] = "auto"
+    """What AdamW's moments are kept in: "auto" as the parameters, "bfloat16" halves them beside float32 parameters
+    (`engines.execution.bfloat16_adamw`; backend fsdp2)."""
     skip_zero_gradient_rows: bool = True
     """Do not compute rows that add exactly nothing to loss and gradient (an objective says which), such as those of
     groups with equal rewards. Metrics then speak of the computed rows alone."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Run decoder layers and head as compiled functions over fused kernels: "auto" where that can be, "on" or an error
+    with the reason."""
+    weights: Literal["auto", "sharded", "replicated"] = "auto"
+    """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments shared out: faster, two bytes
+    a parameter more. "auto" replicates on a single GPU."""
+    vision: Literal["off", "frozen", "trained"] = "off"
+    """The vision tower of a vision-language model. "off": the model is trained on text, and the tower goes into every
+    export as it was. "frozen": it sees images, and stays as it was. "trained": it is trained with the rest."""
     gradient_checkpointing: bool = False
+    """Keep a layer's inputs alone, and compute it again in the backward pass."""
+    activation_offload: bool = False
+    """Keep these inputs in host memory until the backward pass (backend fsdp2)."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass (less memory, one more gather)."""
     temperature: float = 1.0
     """Log-probs are those of softmax(logits / temperature); give the sampler's."""
     logit_chunk: int = 4096
     """Tokens whose logits are in memory at once."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train low-rank adapters in place of the weights."""
+
+    router_aux_loss_coef: float | None = None
+    """Of the load-balancing loss of a router with experts; None keeps the model's own, 0 trains without that loss."""
+    routing_replay: bool = False
+    """Send every token to the experts that the batch's `routed_experts` names (those that it was sampled through),
+    where it names some; in `forward` too."""
 
     lr: float = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -46,6 +88,13 @@ class EngineConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     """On matrices; norms, biases and other vectors are never decayed."""
+    transformer_options: tuple[str, ...] = ()
+    """NAME=VALUE fields of megatron-core's TransformerConfig, beside those that follow from the model and these
+    settings (backend megatron)."""
+    optimizer_on_host: bool = False
+    """Keep optimizer states and float32 weights in host memory, and step there (backend megatron)."""
+    distributed_optimizer: bool = False
+    """Share optimizer states and float32 weights out over the ranks that hold the same weights (backend megatron)."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None clips nothing."""
 
@@ -54,15 +103,26 @@ class EngineConfig:
     `engines.NonFiniteError`, "skip" goes on with the next batch, and ends it at the tenth such step in a row."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), field.type)
+        for entry in fields(self):
+            _check_type(entry.name, getattr(self, entry.name), entry.type)
         parse_context_parallel(self.context_parallel)
-        for name in ("max_tokens_per_rank", "logit_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            *("max_tokens_per_rank", "logit_chunk"),
+            *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
+            *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel"),
+        ):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if self.pipeline_parallel == 1 and (self.first_stage_layers or self.last_stage_layers):
+            raise ValueError(
+                "first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel"
+            )
         for name in ("lr", "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
+            raise ValueError(f"router_aux_loss_coef must be at least 0, got {self.router_aux_loss_coef}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature} (for greedy answers use 1.0 here)")
         if self.eps <= 0:
@@ -73,6 +133,16 @@ class EngineConfig:
             raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip must be above 0, or None to clip nothing, got {self.grad_clip}")
+        if self.moments_dtype == "bfloat16" and self.betas[1] > LARGEST_BETA:
+            raise ValueError(
+                f"moments_dtype='bfloat16' keeps no second moment with betas[1]={self.betas[1]}: set that to at most "
+                f"{LARGEST_BETA}"
+            )
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError("activation_offload moves what gradient_checkpointing keeps: set that too")
+        if self.vision != "off" and self.lora.rank:
+            raise ValueError("adapters on a model that sees images have not been run: set vision='off' or lora.rank=0")
+        parse_options(self.transformer_options)
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -87,6 +157,10 @@ class EngineConfig:
             raise ValueError(f"lr_schedule {self.lr_schedule!r} needs total_steps above warmup_steps")
 
 
+LARGEST_BETA = 0.99
+"""For the second moment in bfloat16: a step changes it by up to 1 - beta, which must be well above 2^-9."""
+
+
 def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
     """1 for "off", N for "static:N", or "dynamic"; ValueError for anything else."""
     if value == "off":
@@ -99,6 +173,20 @@ def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
     raise ValueError(f"context_parallel must be 'off', 'static:N' or 'dynamic', got {value!r}")
 
 
+def parse_options(words: tuple[str, ...]) -> dict[str, Any]:
+    """Values by name, each read as JSON where it is that; ValueError for what is not NAME=VALUE, or comes twice."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier() or name in found:
+            raise ValueError(f"transformer_options are NAME=VALUE, each name once, got {word!r}")
+        try:
+            found[name] = json.loads(text)
+        except json.JSONDecodeError:
+            found[name] = text
+    return found
+
+
 def _check_type(name: str, value: Any, wanted: Any) -> None:
     """ValueError unless the value is of the field's type: one of its choices, a finite number, ..."""
     if get_origin(wanted) is Literal:
@@ -107,6 +195,11 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
     elif get_origin(wanted) is UnionType:
         if value is not None:
             _check_type(name, value, get_args(wanted)[0])
+    elif get_origin(wanted) is tuple and get_args(wanted)[-1] is ...:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} must be a tuple, got {value!r}")
+        for entry in value:
+            _check_type(name, entry, get_args(wanted)[0])
     elif get_origin(wanted) is tuple:
         if not isinstance(value, tuple) or len(value) != len(get_args(wanted)):
             raise ValueError(f"{name} must be a tuple of {len(get_args(wanted))} numbers, got {value!r}")

@@ -7,10 +7,11 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
-from engines.packing.context import PackedContext
-from engines.packing.model import adapt_for_packing, packed_hidden, packed_logits
+from engines.packing.model import adapt_for_packing, packed_logits
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
+from seqpack.adapters.context import PackedContext
+from seqpack.adapters.model import packed_hidden
 from seqpack.ops import backends
 from seqpack.testing import assert_packing_isolated
 

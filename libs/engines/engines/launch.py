@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engines.devices.choice import devices_of
+
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
 
@@ -65,11 +67,12 @@ def ensure_group(device: str = "auto") -> bool:
     if dist.is_initialized():
         return False
     if under_torchrun():
-        _set_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        _set_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), here)
         dist.init_process_group(_backend(device))
     else:
-        _set_device(device, 0)
-        with _loopback():
+        _set_device(device, 0, 1)
+        with _loopback(device):
             dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return True
 
@@ -169,9 +172,9 @@ def _rank_main(
     _end_with_parent(pipe)
     try:
         torch.set_num_threads(threads)
-        _set_device(device, rank)
+        _set_device(device, rank, world_size)
         files = dist.FileStore(store, world_size)
-        with _loopback():
+        with _loopback(device):
             dist.init_process_group(_backend(device), store=files, rank=rank, world_size=world_size)
         fn, args = pickle.loads(work)
         answer = ("ok", fn(*args))
@@ -197,24 +200,19 @@ def _end_with_parent(pipe: Connection) -> None:
 
 
 def _backend(device: str) -> str:
-    return "cpu:gloo,cuda:nccl" if _kind(device) == "cuda" else "gloo"
+    return devices_of(device).backend
 
 
-def _kind(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def _set_device(device: str, rank: int) -> None:
-    if _kind(device) == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+def _set_device(device: str, rank: int, ranks_here: int) -> None:
+    devices = devices_of(device)
+    devices.use(rank)
+    os.environ.update(devices.environment(os.environ, ranks_here))  # read when the first message is sent, so it stays
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
-    """gloo and NCCL bind to the loopback interface while a group is made; the environment is as before afterwards."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+def _loopback(device: str) -> Iterator[None]:
+    """Collectives bind to the loopback interface while a group is made; the environment is as before afterwards."""
+    names = devices_of(device).interfaces
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: os.environ.get(name, "lo") for name in names})
     try:

@@ -7,35 +7,41 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from engines.config import EngineConfig
+from engines.devices.choice import devices_of
+from engines.families.family import Family
 from engines.families.registry import family_of
 from engines.weights.directory import ModelDirectory
+from engines.weights.disk import DiskWeights
+from engines.weights.empty import allocate, empty_model, model_of
+from engines.weights.hub import model_directory
 from engines.weights.model_weights import ModelWeights
+from engines.weights.ties import untie_what_differs
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
     """The device of this rank; ValueError where it is not there."""
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device='cuda' but torch sees no CUDA device: use device='cpu' or 'auto'")
-        return torch.device("cuda", torch.cuda.current_device())
-    if kind == "npu":
-        raise ValueError("device='npu' is not supported yet: no Ascend device was at hand to test on")
-    return torch.device("cpu")
+    devices = devices_of(config.device)
+    if reason := devices.missing():
+        raise ValueError(f"device={devices.kind!r} but {reason}: use device='cpu' or 'auto'")
+    return devices.current()
+
+
+def device_of(config: EngineConfig, module: nn.Module) -> torch.device:
+    """Where a module is, or is to be as long as it is empty."""
+    device = next(module.parameters()).device
+    return resolve_device(config) if device.type == "meta" else device
 
 
 def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """What the model computes in."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return _DTYPES[config.dtype]
+    return DTYPES[config.dtype]
 
 
 @dataclass(frozen=True)
@@ -44,21 +50,33 @@ class LoadedModel:
 
     module: Any
     weights: ModelWeights
+    disk: DiskWeights | None = None
+    """Where the module's values are, as long as it is empty (on the meta device)."""
 
 
-def load_model(config: EngineConfig, model: Any = None) -> Any:
-    """Load the module alone; see `load`."""
-    return load(config, model).module
+def load_model(
+    config: EngineConfig, model: Any = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Any:
+    """Load the module alone (see `load`) with parameters in the master dtype or in `dtype`, on the CPU or `device`.
+
+    What is on disk goes there a tensor at a time; buffers keep their dtype (rotary frequencies must stay float32).
+    """
+    return _whole(open_model(config, model), dtype, device).module
 
 
 def load(config: EngineConfig, model: Any = None) -> LoadedModel:
-    """Load the causal LM in the master dtype, on the CPU unless given elsewhere.
+    """Load the causal LM whole in the master dtype, on the CPU unless given elsewhere; see `open_model`."""
+    return _whole(open_model(config, model))
+
+
+def open_model(config: EngineConfig, model: Any = None) -> LoadedModel:
+    """Open the causal LM in the master dtype: what comes from a directory is empty, its values still on disk.
 
     `model` may be a module (used as it is), or a transformers config (random weights); otherwise config.model is a
-    local directory. ValueError says what is wrong with either: a family that is not supported, a tensor that is
-    missing, damaged or not known, before any weight is loaded.
+    directory, or a name on the hub. ValueError says what is wrong with either: a family that is not supported, a
+    tensor that is missing, damaged or not known, before any weight is read.
     """
-    dtype = _DTYPES[config.master_dtype]
+    dtype, seeing = DTYPES[config.master_dtype], config.vision != "off"
     if model is not None and config.model is not None:
         raise ValueError("give a module or a config to build_engine, or a directory in EngineConfig.model, not both")
     if model is None and config.model is None:
@@ -66,10 +84,10 @@ def load(config: EngineConfig, model: Any = None) -> LoadedModel:
             "no model: set EngineConfig.model to a local directory, or hand a module or config to build_engine"
         )
     if config.model is not None:
-        return _from_directory(Path(config.model), dtype)
+        return _from_directory(config, model_directory(config.model), dtype, seeing)
     if isinstance(model, PretrainedConfig):
-        family_of(model)
-        module = AutoModelForCausalLM.from_config(model)
+        family = family_of(model)
+        module = model_of(model, family.check_vision(model) if seeing else None)
     elif isinstance(model, nn.Module):
         module = model
     else:
@@ -78,6 +96,14 @@ def load(config: EngineConfig, model: Any = None) -> LoadedModel:
         raise ValueError(f"{type(module).__name__} is not a transformers causal LM (such as Qwen3_5ForCausalLM)")
     family = family_of(module.config)
     family.check_module(module)
+    _check_replay(config, family, module.config)
+    if seeing:
+        family.check_vision(module.config)
+    if family.sees(module) != seeing:
+        raise ValueError(
+            f"the module is a {type(module).__name__} and vision={config.vision!r}: 'off' is for text models, "
+            "'frozen' and 'trained' for vision-language models"
+        )
     weights = ModelWeights.of(family, module)  # the dtypes before they are cast
     return LoadedModel(cast_parameters(module, dtype), weights)
 
@@ -90,22 +116,43 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _from_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
-    config = read_config(directory)
-    family = family_of(config)
+def _check_replay(config: EngineConfig, family: Family, model: PretrainedConfig) -> None:
+    """Refuse what a sampler can't tell of the model either, so that a run ends before it samples."""
+    if config.routing_replay and not family.router:
+        raise ValueError(
+            f"routing_replay is for models with experts, {model.get_text_config().model_type} has none: leave it off"
+        )
+
+
+def _from_directory(config: EngineConfig, directory: Path, dtype: torch.dtype, seeing: bool) -> LoadedModel:
+    read = read_config(directory)
+    family = family_of(read)
+    _check_replay(config, family, read)
+    vision = family.check_vision(read) if seeing else None
     source = ModelDirectory.read(directory)
-    with torch.device("meta"):
-        ModelWeights.of(family, AutoModelForCausalLM.from_config(config), source)
-    module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    module = empty_model(read, dtype, vision)
     family.check_module(module)
-    return LoadedModel(module, ModelWeights.of(family, module, source))
+    untie_what_differs(module, source)
+    weights = ModelWeights.of(family, module, source)
+    if (directory / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return LoadedModel(module.eval(), weights, DiskWeights.of(weights, module))
+
+
+def _whole(opened: LoadedModel, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LoadedModel:
+    """Read what is still on disk."""
+    module = opened.module if dtype is None else cast_parameters(opened.module, dtype)
+    if opened.disk is not None:
+        allocate(module, device or torch.device("cpu"))
+        opened.disk.fill(module)
+    return LoadedModel(module if device is None else module.to(device), opened.weights)
 
 
 def read_config(directory: Path) -> PretrainedConfig:
     """Read a model directory's config.json; ValueError says what is wrong with it."""
     if not directory.is_dir():
         raise ValueError(
-            f"there is no model directory {directory}: give the path of a local one (nothing is downloaded)"
+            f"there is no model directory {directory}: give the path of a local one, or OWNER/NAME of one on the hub"
         )
     if not (directory / "config.json").is_file():
         raise ValueError(

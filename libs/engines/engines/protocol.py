@@ -1,6 +1,6 @@
 """What an engine does for those who use it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -23,14 +23,22 @@ Batch: TypeAlias = TensorDict | BatchView | LocalBatch
 class TrainEngine(Protocol):
     """One policy and its optimizer over all ranks. Every method is collective: all ranks call it, in the same order.
 
-    (Not `plan`, `supports` and `state_summary`, which are local.)
+    (Not `plan`, `prefetch`, `supports` and `state_summary`, which are local.)
     """
+
+    reference: "TrainEngine | None"
+    """A frozen engine beside this one (`build_engine(..., trainable=False)`), where the caller holds one: what
+    `engines.base_policy` scores by."""
 
     def train_batch(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Make one optimizer step over the batch; the metrics are the same on every rank.
 
         `engines.NonFiniteError` where loss or gradient are not finite.
         """
+        ...
+
+    def prefetch(self, batch: Batch, objective: Objective) -> None:
+        """Name the batch after the next, to be packed while the device works on the next."""
         ...
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
@@ -42,15 +50,35 @@ class TrainEngine(Protocol):
         ...
 
     def export_weights(self, max_bytes: int = ..., live: bool = False) -> Iterator[WeightPiece]:
-        """Yield the weights as a checkpoint holds them (`live`: as the trained module does), in pieces of max_bytes."""
+        """Yield the weights as a checkpoint holds them (`live`: as the trained module does), in pieces of max_bytes.
+
+        A piece may be a view of the weights: read it before the next step.
+        """
         ...
 
-    def save(self, directory: str | Path) -> None:
-        """Write model, optimizer, step and random state; atomic."""
+    def save(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        also: Sequence[str | Path] = (),
+    ) -> None:
+        """Write model, optimizer, step, random state and `extra` (JSON); atomic; in the background without `wait`.
+
+        `also`: further directories that then hold the same, in this order.
+        """
         ...
 
-    def load(self, directory: str | Path) -> None:
-        """Read what `save` wrote."""
+    def saves_done(self) -> bool:
+        """Whether what `save` began is whole on disk. Not collective, and raises nothing: see `wait_for_saves`."""
+        ...
+
+    def wait_for_saves(self) -> None:
+        """Wait until what `save` began is on disk, and raise what went wrong."""
+        ...
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Read what `save` wrote, and return its `extra`."""
         ...
 
     def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.capability import FSDP2, No, Yes, refuse_unsupported, supports
+from engines.capability import BACKENDS, FSDP2, No, Yes, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.schedule import learning_rate
 
@@ -20,24 +20,42 @@ BAD = {
     "batching": ["rows", "Packed"],
     "dtype": ["float16", "bf16"],
     "master_dtype": ["float16"],
+    "moments_dtype": ["float32", "int8", None],
     "lr_schedule": ["wsd"],
     "on_nonfinite": ["ignore", True],
     "context_parallel": ["static", "static:0", "static:-1", "static:x", "on", 2, None],
     "model": [7],
     "max_tokens_per_rank": [0, -1, 2.0, True, "16", math.nan],
     "logit_chunk": [0, 1.5],
+    "tensor_parallel": [0, -2, 2.0, True],
+    "pipeline_parallel": [0, None],
+    "virtual_pipeline_parallel": [0, 1.0],
+    "first_stage_layers": [0, 1.0],
+    "last_stage_layers": [0, True],
+    "expert_parallel": [0, "2"],
+    "expert_tensor_parallel": [0, None],
+    "transformer_options": ["a=1", ("a",), ("a=1", "a=2"), (1,), ("a b=1",)],
+    "optimizer_on_host": [None, 1],
+    "distributed_optimizer": [None, 1],
     "warmup_steps": [-1, 1.0],
     "total_steps": [0, -3, 2.5],
     "temperature": [0.0, -1.0, math.nan, math.inf, "1", True],
     "lr": [-1e-9, math.nan, math.inf, None],
+    "router_aux_loss_coef": [-0.1, math.nan, "1"],
     "min_lr_ratio": [-0.1, 1.1, math.nan],
     "betas": [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), [0.9, 0.98], 0.9],
     "eps": [0.0, -1e-8, math.nan],
     "weight_decay": [-1.0, math.nan, math.inf],
     "grad_clip": [0.0, -1.0, math.nan, math.inf],
     "skip_zero_gradient_rows": [1, "yes", None],
+    "routing_replay": [1, "yes", None],
+    "compile": ["yes", True],
+    "weights": ["whole", None],
     "gradient_checkpointing": ["false"],
+    "activation_offload": ["false", True],
     "reshard_after_forward": [0],
+    "vision": ["on", None, True],
+    "lora": [None, 16, {"rank": 16}],
 }
 
 
@@ -55,9 +73,12 @@ def test_every_field_refuses_what_cannot_work():
     ("options", "message"),
     [
         ({"backend": "fsdp"}, "backend must be one of 'fsdp2', 'megatron', got 'fsdp'"),
+        ({"moments_dtype": "bfloat16", "betas": (0.9, 0.999)}, "keeps no second moment with betas"),
+        ({"activation_offload": True}, "activation_offload moves what gradient_checkpointing keeps"),
         ({"lr_schedule": "cosine"}, "needs total_steps above warmup_steps"),
         ({"lr_schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "needs total_steps above warmup_steps"),
         ({"min_lr_ratio": 0.1}, "min_lr_ratio has no effect with lr_schedule 'constant'"),
+        ({"first_stage_layers": 3}, "no effect with one stage: raise pipeline_parallel"),
         ({"total_steps": 5}, "total_steps has no effect with lr_schedule 'constant'"),
         ({"temperature": 0}, r"temperature must be above 0, got 0 \(for greedy answers use 1.0 here\)"),
         ({"grad_clip": math.inf}, "grad_clip must be a finite number, got inf"),
@@ -88,21 +109,11 @@ def test_context_parallel_values():
     assert [parse_context_parallel(v) for v in ("off", "static:4", "dynamic")] == [1, 4, "dynamic"]
 
 
-def test_learning_rates_by_hand():
-    config = EngineConfig(lr=8.0, warmup_steps=4)
-    assert [learning_rate(config, step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-    config = EngineConfig(lr=8.0, lr_schedule="linear", total_steps=4)
-    assert [learning_rate(config, step) for step in range(6)] == [8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
-    config = EngineConfig(lr=8.0, lr_schedule="cosine", warmup_steps=2, total_steps=6, min_lr_ratio=0.5)
-    rates = [learning_rate(config, step) for step in range(9)]
-    assert rates[:3] == [4.0, 8.0, 8.0]
-    assert rates[4] == pytest.approx(6.0)
-    assert rates[6:] == pytest.approx([4.0] * 3)
-
-
-def test_every_capability_answers_with_its_ground():
-    """A Yes names a test that is there; a No says why."""
-    config, here = EngineConfig(), Path(__file__).parent
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_capability_answers_with_its_ground(backend):
+    """A Yes names a test that is there; a No says why. Both backends answer for the same features."""
+    config, here = EngineConfig(backend=backend), Path(__file__).parent
+    assert BACKENDS[backend].keys() == FSDP2.keys()
     for feature in FSDP2:
         answer = supports(config, feature)
         assert isinstance(answer, (Yes, No))
@@ -113,14 +124,48 @@ def test_every_capability_answers_with_its_ground():
             assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, answer
         else:
             assert len(answer.reason.split()) > 3
-        assert not supports(EngineConfig(backend="megatron"), feature)
     assert supports(config, "fsdp2")
-    assert not supports(config, "megatron")
     with pytest.raises(ValueError, match="known are"):
         supports(config, "teleport")
 
 
-@pytest.mark.parametrize("options", [{"backend": "megatron"}, {"device": "npu"}])
+def test_a_backend_that_is_not_installed_is_a_no(monkeypatch):
+    monkeypatch.setattr("engines.capability.find_spec", lambda name: None)
+    answer = supports(EngineConfig(), "megatron")
+    assert not answer
+    assert "pip install megatron-core==" in answer.reason
+    with pytest.raises(ValueError, match="megatron is not supported: megatron-core is not installed"):
+        refuse_unsupported(EngineConfig(backend="megatron"))
+
+
+def test_an_option_of_the_other_backend_is_refused():
+    with pytest.raises(ValueError, match="reshard_after_forward is FSDP2's"):
+        refuse_unsupported(EngineConfig(backend="megatron", reshard_after_forward=False))
+    with pytest.raises(ValueError, match="transformer_options are Megatron's"):
+        refuse_unsupported(EngineConfig(transformer_options=("deallocate_pipeline_outputs=true",)))
+    both = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "first_stage_layers": 2}
+    with pytest.raises(ValueError, match="have not been run with virtual stages"):
+        refuse_unsupported(EngineConfig(backend="megatron", **both))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+        {"virtual_pipeline_parallel": 2},
+        {"expert_tensor_parallel": 2},
+        {"pipeline_parallel": 2, "last_stage_layers": 1},
+        {"optimizer_on_host": True},
+        {"distributed_optimizer": True},
+        {"backend": "megatron", "batching": "padded"},
+        {"backend": "megatron", "master_dtype": "bfloat16"},
+        {"backend": "megatron", "compile": "on"},
+        {"backend": "megatron", "moments_dtype": "bfloat16"},
+        {"backend": "megatron", "weights": "replicated"},
+        {"backend": "megatron", "gradient_checkpointing": True, "activation_offload": True},
+    ],
+)
 def test_unsupported_settings_are_refused_with_the_reason(options):
     with pytest.raises(ValueError, match="is not supported:"):
         refuse_unsupported(EngineConfig(**options))

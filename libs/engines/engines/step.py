@@ -14,7 +14,7 @@ rank runs as many micro-batches as the others; a step that fails leaves weights,
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from engines.capability import No, Yes
 from engines.capability import supports as capability
-from engines.config import EngineConfig
+from engines.config import EngineConfig, parse_context_parallel
+from engines.execution.ahead import Ahead, MicroBatchesAhead
 from engines.execution.executor import Executor, Scores, Scoring
 from engines.execution.local_batch import LocalBatch, RowFacts, check_held, facts_of, gather_facts
 from engines.execution.loss import StepLoss, check_objective
@@ -34,17 +35,23 @@ from engines.execution.metrics import agreed_number, check_agreement
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.nonfinite import FiniteGuard, finite_tensors
 from engines.execution.schedule import learning_rate
+from engines.experts.column import check_routed_experts
+from engines.experts.routers import routed_sizes
 from engines.loading import compute_dtype
+from engines.media.batch import select_media
+from engines.media.settings import VisionSettings
 from engines.parallel.planning import Planner, StepPlan
-from engines.protocol import Batch
-from engines.storage.checkpoint import load_checkpoint, save_checkpoint
+from engines.protocol import Batch, TrainEngine
+from engines.storage.checkpoint import load_checkpoint
 from engines.storage.directories import fresh_temporary, replace_directory
+from engines.storage.writer import CheckpointWriter
 from engines.weights.model_weights import ModelWeights
 from engines.weights.pieces import WeightPiece, pieces
 from engines.weights.saving import save_configuration, save_weights
 from seqpack.batches.batch import view_batch
 from seqpack.batches.jagged import jagged_from_values
 from seqpack.batches.objective import Objective
+from seqpack.batches.schema import ROUTED_EXPERTS
 from seqpack.batches.view import BatchView
 
 PIECE_BYTES = 64 * 2**20
@@ -70,9 +77,14 @@ class Engine:
         self.planner = planner
         self.groups = executor.groups
         self.device = executor.device
+        self.vision = None if config.vision == "off" else VisionSettings.of(executor.model.config)
+        self._routed = routed_sizes(executor.model) if config.routing_replay else (0, 0, 0)
         self.step = 0
+        self.reference: TrainEngine | None = None
         self.guard = FiniteGuard(config)
         self._offloaded = False
+        self._ahead = Ahead()
+        self._writer = CheckpointWriter()
 
     # ------------------------------------------------------------------ training
 
@@ -82,22 +94,26 @@ class Engine:
         Every rank gives the same whole batch, or the rows that it holds as a `LocalBatch`. Besides the objective's
         metrics: loss, grad_norm, lr, step, tokens, sequences, trained_tokens, computed_tokens and computed_sequences
         (what `skip_zero_gradient_rows` left), micro_batches (of a rank), fill, plan_hash, skipped (1 where no update
-        was made) and skipped_steps (so far). `NonFiniteError` where loss or gradient are not finite, see
-        `EngineConfig.on_nonfinite`; ValueError for a batch or objective that cannot be trained on.
+        was made) and skipped_steps (so far); of a model with experts what `engines.experts.load` names.
+        `NonFiniteError` where loss or gradient are not finite, see `EngineConfig.on_nonfinite`; ValueError for a batch
+        or objective that cannot be trained on.
         """
         if not self.executor.trainable:
             raise ValueError("this engine was built with trainable=False: it can only score")
         self._check_onloaded()
         check_objective(objective)
-        work = self._agree_on(batch, objective)
+        work, micro_batches = self._ready(batch, objective)
         plan, totals = work.plan, work.facts.totals
         if not totals.tokens:
             raise ValueError("no token of the batch is trained: loss_mask is False everywhere")
         loss = StepLoss(objective, totals)
         scoring = Scoring(self.config.temperature, objective.needs_entropy)
-        self.executor.train(self._micro_batches(work.batch, plan), loss, scoring)
-        metrics = self.groups.from_last_stage(loss.metrics.reduce(self.groups.plan))
-        norm, rate = self._update(metrics["loss"])
+        self.executor.train(micro_batches, loss, scoring)
+        rate = learning_rate(self.config, self.step)
+        update = self.executor.optimizer_step(rate, loss.share(self.device))  # the host goes on, the device is at work
+        self._ahead.run()
+        metrics = self.groups.from_last_stage(loss.reduce(self.groups.plan))
+        norm = self._take_update(metrics["loss"], update)
         return metrics | {
             "grad_norm": norm,
             "lr": rate,
@@ -114,6 +130,33 @@ class Engine:
             "skipped_steps": float(self.guard.skipped),
         }
 
+    def prefetch(self, batch: Batch, objective: Objective) -> None:
+        """Name the batch after the next: it is planned, packed and copied while the device works on the next.
+
+        It must be the very object, unchanged, with the same objective, as a whole batch. Not collective.
+        """
+        if isinstance(batch, LocalBatch):
+            raise ValueError("prefetch takes whole batches; ranks that hold parts have to agree on them first")
+        if parse_context_parallel(self.config.context_parallel) != 1:
+            raise ValueError("prefetch is for ranks that share no sequences: set context_parallel='off'")
+        self._ahead.ask(batch, objective, lambda: self._prepare(batch, objective))
+
+    def _prepare(self, batch: Batch, objective: Objective) -> tuple["_Work", MicroBatches]:
+        work = self._work(view_batch(batch), objective)
+        micro_batches = self.executor.ahead(self._micro_batches(work.batch, work.plan))
+        if isinstance(micro_batches, MicroBatchesAhead):
+            micro_batches.begin()
+        return work, micro_batches
+
+    def _ready(self, batch: Batch, objective: Objective) -> tuple["_Work", MicroBatches]:
+        """Return a step that the ranks agree on and its micro-batches, made ahead of time or now. Collective."""
+        found = self._ahead.take(batch, objective)
+        if found is None:
+            work = self._agree_on(batch, objective)
+            return work, self._micro_batches(work.batch, work.plan)
+        self._check_agreement("whole", found[0].plan.hash, found[0].facts.totals)
+        return found
+
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Plan a step from the lengths of all rows: pure, the same on every rank. ValueError for a row over the cap."""
         return self.planner.plan(lengths)
@@ -122,21 +165,24 @@ class Engine:
         """Check the batch, leave out rows without a gradient and plan. Collective."""
         if isinstance(batch, LocalBatch):
             return self._agree_on_parts(batch, objective)
-        view = view_batch(batch)
-        local = _whole(view)
-        local.require(("loss_mask", *objective.required_keys))
+        work = self._work(view_batch(batch), objective)
+        self._check_agreement("whole", work.plan.hash, work.facts.totals)
+        self.planner.prepare(work.plan)
+        return work
+
+    def _work(self, view: BatchView, objective: Objective) -> _Work:
+        """Check a whole batch, leave out rows without a gradient and plan."""
+        local = self._checked(_whole(view), ("loss_mask", *objective.required_keys))
         facts = facts_of(view, self._zero_gradient_rows(view, objective))
         kept = tuple(row for row in range(len(view)) if row not in facts.zero_gradient)
         planned = kept or (0,)  # nothing to compute: a plan for one row, without it
         plan = self.planner.plan([view.lengths[row] for row in planned])
-        self._check_agreement("whole", plan.hash, facts.totals)
-        self.planner.prepare(plan)
         plan = plan.renumbered(planned, view.lengths).without(() if kept else planned)
         return _Work(local, plan, facts, kept)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
         """The same where ranks hold parts: the plan is of all lengths, and rows are left out where they are."""
-        batch.require(("loss_mask", *objective.required_keys))
+        batch = self._checked(batch, ("loss_mask", *objective.required_keys))
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
         zero = self._zero_gradient_rows(batch.view, objective)
@@ -144,6 +190,13 @@ class Engine:
         self.planner.prepare(plan)
         kept = tuple(row for row in range(len(batch.lengths)) if row not in facts.zero_gradient)
         return _Work(batch, plan.without(facts.zero_gradient), facts, kept)
+
+    def _checked(self, batch: LocalBatch, keys: Sequence[str]) -> LocalBatch:
+        """Return a batch that has these keys, and media only where the model sees them, with their positions."""
+        batch.require(keys, sees=self.vision is not None)
+        if self.config.routing_replay:
+            check_routed_experts(batch.view, *self._routed)
+        return batch if self.vision is None else batch.with_positions(self.vision)
 
     def _needed(self, plan: StepPlan) -> list[int]:
         return [row for part in plan.ranks[self.groups.plan_index] for row in part.rows]
@@ -160,14 +213,13 @@ class Engine:
         parts = plan.ranks[self.groups.plan_index]
         return MicroBatches(batch, parts, self.planner.group, self.device, keys)
 
-    def _update(self, loss: float) -> tuple[float, float]:
-        """(gradient norm, learning rate) of one optimizer step; none is made where loss or gradient are not finite."""
-        rate = learning_rate(self.config, self.step)
-        norm = self.executor.optimizer_step(rate) if math.isfinite(loss) else math.nan
+    def _take_update(self, loss: float, update: Tensor) -> float:
+        """Return the gradient's norm; where it or the loss is not finite the executor has made no update."""
+        norm = float(update) if math.isfinite(loss) else math.nan
         self.guard.check(self.step + 1, loss, norm)
         if math.isfinite(norm):
             self.step += 1
-        return norm, rate
+        return norm
 
     # ------------------------------------------------------------------ scoring
 
@@ -180,13 +232,14 @@ class Engine:
         """
         self._check_onloaded()
         local = batch if isinstance(batch, LocalBatch) else _whole(view_batch(batch))
-        local.require(())
+        local = self._checked(local, ())
         plan = self.planner.plan(local.lengths)
         self._check_agreement("scores", plan.hash, isinstance(batch, LocalBatch))
         if isinstance(batch, LocalBatch):
             check_held(batch, self._needed(plan), self.groups, self.device)
         self.planner.prepare(plan)
-        keys = [key for key in ("input_ids", "position_ids") if key in local.view]
+        keys = select_media(local.view, ("input_ids", "position_ids"))
+        keys += [ROUTED_EXPERTS] if self.config.routing_replay else []
         starts = torch.tensor([0, *local.lengths]).cumsum(0).to(self.device)
         flat = torch.zeros((2 if entropy else 1, sum(local.lengths)), dtype=torch.float32, device=self.device)
 
@@ -208,27 +261,54 @@ class Engine:
 
         Names, split experts and dtypes are those of the checkpoint that the model came from, and what it held besides
         is carried along; `live` gives names, shapes and dtypes of the module that is trained, for a sampler over the
-        same transformers class. `NonFiniteError` for a weight that is not finite.
+        same transformers class. A piece may be a view of the weights: read it before the next step.
+        `NonFiniteError` for a weight that is not finite.
         """
         self._check_onloaded()
         tensors = finite_tensors(self.executor.tensors())
         return pieces(tensors if live else self.weights.export(tensors), max_bytes)
 
-    def save(self, directory: str | Path) -> None:
-        """Write model, optimizer, step and random state; `directory` appears whole or not at all."""
-        self._check_onloaded()
-        facts = {"step": self.step, "skipped_steps": self.guard.skipped}
-        save_checkpoint(Path(directory), self.executor.state(), facts)
+    def save(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        also: Sequence[str | Path] = (),
+    ) -> None:
+        """Write model, optimizer, step and random state; `directory` appears whole or not at all.
 
-    def load(self, directory: str | Path) -> None:
-        """Read what `save` wrote, by this or another number of ranks. ValueError for a checkpoint of another model."""
+        `extra`: plain JSON of the caller's, such as where its data is, which `load` returns. Without `wait` this
+        returns when the state has been copied to host memory, and the rest is written while training goes on; the
+        directory appears later. `wait_for_saves`, `load` and the next save wait for it, and raise what went wrong.
+        `also`: directories that hold the same (its files under further names): each appears after those before it.
+        """
         self._check_onloaded()
+        facts = {"step": self.step, "skipped_steps": self.guard.skipped, "extra": dict(extra or {})}
+        self._writer.save(Path(directory), self.executor.state(), facts, wait, [Path(path) for path in also])
+
+    def saves_done(self) -> bool:
+        """Whether what `save` began is whole on disk. Not collective; what went wrong is `wait_for_saves`' to raise."""
+        return self._writer.done
+
+    def wait_for_saves(self) -> None:
+        """Wait until what `save` began is on disk; RuntimeError or OSError where it could not be written."""
+        self._writer.wait()
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Read what `save` wrote, by this or another number of ranks, and return its `extra`.
+
+        ValueError for a checkpoint that is damaged or of another model; everything is then as it was.
+        """
+        self._check_onloaded()
+        self._writer.wait()
         state = self.executor.state()
-        parts = self.groups.pipeline if self.groups.layout.pp > 1 else None
+        shared = self.groups.layout.pp > 1 or self.config.distributed_optimizer
+        parts = self.groups.world if shared else None
         facts = load_checkpoint(Path(directory), state, parts)
         self.executor.load_state(state)
         self.step = int(facts["step"])
         self.guard = FiniteGuard(self.config, skipped=int(facts.get("skipped_steps", 0)))
+        return dict(facts.get("extra", {}))
 
     def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a directory for AutoModelForCausalLM.from_pretrained, in the dtypes of the source or in `dtype`.

@@ -1,61 +1,22 @@
 """The step in one process, over every executor: against a plain loop, any micro-batches, and its refusals."""
 
 import copy
-import math
+import gc
+import weakref
 
 import pytest
 import torch
 
-from engines import EngineConfig, LocalBatch, NonFiniteError, build_engine
-from engines.launch import ensure_group
-from engines.testing.plain_executor import build_plain_engine
+from engines import EngineConfig, LocalBatch, build_engine
+from engines.testing.executors import BUILDERS, EPS, LENGTHS, assert_same_weights, engine, weights
+from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
 from seqpack import Totals, index_select, view_batch
 from seqpack.batches.batch import jagged
 
-LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
-# A large eps: with the usual one, a gradient of nearly zero moves a weight by the sign of its rounding error.
-EPS = 1e-3
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.05, off_policy="truncate", aggregation="sequence")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cpu")
-    yield
-    if made:
-        torch.distributed.destroy_process_group()
-
-
-BUILD = {"fsdp2": build_engine, "plain": build_plain_engine}
-EXECUTORS = pytest.mark.parametrize("executor", BUILD)
-
-
-def engine(seed=0, kind="dense", trainable=True, executor="fsdp2", model=None, **options):
-    config = EngineConfig(**{"device": "cpu", "lr": 1e-2, "eps": EPS, "weight_decay": 0.1, **options})
-    return BUILD[executor](config, model or tiny_model(kind, seed=seed, scale=2.0), trainable=trainable)
-
-
-class Broken(SFT):
-    """An objective whose loss is multiplied by something."""
-
-    def __init__(self, factor):
-        super().__init__()
-        object.__setattr__(self, "factor", factor)
-
-    def __call__(self, *args):
-        loss, metrics = super().__call__(*args)
-        return loss * self.factor, metrics
-
-
-def weights(built):
-    return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
-
-
-def assert_same_weights(one, other, tolerance=1e-5):
-    for name, value in weights(one).items():
-        torch.testing.assert_close(weights(other)[name], value, atol=tolerance, rtol=tolerance, msg=name)
+EXECUTORS = pytest.mark.parametrize("executor", BUILDERS)
 
 
 def plain_loop(model, batches, temperature=1.0, steps=3):
@@ -231,97 +192,33 @@ def test_gradient_checkpointing_recomputes_the_layers():
     assert calls == [1, 0, 1, 1, 0]
 
 
-@EXECUTORS
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run(executor, factor):
-    built = engine(executor=executor)
-    built.train_batch(tiny_batch(LENGTHS), SFT())
-    before = weights(built)
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss is (nan|inf); no update was made"):
-        built.train_batch(tiny_batch(LENGTHS), Broken(factor))
-    assert built.step == 1
-    for name, value in weights(built).items():
-        assert torch.equal(value, before[name])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("options", [{}, {"batching": "padded"}, {"weights": "replicated"}], ids=str)
+def test_inputs_of_layers_on_the_host_change_no_bit(kind, options):
+    curves, built = [], []
+    for changes in ({}, {"gradient_checkpointing": True, "activation_offload": True}):
+        built.append(engine(kind=kind, max_tokens_per_rank=31, **options, **changes))
+        curves.append([built[-1].train_batch(tiny_batch(LENGTHS, seed=seed), SFT()) for seed in range(2)])
+    assert curves[0] == curves[1]
+    assert_same_weights(*built, tolerance=0.0)
 
 
-@EXECUTORS
-def test_skipped_steps_are_counted_and_change_nothing(executor, tmp_path):
-    built = engine(executor=executor, on_nonfinite="skip")
-    before = weights(built)
-    result = built.train_batch(tiny_batch(LENGTHS), Broken(math.nan))
-    assert (result["skipped"], result["skipped_steps"], built.step) == (1.0, 1.0, 0)
-    for name, value in weights(built).items():
-        assert torch.equal(value, before[name])
-    with pytest.raises(NonFiniteError, match="the last 1 steps made no update"):
-        built.save_hf(tmp_path / "export")
-    assert not list(tmp_path.iterdir())
-    fresh, after = engine(executor=executor), built.train_batch(tiny_batch(LENGTHS), SFT())
-    assert (after["skipped"], after["skipped_steps"], after["step"]) == (0.0, 1.0, 1.0)
-    assert after["loss"] == fresh.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
-    assert_same_weights(fresh, built, tolerance=0.0)
-    built.save(tmp_path / "one")
-    fresh.load(tmp_path / "one")
-    assert fresh.train_batch(tiny_batch(LENGTHS), SFT())["skipped_steps"] == 1.0
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved):
+    """Without offload they live until the backward pass."""
+    built, alive, inputs = engine(gradient_checkpointing=True, activation_offload=moved), [], []
+    layers = built.executor.model.model.layers
+    layers[2].register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    objective = SFT()
 
-
-@EXECUTORS
-def test_ten_skipped_steps_in_a_row_end_a_run(executor):
-    built = engine(executor=executor, on_nonfinite="skip")
-    batch = tiny_batch([5, 4])
-    for _ in range(9):
-        built.train_batch(batch, Broken(math.nan))
-    built.train_batch(batch, SFT())
-    for _ in range(9):
-        built.train_batch(batch, Broken(math.nan))
-    with pytest.raises(NonFiniteError, match="10 steps in a row"):
-        built.train_batch(batch, Broken(math.nan))
-
-
-@EXECUTORS
-def test_a_gradient_that_is_not_finite_ends_the_run(executor):
-    """The loss is finite, the gradient of sqrt at 0 is not."""
-
-    class Infinite(SFT):
-        def __call__(self, log_probs, *rest):
-            return (log_probs * 0).sum().sqrt(), {}
-
-    built = engine(executor=executor)
-    with pytest.raises(NonFiniteError, match="step 1: the gradient norm is nan"):
-        built.train_batch(tiny_batch(LENGTHS), Infinite())
-
-
-def test_divergence_never_ends_as_an_export(tmp_path):
-    """A learning rate that is absurd: an error at the second step, or when the first one's weights are exported."""
-    built = engine(lr=1e30)
-    built.train_batch(tiny_batch(LENGTHS), SFT())
-    with pytest.raises(NonFiniteError, match="step 2: "):
-        built.train_batch(tiny_batch(LENGTHS), SFT())
-    with pytest.raises(NonFiniteError, match="the last 1 steps"):
-        built.save_hf(tmp_path / "export")
-    with torch.no_grad():
-        next(built.executor.model.parameters()).fill_(math.inf)
-    with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values that are not finite"):
-        list(built.export_weights())
-    assert not list(tmp_path.iterdir())
-
-
-@EXECUTORS
-def test_a_step_that_failed_leaves_no_gradient_behind(executor):
-    class Raises(SFT):
-        calls = 0
-
+    class Looking(SFT):
         def __call__(self, *args):
-            type(self).calls += 1
-            if self.calls > 1:
-                raise KeyError("the objective's own mistake")
-            return super().__call__(*args)
+            gc.collect()
+            alive.append([found() is not None for found in inputs])
+            return objective(*args)
 
-    built, fresh = engine(executor=executor, max_tokens_per_rank=20), engine(executor=executor, max_tokens_per_rank=20)
-    with pytest.raises(KeyError, match="mistake"):
-        built.train_batch(tiny_batch(LENGTHS), Raises())
-    batch = tiny_batch(LENGTHS, seed=1)
-    assert built.train_batch(batch, SFT()) == fresh.train_batch(batch, SFT())
-    assert_same_weights(fresh, built, tolerance=0.0)
+    built.train_batch(tiny_batch(LENGTHS), Looking())
+    assert alive == [[not moved]]
 
 
 @EXECUTORS
@@ -404,7 +301,7 @@ def test_plain_facts():
     assert facts["dtype"] == "float32"
     assert facts["parameters"] == sum(p.numel() for p in tiny_model("dense").parameters())
     assert built.supports("packed")
-    assert not built.supports("megatron")
+    assert not built.supports("tensor_parallel")
 
 
 def test_refusals_name_the_fix(tmp_path):

@@ -4,7 +4,6 @@ The executors of real models are in step_executors_test and step_two_test; here 
 random batches.
 """
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -15,24 +14,17 @@ from hypothesis import strategies as st
 
 from engines import EngineConfig, LocalBatch, NonFiniteError
 from engines.execution.schedule import learning_rate
-from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
+from engines.storage.manifest import read_manifest
 from engines.testing.bigram_executor import Bigram, BigramExecutor
+from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from seqpack import Totals, make_batch, view_batch
 
 VOCAB = 7
 LR = 0.5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cpu")
-    yield
-    if made:
-        torch.distributed.destroy_process_group()
 
 
 class Weighted:
@@ -267,8 +259,8 @@ def test_saved_and_loaded(tmp_path):
     built.train_batch(batch, Weighted())
     built.guard.skipped = 3
     built.save(tmp_path / "one")
-    facts = json.loads((tmp_path / "one" / "engine.json").read_text())
-    assert facts == {"step": 1, "skipped_steps": 3, "world_size": 1, "optimizer": False}
+    facts, _ = read_manifest(tmp_path / "one")
+    assert facts == {"step": 1, "skipped_steps": 3, "world_size": 1, "optimizer": False, "extra": {}}
     other.load(tmp_path / "one")
     assert (other.step, other.guard.skipped) == (1, 3)
     assert torch.equal(other.executor.model.table, built.executor.model.table)

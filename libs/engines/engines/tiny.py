@@ -16,6 +16,19 @@ _ROPE = {
     "mrope_interleaved": True,
 }
 
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_MEDIA_TOKENS = {"image_token_id": 44, "video_token_id": 45, "vision_start_token_id": 46, "vision_end_token_id": 47}
+
 FUSED_SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -36,7 +49,8 @@ FUSED_SIZES: dict[str, Any] = {
 def tiny_config(kind: str = "dense", **changes: Any) -> Any:
     """A transformers config of a hybrid model: gated delta net and full attention layers in turn.
 
-    `kind`: "dense" (Qwen3.5), "moe" (Qwen3.5 MoE), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
+    `kind`: "dense" (Qwen3.5), "vision" (Qwen3.5 with a vision tower; `changes` are of its text part), "moe",
+    (Qwen3.5 MoE), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
     """
     shared: dict[str, Any] = {
         "vocab_size": 48,
@@ -65,6 +79,11 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
         return Qwen3_5TextConfig(
             **{"tie_word_embeddings": True, "rope_parameters": _ROPE, **shared, **hybrid, **changes}
         )
+    if kind == "vision":
+        from transformers import Qwen3_5Config
+
+        text = {"tie_word_embeddings": True, "rope_parameters": _ROPE, **shared, **hybrid, **changes}
+        return Qwen3_5Config(text_config=text, vision_config=_TOWER, tie_word_embeddings=True, **_MEDIA_TOKENS)
     if kind == "moe":
         from transformers import Qwen3_5MoeTextConfig
 
@@ -77,15 +96,16 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
         from transformers import Qwen3Config
 
         return Qwen3Config(**{**shared, **changes})
-    raise ValueError(f"kind must be 'dense', 'moe', 'next' or 'attention', got {kind!r}")
+    raise ValueError(f"kind must be 'dense', 'vision', 'moe', 'next' or 'attention', got {kind!r}")
 
 
 def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:
     """A random model whose weights are `scale` times as large as usual, so that a leak would show in its logits."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
+    auto = AutoModelForImageTextToText if kind == "vision" else AutoModelForCausalLM
+    model = auto.from_config(tiny_config(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -7,13 +7,15 @@ gradient at all.
 An *estimator* is what a run chooses by name: a function of the whole batch that returns one number a sequence (f[B])
 or one a token (jagged (B, j)). Add one in a file of your own, which your recipe imports; nothing else is edited:
 
-    @register_estimator("length_penalised", min_group_size=2)
+    @register_estimator("length_penalised", min_group_size=2, keys=("reward", "group", "response_length"))
     def length_penalised(batch):
-        lengths = torch.tensor([len(row) for row in batch["input_ids"].unbind()])
-        return grpo(batch["reward"] - 0.001 * lengths, batch["group"])
+        return grpo(batch["reward"] - 0.001 * batch["response_length"], batch["group"])
 
 - `ESTIMATORS`: the registry; its names are the choices of an app's flag, `ESTIMATORS.named(name)` an `Estimator`.
 - `Estimator.min_group_size`: the smallest group it says anything about; `check_group_size` refuses smaller ones.
+- An *episode* may have several rows (the batch's `episode` i[B]): an estimator sees the first of each, so that a group
+  counts it once, and every row gets its advantage. An episode's length is `response_length` i64[B], the trained tokens
+  of all its rows, which an estimator that names it among its keys is given.
 - `estimate(batch, name)`: the batch's `advantages`, jagged float32 (B, j), checked.
 - `per_token(f[B], loss_mask)` and `per_sequence(jagged, loss_mask)`: from a number a sequence to tokens, and back.
 """
@@ -26,10 +28,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from objectives.registry import Registry
-from seqpack.batches.batch import jagged
-from seqpack.batches.jagged import is_jagged
+from seqpack.batches.algebra import index_select
+from seqpack.batches.jagged import flattened, is_jagged, jagged_from_values, ragged
 
 BatchFunction = Callable[[TensorDict], Tensor]
+LENGTH = "response_length"
 
 
 def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float = 1e-6, correction: int = 1) -> Tensor:
@@ -75,19 +78,23 @@ def per_token(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     `advantages` f[B]; `loss_mask` jagged bool (B, j). Returns jagged float32 (B, j): the sequence's advantage at
     trained tokens and 0 elsewhere, ready to be the batch's `advantages`.
     """
-    rows = list(loss_mask.unbind())
-    if advantages.ndim != 1 or advantages.shape[0] != len(rows):
+    trained, lengths = _tokens(loss_mask)
+    if advantages.ndim != 1 or advantages.shape[0] != len(lengths):
         raise ValueError(
-            f"advantages must have one number for each of the {len(rows)} rows of loss_mask, "
+            f"advantages must have one number for each of the {len(lengths)} rows of loss_mask, "
             f"got {tuple(advantages.shape)}"
         )
-    return jagged([torch.where(mask, value, 0.0) for mask, value in zip(rows, advantages.float(), strict=True)])
+    return _where_trained(advantages.float()[_row_of(lengths, trained.device)], trained, lengths)
 
 
 def per_sequence(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """Return each sequence's mean advantage over its trained tokens, f32[B]; 0 where none is: undoes `per_token`."""
-    rows = zip(advantages.unbind(), loss_mask.unbind(), strict=True)
-    return torch.stack([row[mask].double().mean() if mask.any() else row.new_zeros(()) for row, mask in rows]).float()
+    (values, given), (trained, lengths) = _tokens(advantages), _tokens(loss_mask)
+    if given != lengths:
+        raise ValueError(f"advantages have rows of {given} tokens, loss_mask has rows of {lengths}")
+    row = _row_of(lengths, trained.device)[trained]
+    total = torch.zeros(len(lengths), dtype=torch.float64, device=values.device)
+    return (total.index_add(0, row, values[trained].double()) / row.bincount(minlength=len(lengths)).clamp(1)).float()
 
 
 @dataclass(frozen=True)
@@ -119,19 +126,56 @@ class Estimator:
         Raises ValueError for missing keys, a result of another shape, and by its row for an advantage of a trained
         token that is not finite.
         """
-        missing = sorted({"loss_mask", *self.keys} - set(batch.keys()))
+        missing = sorted({"loss_mask", *self.keys} - {LENGTH, *batch.keys()})
         if missing:
             raise ValueError(f"the advantage {self.name!r} reads keys that the batch does not have: {missing}")
-        result, mask = self.function(batch), batch["loss_mask"]
+        mask = batch["loss_mask"]
+        if LENGTH in self.keys:
+            batch = batch.copy()
+            batch[LENGTH] = response_lengths(batch)
+        result = self._by_episode(batch) if "episode" in batch.keys() else self.function(batch)  # noqa: SIM118
         tokens = result.to(torch.float32) if is_jagged(result) else per_token(result, mask)
-        rows, masks = list(tokens.unbind()), list(mask.unbind())
-        lengths, wanted = [len(row) for row in rows], [len(row) for row in masks]
+        (values, lengths), (trained, wanted) = _tokens(tokens), _tokens(mask)
         if lengths != wanted:
             raise ValueError(f"the advantage {self.name!r} gave rows of {lengths} tokens for rows of {wanted}")
-        for index, (row, trained) in enumerate(zip(rows, masks, strict=True)):
-            if not bool(row[trained].isfinite().all()):
-                raise ValueError(f"the advantage {self.name!r} of row {index} is not finite")
-        return jagged([torch.where(trained, row, 0.0) for row, trained in zip(rows, masks, strict=True)])
+        wrong = trained & ~values.isfinite()
+        if bool(wrong.any()):
+            index = int(_row_of(lengths, trained.device)[wrong][0])
+            raise ValueError(f"the advantage {self.name!r} of row {index} is not finite")
+        return _where_trained(values, trained, lengths)
+
+    def _by_episode(self, batch: TensorDict) -> Tensor:
+        """An episode of several rows is asked about once, by its first row, and each row gets the answer."""
+        episodes, row_of, of_row = first_rows(batch["episode"])
+        if len(episodes) == len(of_row):
+            return self.function(batch)
+        result = self.function(index_select(batch, row_of.tolist()))
+        if is_jagged(result):
+            raise ValueError(
+                f"the advantage {self.name!r} gives one number a token, and an episode here has several rows: "
+                "give one a sequence"
+            )
+        return result[of_row]
+
+
+def response_lengths(batch: TensorDict) -> Tensor:
+    """Return for each row the trained tokens of its episode, i64[B]; of the row where the batch names no episodes."""
+    trained, sizes = _tokens(batch["loss_mask"])
+    lengths = _row_of(sizes, trained.device)[trained].bincount(minlength=len(sizes))
+    if "episode" not in batch.keys():  # noqa: SIM118
+        return lengths
+    numbers, _, of_row = first_rows(batch["episode"])
+    return torch.zeros_like(numbers).index_add_(0, of_row, lengths)[of_row]
+
+
+def first_rows(episode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the E distinct numbers of `episode` i[B] in ascending order i[E], the first row of each i[E], and for each
+    row the place of its number among them i[B].
+    """
+    numbers, of_row = torch.unique(episode, return_inverse=True)
+    rows = torch.arange(len(episode), device=episode.device)
+    first = torch.full_like(numbers, len(episode)).scatter_reduce_(0, of_row, rows, "amin")
+    return numbers, first, of_row
 
 
 ESTIMATORS: Registry[Estimator] = Registry("advantage")
@@ -177,6 +221,23 @@ def _leave_one_out(batch: TensorDict) -> Tensor:
 @register_estimator("reinforce_plus_plus", min_group_size=1, keys=("reward",))
 def _reinforce_plus_plus(batch: TensorDict) -> Tensor:
     return reinforce_plus_plus(batch["reward"])
+
+
+def _tokens(x: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the tokens of a jagged (B, j) one row after another, and the rows' lengths."""
+    parts = ragged(x)
+    return flattened(parts), parts.lengths
+
+
+def _row_of(lengths: list[int], device: torch.device) -> Tensor:
+    """Return for each token the number of its row, i64[T]."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    return torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
+
+
+def _where_trained(values: Tensor, trained: Tensor, lengths: list[int]) -> Tensor:
+    """Return values f32[T] as jagged (B, j), with zeros where a token is not trained."""
+    return jagged_from_values(torch.where(trained, values, 0.0), lengths)
 
 
 def _check(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectives import advantages
-from objectives.advantages import ESTIMATORS, estimate, register_estimator
+from objectives.advantages import ESTIMATORS, Estimator, estimate, register_estimator
 from seqpack import make_batch
 from seqpack.batches.batch import jagged
 
@@ -45,6 +45,21 @@ def test_population_standard_deviation():
 
 
 samples = st.lists(st.tuples(st.floats(-4, 4).map(lambda x: round(x, 3)), st.integers(0, 3)), min_size=1, max_size=24)
+
+
+@given(samples)
+def test_any_groups_equal_the_formula(rows):
+    """Groups of one and of two among them, where n - 1 below the fraction matters most."""
+    rewards, groups = [r for r, _ in rows], [g for _, g in rows]
+    given_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+    for how in ("grpo", "dr_grpo", "leave_one_out"):
+        got = getattr(advantages, how)(*given_)
+        torch.testing.assert_close(got, oracle(rewards, groups, how), atol=1e-4, rtol=1e-4)
+
+
+def test_a_pair_is_one_over_the_root_of_two():
+    got = advantages.grpo(torch.tensor([0.0, 3.0]), torch.tensor([4, 4]), eps=0.0)
+    torch.testing.assert_close(got, torch.tensor([-1.0, 1.0]) / math.sqrt(2))
 
 
 @given(samples, st.integers(-50, 50))
@@ -260,3 +275,69 @@ def test_what_an_estimator_returns_is_checked(register):
         estimate(batch(), "test-0")
     with pytest.raises(ValueError, match="min_group_size must be at least 1, got 0"):
         register("test-none", min_group_size=0)
+
+
+def batch_of(rewards, groups, episodes):
+    masks = [[False, True]] * len(rewards)
+    rows = zip(rewards, groups, episodes, masks, strict=True)
+    return make_batch(
+        [
+            {"input_ids": [n, n], "loss_mask": m, "reward": r, "group": g, "episode": e}
+            for n, (r, g, e, m) in enumerate(rows)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, e in ESTIMATORS.items() if "reward" in e.keys])
+@given(data=st.data())
+def test_a_group_counts_an_episode_once_however_many_rows_it_has(name, data):
+    """Rows of one episode stand anywhere in the batch; each gets what the episode would get with one row."""
+    count = data.draw(st.integers(2, 6))
+    rewards = data.draw(st.lists(st.floats(-2, 2, width=32), min_size=count, max_size=count))
+    groups = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+    rows = data.draw(st.permutations([e for e in range(count) for _ in range(data.draw(st.integers(1, 3)))]))
+    single = estimate(batch_of(rewards, groups, range(count)), name)
+    several = estimate(batch_of([rewards[e] for e in rows], [groups[e] for e in rows], rows), name)
+    assert [row[1].item() for row in several.unbind()] == pytest.approx(
+        [single.unbind()[e][1].item() for e in rows], rel=1e-6, abs=1e-9
+    )
+
+
+def test_counting_rows_would_be_another_advantage():
+    batch = batch_of([1.0, 1.0, 0.0, 0.25], [0, 0, 0, 0], [0, 0, 1, 2])
+    counted = advantages.grpo(batch["reward"], batch["group"])
+    assert [row[1].item() for row in estimate(batch, "grpo").unbind()] != counted.tolist()
+    assert [list(part) for part in advantages.first_rows(torch.tensor([5, 2, 5, 9]))] == [
+        [2, 5, 9],
+        [1, 0, 3],
+        [1, 0, 1, 2],
+    ]
+
+
+def test_one_number_a_token_cannot_be_shared_among_an_episodes_rows():
+    tokens = advantages.Estimator("tokens", lambda batch: batch["loss_mask"].float(), 1, ())
+    assert tokens(batch_of([1.0, 0.0], [0, 0], [0, 1])).unbind()[0].tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="one number a token"):
+        tokens(batch_of([1.0, 1.0], [0, 0], [0, 0]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=8))
+def test_an_episodes_length_is_that_of_all_its_rows(rows):
+    """Rows of an episode stand anywhere; who names response_length gets the sum of their trained tokens."""
+    batch = make_batch(
+        [
+            {"input_ids": [0] * (n + 1), "loss_mask": [False] + [True] * n, "reward": 0.0, "group": 0, "episode": e}
+            for e, n in rows
+        ]
+    )
+    seen = []
+
+    def function(given):
+        seen.append(given["response_length"].tolist())
+        return torch.zeros(len(given["reward"]))
+
+    Estimator("lengths", function, 1, ("response_length",))(batch)
+    wanted = {e: sum(n for other, n in rows if other == e) for e, _ in rows}
+    episodes = [e for e, _ in rows]
+    assert seen in ([[wanted[e] for e in sorted(wanted)]], [[wanted[e] for e in episodes]])
+    assert "response_length" not in batch.keys()  # noqa: SIM118

@@ -134,7 +134,7 @@ class GRPO:
                 weight = weights(self.off_policy, start, sampled, mask, batch.cu_seqlens, cap)
                 per_token = per_token * weight
                 metrics["off_policy/weight"] = pair(weight, mask)
-        metrics["policy_loss"] = self._aggregate(per_token.detach(), mask, batch.cu_seqlens, totals)
+        metrics["policy_loss"] = self._aggregate(per_token.detach(), mask, batch, totals)
         if self.kl_coef:
             penalty = estimate(current, torch.where(mask, values["ref_log_probs"], 0.0), self.kl_estimator or "k3")
             per_token = per_token + self.kl_coef * penalty
@@ -145,7 +145,7 @@ class GRPO:
                 per_token = per_token - self.entropy_coef * torch.where(mask, entropy, 0.0)
         elif self.entropy_coef:
             raise ValueError("entropy_coef is set but no entropy was given: the engine must honour needs_entropy")
-        return self._aggregate(per_token, mask, batch.cu_seqlens, totals), metrics
+        return self._aggregate(per_token, mask, batch, totals), metrics
 
     def _policy(
         self, current: Tensor, start: Tensor, mask: Tensor, batch: PackedBatch
@@ -162,7 +162,14 @@ class GRPO:
             metrics[name] = pair(value.to(gap.dtype), mask)
         return result.loss, metrics
 
-    def _aggregate(self, per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, totals: Totals) -> Tensor:
+    def _aggregate(self, per_token: Tensor, mask: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
         return aggregate(
-            per_token, mask, cu_seqlens, self.aggregation, totals.tokens, totals.sequences, self.max_tokens
+            per_token,
+            mask,
+            batch.cu_seqlens,
+            self.aggregation,
+            totals.tokens,
+            totals.answers,
+            self.max_tokens,
+            batch.values.get("episode_tokens"),
         )

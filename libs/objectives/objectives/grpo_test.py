@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objectives import GRPO, SFT, Objective, Totals, advantages
+from objectives import GRPO, SFT, Objective, Totals, advantages, off_policy
 from seqpack import make_batch, pack_sequences
 
 VARIANTS = {
@@ -185,7 +185,11 @@ def test_metrics_equal_their_formulas(name):
         "entropy": sum(h for _, h, *_ in rows),
         "mismatch/abs": sum(abs(old - rollout) for _, _, old, _, rollout, _ in rows),
         "mismatch/kl": sum(math.exp(old - rollout) - 1 - (old - rollout) for _, _, old, _, rollout, _ in rows),
+        "mismatch/weight": sum(math.exp(old - rollout) for _, _, old, _, rollout, _ in rows),
+        "mismatch/weight_square": sum(math.exp(2 * (old - rollout)) for _, _, old, _, rollout, _ in rows),
     }
+    for edge in off_policy.EDGES:
+        means[f"mismatch/above_{edge:g}"] = sum(abs(old - rollout) > edge for _, _, old, _, rollout, _ in rows)
     if objective.kl_coef:
         means["kl"] = sum(penalty_of(objective, lp, ref)[0] for lp, _, _, ref, *_ in rows)
     for key, total in means.items():
@@ -249,6 +253,41 @@ def test_a_mask_over_a_first_token_trains_nothing_there(objective):
     loss.backward()
     assert new.grad[0] == new.grad[4] == 0
     assert new.grad.ne(0).any()
+
+
+def cut_in_two(row, at, episode):
+    """The rows of an episode that has two token streams: one token of context before what the second one trains."""
+    whole = {"episode": episode, "episode_tokens": int(row["loss_mask"][1:].sum()), "group": row["group"]}
+    tokens = {key: value for key, value in row.items() if key != "group"}
+    if at is None:
+        return [tokens | whole]
+    second = {key: value[at:].clone() for key, value in tokens.items()}
+    second["loss_mask"][0] = False
+    return [{key: value[: at + 1].clone() for key, value in tokens.items()} | whole, second | whole]
+
+
+@pytest.mark.parametrize(
+    "objective", [SFT(aggregation="sequence"), *(VARIANTS[n] for n in ("plain", "deepseek", "dr"))]
+)
+@given(lengths=st.lists(st.integers(3, 7), min_size=1, max_size=4), data=st.data())
+def test_an_episode_of_two_rows_counts_as_one_of_one_row(objective, lengths, data):
+    """As a mean over answers is meant: an episode weighs the same in however many token streams it is written."""
+    rows = [sample(10 * i + length, length, i // 2) for i, length in enumerate(lengths)]
+    cuts = [data.draw(st.one_of(st.none(), st.integers(1, length - 2))) for length in lengths]
+    once, cut = (
+        [part for i, row in enumerate(rows) for part in cut_in_two(row, at[i], i)] for at in ([None] * len(rows), cuts)
+    )
+    losses = []
+    for given_rows in (once, cut):
+        batch = make_batch(given_rows)
+        packed = packed_in_float64(batch, range(len(given_rows)))
+        # The policy's log-prob of a token is read off the rollout's, so that it goes with the token.
+        new = (packed.values["rollout_log_probs"] * 0.9).requires_grad_()
+        loss, _ = objective(new, torch.zeros_like(new), packed, Totals.of(batch))
+        (gradient,) = torch.autograd.grad(loss, new)
+        losses.append((float(loss.detach()), sorted(gradient[gradient != 0].tolist())))
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-12)
+    assert losses[0][1] == pytest.approx(losses[1][1], abs=1e-12)
 
 
 def test_group_without_signal_gives_exactly_no_gradient():

@@ -180,6 +180,7 @@ def aggregate(
     tokens: int,
     sequences: int,
     max_tokens: int | None = None,
+    row_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return this micro-batch's share of the global loss: its sum over micro-batches and ranks is the loss.
 
@@ -188,6 +189,8 @@ def aggregate(
 
     - "token": sum / tokens. Every token weighs the same (DAPO, arXiv 2503.14476, section 3.3).
     - "sequence": mean over each sequence's trained tokens, then over sequences (GRPO, arXiv 2402.03300, equation 3).
+      An answer of several sequences counts once: `sequences` is then the number of answers, and `row_tokens` i64[n]
+      the trained tokens of the whole answer that each sequence is of.
     - "constant": sum / (sequences * max_tokens) with a fixed `max_tokens` (Dr. GRPO, arXiv 2503.20783): no length bias.
     """
     masked = torch.where(loss_mask, per_token, 0.0)
@@ -197,6 +200,8 @@ def aggregate(
         return masked.sum() / (max(sequences, 1) * check_max_tokens(max_tokens))
     check_choice("aggregation", how, AGGREGATIONS)
     trained = sequence_sums(loss_mask.to(masked.dtype), cu_seqlens)
+    if row_tokens is not None:  # cu_seqlens may end with a pad, a sequence of nothing
+        trained[: len(row_tokens)] = row_tokens.to(trained)
     return (sequence_sums(masked, cu_seqlens) / trained.clamp(min=1)).sum() / max(sequences, 1)
 
 

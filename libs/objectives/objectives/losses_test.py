@@ -120,6 +120,13 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
     torch.testing.assert_close(got.metrics["ratio"], new.detach().exp())
 
 
+def test_cispo_counts_a_ratio_right_above_its_bound():
+    ratios = torch.tensor([0.49, 0.51, 1.29, 1.31], dtype=torch.float64)
+    counted = losses.cispo(ratios.log(), torch.zeros(4), torch.ones(4), clip_low=0.5, clip_high=0.3).metrics
+    assert counted["clip/low"].tolist() == [True, False, False, False]
+    assert counted["clip/high"].tolist() == [False, False, False, True]
+
+
 CU = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
 VALUES = torch.tensor([math.nan, 1.0, 2.0, math.inf, 50.0, 4.0, 60.0, 8.0], dtype=torch.float64)
@@ -239,6 +246,7 @@ def test_a_loss_from_outside_needs_no_other_edit():
     assert objective.required_keys == ("advantages", "marker")
     assert "test-gspo" in tuple(POLICY_LOSSES)
     assert POLICY_LOSSES["test-gspo"].scales_with_advantage is False
+    assert POLICY_LOSSES["test-gspo"].name == "test-gspo"
     tokens = tokens_of(torch.full((7,), 2.0, dtype=torch.float64))
     packed = tokens.batch.with_values(old_log_probs=tokens.old_log_probs, advantages=tokens.advantages)
     loss, metrics = objective(tokens.log_probs, None, packed, Totals(5, 2))

@@ -5,6 +5,7 @@ The sampler (a rollout engine: other kernels, other precision, perhaps older wei
 probability ratio, truncated: biased a little, of bounded variance. Everything here is constant to autograd.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -70,21 +71,63 @@ def weights(
     return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=drop)
 
 
+EDGES = tuple(2.0**power for power in range(-14, 5))
+"""Of the histogram of |difference|: octaves from rounding in bfloat16 to nonsense."""
+
+
 def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
     """Measure how far apart the trainer's and the sampler's log-probs are, as metrics (see `seqpack.Objective`).
 
     `mismatch/abs` mean |difference|, `mismatch/abs/max` its maximum, `mismatch/kl` the k3 estimate of KL(rollout ||
-    trainer).
+    trainer); and means that add up over micro-batches and ranks, of which `mismatch_meter` makes the rest.
     """
     gap = torch.where(loss_mask, (trainer_log_probs - rollout_log_probs).detach(), 0.0)
     count = loss_mask.sum()
     size = gap.abs()
     largest = size.max() if size.numel() else size.new_zeros(())
+    weight = torch.where(loss_mask, gap.exp(), 0.0)
+    above = (size[:, None] > torch.tensor(EDGES, dtype=size.dtype, device=size.device)).sum(0)
     return {
         "mismatch/abs": torch.stack([size.sum(), count]),
         "mismatch/abs/max": largest,
         "mismatch/kl": torch.stack([(torch.expm1(gap) - gap).sum(), count]),
+        "mismatch/weight": torch.stack([weight.sum(), count]),
+        "mismatch/weight_square": torch.stack([weight.square().sum(), count]),
+        **{_above(edge): torch.stack([many, count]) for edge, many in zip(EDGES, above, strict=True)},
     }
+
+
+def mismatch_meter(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Turn the means of `mismatch` into `mismatch/ess` and `mismatch/p99`; the keys they are made of are left out.
+
+    `mismatch/ess`: the effective sample size of the importance weights trainer / rollout as a share of the tokens,
+    (sum w)^2 / (n sum w^2), 1 where the two policies are equal (Kong, 1992). `mismatch/p99`: 99 % of the tokens have a
+    smaller |difference|; read from a histogram in octaves, so that it adds up over ranks: interpolated on a log scale,
+    0 below the first edge, the maximum above the last. Other metrics stay as they are, and all do where those of
+    `mismatch` are missing (another objective).
+    """
+    if "mismatch/weight_square" not in metrics:
+        return dict(metrics)
+    square = metrics["mismatch/weight_square"]
+    made_of = {"mismatch/weight", "mismatch/weight_square", *map(_above, EDGES)}
+    kept = {name: value for name, value in metrics.items() if name not in made_of}
+    ess = metrics["mismatch/weight"] ** 2 / square if square else 0.0
+    return kept | {"mismatch/ess": ess, "mismatch/p99": _quantile([metrics[_above(edge)] for edge in EDGES], metrics)}
+
+
+def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: float = 0.01) -> float:
+    """The difference that a share `level` of the tokens exceeds; `shares` lie above the edges, falling."""
+    below = next((place for place, share in enumerate(shares) if share <= level), None)
+    if below is None:
+        return metrics["mismatch/abs/max"]
+    if below == 0:
+        return 0.0
+    high, low = shares[below - 1], shares[below]
+    return EDGES[below - 1] * 2 ** ((high - level) / (high - low))
+
+
+def _above(edge: float) -> str:
+    return f"mismatch/above_{edge:g}"
 
 
 def _check_cap(cap: float) -> None:

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from objectives import off_policy
 
@@ -88,6 +90,45 @@ def test_mismatch_counts_trained_tokens_alone():
     assert float(got["mismatch/abs/max"]) == pytest.approx(math.log(3.0))
     assert got["mismatch/kl"].tolist() == pytest.approx([sum(math.exp(g) - 1 - g for g in gaps), 3.0])
     assert off_policy.mismatch(TRAINER[:0], ROLLOUT[:0], MASK[:0])["mismatch/abs"].tolist() == [0.0, 0.0]
+
+
+def means_of(gaps, parts=1):
+    """What an engine makes of the metrics of `parts` micro-batches: sums over counts, the largest maximum."""
+    zero, found = torch.zeros(len(gaps), dtype=torch.float64), []
+    for part in range(parts):
+        mine = torch.tensor(gaps, dtype=torch.float64)[part::parts]
+        found.append(off_policy.mismatch(mine, zero[part::parts], torch.ones(len(mine), dtype=torch.bool)))
+    pairs = {name: sum(f[name] for f in found) for name in found[0] if not name.endswith("/max")}
+    means = {name: float(pair[0] / pair[1]) for name, pair in pairs.items()}
+    return means | {"mismatch/abs/max": max(float(f["mismatch/abs/max"]) for f in found)}
+
+
+@given(
+    st.lists(st.floats(-20, 20).filter(lambda gap: gap == 0 or abs(gap) > 1e-3), min_size=1, max_size=400),
+    st.integers(1, 3),
+)
+def test_the_meter_is_the_definition_whatever_the_parts(gaps, parts):
+    parts = min(parts, len(gaps))
+    meter = off_policy.mismatch_meter(means_of(gaps, parts) | {"loss": 3.0})
+    weights = [math.exp(gap) for gap in gaps]
+    ess = sum(weights) ** 2 / (len(gaps) * sum(w * w for w in weights))
+    assert meter["mismatch/ess"] == pytest.approx(ess, rel=1e-9)
+    assert set(meter) == {"loss", *(f"mismatch/{name}" for name in ("abs", "abs/max", "kl", "ess", "p99"))}
+    sizes = sorted(map(abs, gaps), reverse=True)
+    exact = sizes[math.floor(0.01 * len(sizes))]  # the largest that no more than 1 % exceed
+    if exact > off_policy.EDGES[-1]:
+        assert meter["mismatch/p99"] == sizes[0]
+    elif exact > off_policy.EDGES[0]:
+        assert exact / 2 <= meter["mismatch/p99"] <= 2 * exact
+    else:
+        assert meter["mismatch/p99"] == 0
+
+
+def test_the_meter_of_equal_policies_and_of_one_apart_in_a_hundred():
+    equal = off_policy.mismatch_meter(means_of([0.0] * 10))
+    assert (equal["mismatch/ess"], equal["mismatch/p99"], equal["mismatch/kl"]) == (1.0, 0.0, 0.0)
+    assert off_policy.mismatch_meter(means_of([0.0] * 99 + [3.0]))["mismatch/p99"] == 0.0
+    assert 1.5 <= off_policy.mismatch_meter(means_of([0.0] * 98 + [3.0] * 2))["mismatch/p99"] <= 4.0
 
 
 def test_refusals():

@@ -41,5 +41,13 @@ class SFT:
         """Compute what `seqpack.Objective` says; the metric is `nll`, the mean over tokens."""
         del entropy
         mask = trained_mask(batch)
-        loss = aggregate(-log_probs, mask, batch.cu_seqlens, self.aggregation, totals.tokens, totals.sequences)
+        loss = aggregate(
+            -log_probs,
+            mask,
+            batch.cu_seqlens,
+            self.aggregation,
+            totals.tokens,
+            totals.answers,
+            row_tokens=batch.values.get("episode_tokens"),
+        )
         return loss, {"nll": pair(-log_probs, mask)}

@@ -1,63 +1,139 @@
-"""Throughput of the native engine: PYTHONPATH=libs/rollout OMP_NUM_THREADS=1 python libs/rollout/benchmarks/native.py
+"""The native engine beside transformers' `generate`, interleaved in one run.
 
-A 0.18M hybrid, 64 prompts of 8 to 12 tokens in groups of 8, at most 8 new tokens, as the quickstart samples them.
+PYTHONPATH=libs/rollout:libs/seqpack OMP_NUM_THREADS=1 python libs/rollout/benchmarks/native.py
+
+Tiny hybrids on one thread, as the quickstart has them, sampled at temperature 1 with no stop token, so that both make
+the same number of tokens. `generate` gets its prompts padded on the left, in one batch. Times are processor time, the
+best of the repeats; the ratio is theirs over ours.
 """
 
 import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.utils.logging import set_verbosity_error
 
 from rollout.engine import Sampling
-from rollout.native import NativeEngine
+from rollout.native.engine import NativeEngine
 
 
-def build(hidden: int, vocab: int) -> Qwen3_5ForCausalLM:
+@dataclass(frozen=True)
+class Case:
+    """So many prompts, answered `group` times each."""
+
+    name: str
+    prompts: int
+    group: int
+    prompt_tokens: tuple[int, int]
+    new_tokens: int
+    hidden: int = 64
+    layers: int = 4
+    vocab: int = 300
+
+    def draw(self) -> list[list[int]]:
+        """The prompts, each `group` times."""
+        rng = random.Random(0)
+        distinct = [
+            [rng.randrange(2, self.vocab) for _ in range(rng.randint(*self.prompt_tokens))] for _ in range(self.prompts)
+        ]
+        return [p for p in distinct for _ in range(self.group)]
+
+
+CASES = (
+    Case("quickstart's step", 64, 8, (8, 12), 8),
+    Case("one row, short", 1, 1, (8, 12), 32),
+    Case("one row, one long answer", 1, 1, (64, 64), 512),
+    Case("one group", 1, 8, (64, 64), 128),
+    Case("16 rows", 16, 1, (8, 64), 32),
+    Case("64 rows", 64, 1, (8, 64), 64),
+    Case("128 rows in groups", 16, 8, (8, 64), 32),
+    Case("one row, 5.6M", 1, 1, (64, 64), 128, hidden=256, layers=8),
+    Case("16 rows, 5.6M", 16, 1, (8, 64), 32, hidden=256, layers=8),
+    Case("one row, 37M", 1, 1, (64, 64), 64, hidden=512, layers=12, vocab=8000),
+)
+
+
+def build(hidden: int, vocab: int, layers: int = 4) -> Qwen3_5ForCausalLM:
+    """A hybrid with full attention in every second layer."""
     head = hidden // 4
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=head, full_attention_interval=2,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head, full_attention_interval=2,
         linear_key_head_dim=head, linear_value_head_dim=head, linear_num_key_heads=4,
         linear_num_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
                          "mrope_section": [2, 1, 1], "mrope_interleaved": True},
     )  # fmt: skip
-    return Qwen3_5ForCausalLM(config)
+    return Qwen3_5ForCausalLM(config).eval()
+
+
+def ours(model: Qwen3_5ForCausalLM, case: Case) -> Callable[[], int]:
+    """A call that samples the case and counts the tokens."""
+    prompts = case.draw()
+    engine = NativeEngine(model, max_batch=len(prompts), max_length=2048)
+    sampling = Sampling(max_new_tokens=case.new_tokens)
+    return lambda: sum(len(c.ids) for c in engine.generate_batch(prompts, sampling))
+
+
+def theirs(model: Qwen3_5ForCausalLM, case: Case, device: str) -> Callable[[], int]:
+    """The same through `generate`."""
+    prompts = case.draw()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+
+    def call() -> int:
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        return int((out.shape[1] - longest) * out.shape[0])
+
+    return call
+
+
+def measure(calls: list[Callable[[], int]], repeats: int) -> tuple[list[float], int]:
+    """The best processor time of each call, interleaved; and the tokens of a call."""
+    times: list[list[float]] = [[] for _ in calls]
+    tokens = 0
+    for _ in range(repeats):
+        for call, spent in zip(calls, times, strict=True):
+            began = time.process_time()
+            tokens = call()
+            spent.append(time.process_time() - began)
+    return [min(t) for t in times], tokens
 
 
 def main() -> None:
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=300)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--case", help="only cases whose name holds this")
     flags = parser.parse_args()
-    model = build(flags.hidden, flags.vocab).to(flags.device)
-    rng = random.Random(0)
-    distinct = [[rng.randrange(flags.vocab) for _ in range(rng.randint(8, 12))] for _ in range(flags.prompts)]
-    prompts = [p for p in distinct for _ in range(flags.group)]
-    engine = NativeEngine(model, max_batch=len(prompts))
-    sampling = Sampling(max_new_tokens=flags.new_tokens)
-    times, cpu = [], []
-    for _ in range(flags.repeats + 1):
-        began, busy = time.perf_counter(), time.process_time()
-        done = engine.generate_batch(prompts, sampling)
-        times.append(time.perf_counter() - began)
-        cpu.append(time.process_time() - busy)
-    tokens = sum(len(c.ids) for c in done)
-    median = statistics.median(times[1:])
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {flags.device}, {len(prompts)} rows")
-    print(f"first call {times[0]:.3f} s; then median {median:.3f} s, best {min(times[1:]):.3f} s")
-    spent = statistics.median(cpu[1:])
-    print(f"{tokens / median:,.0f} tokens/s at the median")
-    print(f"{spent:.3f} s of processor time a call: {tokens / spent:,.0f} tokens/s on a core of its own")
+    set_verbosity_error()
+    print(f"{'case':<26}{'parameters':>11}{'rows':>6}{'tokens':>8}{'ours':>10}{'generate':>10}{'ratio':>7}")
+    ratios = []
+    for case in CASES:
+        if flags.case and flags.case not in case.name:
+            continue
+        model = build(case.hidden, case.vocab, case.layers).to(flags.device)
+        size = sum(p.numel() for p in model.parameters()) / 1e6
+        calls = [ours(model, case), theirs(model, case, flags.device)]
+        (mine, other), tokens = measure(calls, flags.repeats)
+        ratios.append(other / mine)
+        print(
+            f"{case.name:<26}{size:>10.2f}M{case.prompts * case.group:>6}{tokens:>8}"
+            f"{mine:>8.3f} s{other:>8.3f} s{ratios[-1]:>7.2f}",
+            flush=True,
+        )
+    print(f"median {statistics.median(ratios):.2f}, least {min(ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -1,47 +1,133 @@
-"""Generation for post-training: engines, environments with tools, trajectories, weight transfer."""
+"""Generation for post-training: engines, environments with tools, episodes, weight transfer."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
-    from rollout.arithmetic import calculator as calculator
-    from rollout.arithmetic import evaluate as evaluate
+    from rollout.build import build_rollout as build_rollout
+    from rollout.capability import supports as supports
     from rollout.chat import Chat as Chat
+    from rollout.config import RolloutConfig as RolloutConfig
+    from rollout.control.settings import StalenessSettings as StalenessSettings
+    from rollout.control.simulation import simulate as simulate
+    from rollout.control.staleness import StalenessController as StalenessController
+    from rollout.divergence import NotFiniteError as NotFiniteError
     from rollout.engine import Completion as Completion
+    from rollout.engine import Load as Load
+    from rollout.engine import OnTokens as OnTokens
     from rollout.engine import RolloutEngine as RolloutEngine
     from rollout.engine import Sampling as Sampling
-    from rollout.environment import Environment as Environment
-    from rollout.environment import EpisodeSession as EpisodeSession
-    from rollout.environment import Outcome as Outcome
-    from rollout.environment import Reply as Reply
-    from rollout.environment import Task as Task
-    from rollout.episode import run_episode as run_episode
-    from rollout.episode import run_group as run_group
-    from rollout.native import NativeEngine as NativeEngine
-    from rollout.sync import Piece as Piece
-    from rollout.tools import Tool as Tool
-    from rollout.trajectory import Trajectory as Trajectory
-    from rollout.trajectory import to_batch as to_batch
+    from rollout.environments.environment import Environment as Environment
+    from rollout.environments.environment import EnvironmentFactory as EnvironmentFactory
+    from rollout.environments.environment import EpisodeContext as EpisodeContext
+    from rollout.environments.environment import Opening as Opening
+    from rollout.environments.environment import Outcome as Outcome
+    from rollout.environments.environment import Reply as Reply
+    from rollout.environments.environment import Score as Score
+    from rollout.environments.sources import RowSource as RowSource
+    from rollout.environments.sources import TaskRow as TaskRow
+    from rollout.environments.sources import TaskSource as TaskSource
+    from rollout.environments.task import Task as Task
+    from rollout.episodes.batch import to_batch as to_batch
+    from rollout.episodes.conversation import Conversation as Conversation
+    from rollout.episodes.episode import Episode as Episode
+    from rollout.episodes.episode import failures as failures
+    from rollout.episodes.playing import run_episode as run_episode
+    from rollout.episodes.playing import run_group as run_group
+    from rollout.episodes.segment import Segment as Segment
+    from rollout.failure import EpisodeFailed as EpisodeFailed
+    from rollout.gateway.agents import AgentTask as AgentTask
+    from rollout.gateway.agents import Seat as Seat
+    from rollout.gateway.agents import run_agent as run_agent
+    from rollout.gateway.agents import run_agents as run_agents
+    from rollout.gateway.result import Session as Session
+    from rollout.gateway.server import TokenGateway as TokenGateway
+    from rollout.gateway.session import SessionLimits as SessionLimits
+    from rollout.ledger.ledger import RolloutLedger as RolloutLedger
+    from rollout.loading import load_object as load_object
+    from rollout.native.engine import NativeEngine as NativeEngine
+    from rollout.openai.config import OpenAIConfig as OpenAIConfig
+    from rollout.openai.engine import OpenAIEngine as OpenAIEngine
+    from rollout.rewards.boxed import exact_answer as exact_answer
+    from rollout.rewards.code_answer import code_answer as code_answer
+    from rollout.rewards.math_answer import math_answer as math_answer
+    from rollout.sync.manifest import Manifest as Manifest
+    from rollout.sync.pieces import Bucket as Bucket
+    from rollout.sync.pieces import Piece as Piece
+    from rollout.sync.transfer import transfer_weights as transfer_weights
+    from rollout.tools.arithmetic import calculator as calculator
+    from rollout.tools.arithmetic import evaluate as evaluate
+    from rollout.tools.python_tool import python_tool as python_tool
+    from rollout.tools.tool import Tool as Tool
+    from rollout.tools.tool import ToolCall as ToolCall
+    from rollout.tools.tool import call_tools as call_tools
+    from rollout.tools.workers import instant as instant
+    from rollout.vllm.config import VllmConfig as VllmConfig
+    from rollout.vllm.engine import VllmEngine as VllmEngine
 
 _EXPORTS = {
+    "AgentTask": "rollout.gateway.agents",
+    "Bucket": "rollout.sync.pieces",
     "Chat": "rollout.chat",
     "Completion": "rollout.engine",
-    "Environment": "rollout.environment",
-    "EpisodeSession": "rollout.environment",
-    "NativeEngine": "rollout.native",
-    "Outcome": "rollout.environment",
-    "Piece": "rollout.sync",
-    "Reply": "rollout.environment",
+    "Conversation": "rollout.episodes.conversation",
+    "Environment": "rollout.environments.environment",
+    "EnvironmentFactory": "rollout.environments.environment",
+    "Episode": "rollout.episodes.episode",
+    "EpisodeContext": "rollout.environments.environment",
+    "EpisodeFailed": "rollout.failure",
+    "Load": "rollout.engine",
+    "Manifest": "rollout.sync.manifest",
+    "NativeEngine": "rollout.native.engine",
+    "NotFiniteError": "rollout.divergence",
+    "OnTokens": "rollout.engine",
+    "OpenAIConfig": "rollout.openai.config",
+    "OpenAIEngine": "rollout.openai.engine",
+    "Opening": "rollout.environments.environment",
+    "Outcome": "rollout.environments.environment",
+    "Piece": "rollout.sync.pieces",
+    "Reply": "rollout.environments.environment",
+    "RolloutConfig": "rollout.config",
     "RolloutEngine": "rollout.engine",
+    "RolloutLedger": "rollout.ledger.ledger",
+    "RowSource": "rollout.environments.sources",
     "Sampling": "rollout.engine",
-    "Task": "rollout.environment",
-    "Tool": "rollout.tools",
-    "Trajectory": "rollout.trajectory",
-    "calculator": "rollout.arithmetic",
-    "evaluate": "rollout.arithmetic",
-    "run_episode": "rollout.episode",
-    "run_group": "rollout.episode",
-    "to_batch": "rollout.trajectory",
+    "Score": "rollout.environments.environment",
+    "Seat": "rollout.gateway.agents",
+    "Segment": "rollout.episodes.segment",
+    "Session": "rollout.gateway.result",
+    "SessionLimits": "rollout.gateway.session",
+    "StalenessController": "rollout.control.staleness",
+    "StalenessSettings": "rollout.control.settings",
+    "Task": "rollout.environments.task",
+    "TaskRow": "rollout.environments.sources",
+    "TaskSource": "rollout.environments.sources",
+    "TokenGateway": "rollout.gateway.server",
+    "Tool": "rollout.tools.tool",
+    "ToolCall": "rollout.tools.tool",
+    "VllmConfig": "rollout.vllm.config",
+    "VllmEngine": "rollout.vllm.engine",
+    "build_rollout": "rollout.build",
+    "calculator": "rollout.tools.arithmetic",
+    "call_tools": "rollout.tools.tool",
+    "code_answer": "rollout.rewards.code_answer",
+    "evaluate": "rollout.tools.arithmetic",
+    "exact_answer": "rollout.rewards.boxed",
+    "failures": "rollout.episodes.episode",
+    "instant": "rollout.tools.workers",
+    "load_object": "rollout.loading",
+    "math_answer": "rollout.rewards.math_answer",
+    "python_tool": "rollout.tools.python_tool",
+    "run_agent": "rollout.gateway.agents",
+    "run_agents": "rollout.gateway.agents",
+    "run_episode": "rollout.episodes.playing",
+    "run_group": "rollout.episodes.playing",
+    "simulate": "rollout.control.simulation",
+    "supports": "rollout.capability",
+    "to_batch": "rollout.episodes.batch",
+    "transfer_weights": "rollout.sync.transfer",
 }
 __all__ = sorted(_EXPORTS)
 

@@ -1,13 +1,18 @@
 """What every generation engine promises: the request, the answer and the protocol between them."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from rollout.sync import Piece
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket, Piece
+from seqpack.capability import No, Yes
 
-StopReason = Literal["stop", "length", "abort"]
+StopReason = Literal["stop", "length", "abort", "deadline"]
 PauseMode = Literal["finish", "abort"]
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Takes the ids of tokens just sampled, and their log-probs."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,10 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not 0 < self.temperature < float("inf"):
             raise ValueError(
-                f"temperature must be above 0, got {self.temperature}; for the likeliest token say greedy=True"
+                f"temperature must be above 0 and finite, got {self.temperature}; "
+                "for the likeliest token say greedy=True"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or a count of tokens, got {self.top_k}")
@@ -44,17 +50,40 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens sampled after one prompt; all four fields speak of the same tokens, in order.
+    """The tokens sampled after one prompt; the sequences speak of the same tokens, in order.
 
     `ids` include the stop token that ended them. `log_probs` are those of the distribution that was sampled from:
     at the temperature used and renormalised over what top-k and top-p left (for greedy: the model's own, at
-    temperature 1). `policy_versions` name, token by token, the weights that made it.
+    temperature 1). `policy_versions` name, token by token, the weights that made it. A completion that was cut off
+    ("length", "abort", "deadline") holds what was sampled until then, perhaps nothing. `extras` is what an engine tells
+    besides, one entry a token where it is a sequence; "routed_experts" is a `rollout.experts.RoutedExperts` of the
+    prompt's tokens and of `ids`, whose last was sampled and not read, so that its experts are unknown.
     """
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     stop_reason: StopReason
     policy_versions: tuple[int, ...]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids), len(self.log_probs), len(self.policy_versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"ids, log_probs and policy_versions differ in length: {sorted(lengths)}")
+        if self.stop_reason not in get_args(StopReason):
+            raise ValueError(f"stop_reason is one of {', '.join(get_args(StopReason))}, got {self.stop_reason!r}")
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy an engine is, in requests: those that decode, and those that have no place in the batch yet."""
+
+    running: int
+    waiting: int
+
+    def __post_init__(self) -> None:
+        if min(self.running, self.waiting) < 0:
+            raise ValueError(f"running and waiting are counts, got {self.running} and {self.waiting}")
 
 
 @runtime_checkable
@@ -66,14 +95,45 @@ class RolloutEngine(Protocol):
         """The number of the weights in use."""
         ...
 
-    async def generate(
-        self, prompt_ids: list[int], sampling: Sampling, media: Mapping[str, Any] | None = None
-    ) -> Completion:
-        """Sample one completion; concurrent calls are batched."""
+    def supports(self, feature: str) -> Yes | No:
+        """Whether this engine has a feature (`rollout.capability`). ValueError: nobody knows that name."""
         ...
 
-    async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
-        """Replace all weights, or raise ValueError and keep all the old ones."""
+    def load(self) -> Load:
+        """The requests that run and wait at this moment. Returns at once, from any thread."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        media: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Sample one completion; concurrent calls are batched.
+
+        At `deadline`, in seconds of `time.monotonic()`, the completion comes back with what it has and stop_reason
+        "deadline". `request_id` is what `cancel` knows the request by. Cancelling the asyncio task that waits here
+        frees the request's place in the batch.
+
+        `on_tokens` hears of the tokens while they are sampled: it is called on this event loop with the ids and
+        log-probs of those that came since the last call, in order. All calls come before this one returns, and together
+        they tell the completion's `ids` and `log_probs`. It must not block; what it raises ends the request and is
+        raised here.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary (named), a request longer than the engine holds, a
+                request_id that is in use, media that the engine does not take.
+        """
+        ...
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request: its `generate` returns what it has, with stop_reason "abort", and its place in the batch is
+        free. False where no such request is waiting or running.
+        """
         ...
 
     async def pause(self, mode: PauseMode = "finish") -> None:
@@ -81,5 +141,55 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Take up work again, first the requests that waited."""
+        """Take up work again, first the requests that waited; old weights kept since a `commit` are let go."""
         ...
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Begin to receive weights. ValueError: not newer than any before, or tensors that do not fit the model."""
+        ...
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Stage a bucket beside the weights in use; the number of elements that still lack (0: whole, and verified).
+
+        ValueError: what came is not what the manifest promised, or not finite.
+        """
+        ...
+
+    async def commit(self, version: int) -> None:
+        """Use the staged weights from the next token on. ValueError, and the old ones stay: they are not whole.
+
+        The old weights are kept, so that `abort` can bring them back, until `resume` or the next `prepare`.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Drop what is staged, or bring the old weights back after a commit; nothing where there is neither."""
+        ...
+
+    async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
+        """Replace all weights by those of a stream in this process, or raise ValueError and keep all the old ones."""
+        ...
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int | None, max_length: int) -> None:
+    """Refuse what a model of that vocabulary (None: it is not known here) and length cannot continue.
+
+    Raises:
+        ValueError: an empty prompt, an id outside the vocabulary, or prompt and answer together too long.
+    """
+    if not len(prompt_ids):
+        raise ValueError("an empty prompt cannot be continued; give at least one token")
+    for what, ids in (("prompt", prompt_ids), ("sampling.stop_token_ids", sampling.stop_token_ids)):
+        end = sys.maxsize if vocab_size is None else vocab_size
+        if len(ids) and not (min(ids) >= 0 and max(ids) < end):
+            at, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < end)
+            known = "" if vocab_size is None else f" of {vocab_size}"
+            raise ValueError(
+                f"{what} holds the id {wrong} (position {at}), outside the model's vocabulary{known}: "
+                "was it made by another model's tokenizer?"
+            )
+    if len(prompt_ids) + sampling.max_new_tokens > max_length:
+        raise ValueError(
+            f"prompt of {len(prompt_ids)} tokens + max_new_tokens={sampling.max_new_tokens} is over "
+            f"max_length={max_length}; shorten one or raise max_length"
+        )

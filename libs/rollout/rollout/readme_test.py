@@ -17,6 +17,6 @@ def test_the_example():
     trainer = SimpleNamespace(export_weights=lambda: pieces_of(trained.named_parameters()))
     names = {"model": tiny_model(len(tokenizer)), "trainer": trainer, "tokenizer": tokenizer}
     exec(compile(example, "README.md", "exec"), names)  # our own README
-    assert len(names["trajectories"]) == 8
+    assert len(names["episodes"]) == 8
     assert names["batch"].batch_size[0] == 8
     assert names["engine"].version == 1

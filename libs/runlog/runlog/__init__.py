@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from runlog.display import Progress as Progress
     from runlog.display import summary_table as summary_table
@@ -10,12 +12,18 @@ if TYPE_CHECKING:
     from runlog.run import RunLog as RunLog
     from runlog.store import read_episodes as read_episodes
     from runlog.store import read_metrics as read_metrics
+    from runlog.trackers import TRACKERS as TRACKERS
+    from runlog.trackers import check_tracker as check_tracker
+    from runlog.trackers import start_tracker as start_tracker
 
 _EXPORTS = {
     "Progress": "runlog.display",
     "RunLog": "runlog.run",
+    "TRACKERS": "runlog.trackers",
+    "check_tracker": "runlog.trackers",
     "read_episodes": "runlog.store",
     "read_metrics": "runlog.store",
+    "start_tracker": "runlog.trackers",
     "summary_table": "runlog.display",
     "write_report": "runlog.report",
 }

@@ -1,5 +1,6 @@
 """The report in a real browser: Chromium, driven over chromedriver's own HTTP protocol (W3C WebDriver)."""
 
+import itertools
 import json
 import os
 import shutil
@@ -106,7 +107,7 @@ def run_dir(tmp_path_factory):
                 log.episode(
                     {
                         "step": step,
-                        "group": k,
+                        "group": k // 2,
                         "reward": float(right),
                         "tokens": [
                             "<|im_start|>",
@@ -130,8 +131,13 @@ def run_dir(tmp_path_factory):
                             },
                         ],
                         "metadata": {"end": "done"},
+                        "expected": str(step),
+                        "parts": {"right": float(right), "short": 0.25},
                     }
                 )
+            if step % 10 == 0:
+                failed = {"step": step, "split": "held-out", "group": 5, "expected": "41", "tokens": ["40"]}
+                log.episode(failed | {"reward": 0.0, "error": HOSTILE})
     return path
 
 
@@ -153,11 +159,36 @@ def test_the_page_loads_without_a_complaint(page):
 
 def test_charts_are_drawn(page):
     deadline = time.monotonic() + 30
-    while page.run("return document.querySelectorAll('#charts .plot svg .scatterlayer .trace').length") < 5:
+    while page.run("return document.querySelectorAll('#charts .plot svg path.curve').length") < 5:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert page.texts("#charts .name") == ["Reward", "Held-out accuracy", "Loss", "custom"]
-    assert [t for t in page.texts("#charts .annotation-text") if t] == ["before 42.0 %", "after 80.0 %"]
+    assert [t for t in page.texts("#charts .note") if t] == ["before 42.0 %", "after 80.0 %"]
+
+
+def test_a_chart_draws_every_point_inside_its_frame_and_higher_values_higher(page):
+    curve = page.run(
+        "return document.querySelector('#charts path.curve').getAttribute('d').slice(1).split('L')"
+        ".map(p => p.split(' ').map(Number))"
+    )
+    assert len(curve) == 20
+    assert all(right[0] > left[0] and right[1] < left[1] for left, right in itertools.pairwise(curve))
+    width, height = page.run("const s = document.querySelector('#charts svg'); return [s.clientWidth, s.clientHeight]")
+    assert all(0 < x < width and 0 < y < height for x, y in curve)
+    ticks = page.texts("#charts .chart:nth-child(1) .tick")
+    assert {"0.2", "0.4", "0.6", "0.8", "1.0"} <= set(ticks)
+    assert {"5", "10", "15", "20"} <= set(ticks)
+    assert "60%" in page.texts("#charts .chart:nth-child(2) .tick")
+
+
+def test_a_chart_tells_the_value_under_the_pointer(page):
+    pointed = (
+        "const s = document.querySelector('#charts svg'), b = s.getBoundingClientRect();"
+        "s.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + b.width * SHARE, clientY: b.top + 50}));"
+        "return s.querySelector('.value').textContent"
+    )
+    assert page.run(pointed.replace("SHARE", "0.99")) == "step 20: 1"
+    assert page.run(pointed.replace("SHARE", "0.13")) == "step 1: 0.05"
 
 
 def test_an_episode_shows_its_tokens_calls_and_reward(page):
@@ -186,30 +217,49 @@ def test_tokens_are_coloured_by_mask_and_by_advantage(page):
     page.click("button[data-colour=advantage]")
     negative = backgrounds(page)
     assert negative[:2] == [clear, clear]
-    page.click("#list .row[data-id='58']")  # step 20, group 1: reward 1
+    page.click("#list .row[data-id='59']")  # step 20, group 1: reward 1
     positive = backgrounds(page)
     assert positive[0] == clear
     assert len({by_mask[2], negative[2], positive[2]}) == 3
-    assert page.texts("#detail .pill") == ["1"]
+    assert page.texts("#detail .heading .pill") == ["1"]
 
 
 def test_filters_and_sorting(page):
-    assert len(rows(page)) == 60
+    assert len(rows(page)) == 62
     page.type("#step-min", "5")
     page.type("#step-max", "6")
     assert len(rows(page)) == 6
     page.type("#reward-min", "0.5")
     assert set(page.texts("#list .pill")) == {"1"}
-    assert rows(page) == ["step 6 \u00b7 group 1", "step 5 \u00b7 group 0", "step 5 \u00b7 group 2"]
+    assert rows(page) == ["step 6 \u00b7 group 0", "step 5 \u00b7 group 0", "step 5 \u00b7 group 1"]
     sort = "document.getElementById('sort')"
     page.run(f"{sort}.value = 'step-asc'; {sort}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     assert rows(page)[0] == "step 5 \u00b7 group 0"
-    assert page.texts("#episode-count") == ["3 of 60 shown"]
+    assert page.texts("#episode-count") == ["3 of 62 shown"]
     page.type("#search", "no such text")
     assert rows(page) == []
     assert page.texts("#list .empty") == ["No episode matches these filters."]
     page.click("#filters button[type=reset]")
-    assert len(rows(page)) == 60
+    assert len(rows(page)) == 62
+
+
+def choose(page, split):
+    page.run(
+        f"document.querySelector('#split').value = '{split}';"
+        "document.querySelector('#filters').dispatchEvent(new Event('input'))"
+    )
+
+
+def test_siblings_expected_answers_and_held_out_failures(page):
+    choose(page, "training")
+    assert page.texts("#detail .siblings .pill") == ["0", "1"]
+    assert page.texts("#detail .named") == ["Expected answer 20", "Reward right 0 \u00b7 short 0.25"]
+    page.click("#detail .siblings button:nth-of-type(2)")
+    assert page.texts("#detail .heading .pill") == ["1"]
+    choose(page, "held-out")
+    assert rows(page) == ["step 20 \u00b7 held-out \u00b7 task 5", "step 10 \u00b7 held-out \u00b7 task 5"]
+    assert page.texts("#detail .named") == ["Expected answer 41"]
+    assert page.texts("#detail .error") == ["Failed: " + HOSTILE]
 
 
 def test_hostile_text_is_shown_and_never_run(page):

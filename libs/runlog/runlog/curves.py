@@ -10,8 +10,9 @@ from runlog.display import clock_time, shown
 
 @dataclass(frozen=True)
 class Kind:
-    """How the report speaks of a metric. `match`: names, or ends of them after a slash; `marks`: drawn as points with
-    first and last named (measured seldom, such as held-out accuracy). `always`: shown even if it never changes.
+    """How the report speaks of a metric. `match`: names, or ends of them after a slash; with `{}` for a part of the
+    name, which the title repeats. `marks`: drawn as points with first and last named (measured seldom, such as held-out
+    accuracy). `always`: shown even if it never changes. `small`: tiny values mean something.
     """
 
     title: str
@@ -20,6 +21,18 @@ class Kind:
     marks: bool = False
     percent: bool = False
     always: bool = False
+    small: bool = False
+
+    def titled(self, name: str) -> str | None:
+        """The title for a metric of this kind; None for a metric of another."""
+        for pattern in self.match:
+            head, _, tail = pattern.partition("{}")
+            if head == pattern:
+                if name == pattern or name.endswith("/" + pattern):
+                    return self.title
+            elif name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail):
+                return self.title.format(name[len(head) : len(name) - len(tail)])
+        return None
 
 
 KINDS = (
@@ -32,23 +45,34 @@ KINDS = (
         percent=True,
         always=True,
     ),
+    Kind("Held-out reward, {}", ("eval/reward/{}",), "greedy answers", marks=True),
     Kind("Held-out loss", ("eval/loss", "held_out_loss"), "nats a token", marks=True),
-    Kind("Loss", ("loss",), always=True),
+    Kind("Reward spread", ("reward/std",), "mean deviation within groups"),
+    Kind("Reward, {}", ("reward/environment/{}",), "mean of its episodes"),
+    Kind("Reward part, {}", ("reward/part/{}",), "mean of the step's episodes"),
+    Kind("Entropy", ("entropy",), "nats a token"),
+    Kind("Response length", ("response/length",), "sampled tokens an episode"),
+    Kind("Truncated", ("response/truncated",), "share of episodes that a limit ended", percent=True),
+    Kind("Failed", ("response/failed",), "share of episodes", percent=True),
+    Kind("Calls of {}", ("tool/{}/calls",), "an episode"),
+    Kind("Errors of {}", ("tool/{}/errors",), "share of its calls", percent=True),
+    Kind("Timeouts of {}", ("tool/{}/timeouts",), "share of its calls", percent=True),
+    Kind("Loss", ("loss",)),
     Kind("Sampler against trainer", ("mismatch/abs", "log_prob_difference"), "mean |log-prob difference|"),
     Kind("Sampler against trainer, worst", ("log_prob_difference_max", "mismatch/abs/max"), "maximum"),
     Kind("KL of sampler and trainer", ("mismatch/kl",), "nats"),
     Kind("KL", ("approx_kl", "kl"), "nats"),
     Kind("Throughput", ("tokens_per_second", "tokens_per_s"), "tokens/s"),
     Kind("Gradient norm", ("grad_norm",)),
-    Kind("Entropy", ("entropy",), "nats a token"),
-    Kind("Learning rate", ("lr", "learning_rate")),
+    Kind("Learning rate", ("lr", "learning_rate"), small=True),
 )
 HIDDEN = ("step", "time", "version", "policy_version", "plan_hash")  # counters and names, no curves
+ROUNDING = 1e-6  # what is smaller throughout is rounding: no curve to put in front
 
 
 def kind_of(name: str) -> Kind | None:
     """The known kind of a metric: its name is one of the kind's, perhaps after a prefix ("train/loss")."""
-    return next((k for k in KINDS if any(name == m or name.endswith("/" + m) for m in k.match)), None)
+    return next((kind for kind in KINDS if kind.titled(name)), None)
 
 
 def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
@@ -111,9 +135,10 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
         made.append(
             {
                 "name": name,
-                "title": kind.title if kind else name,
+                "title": (kind.titled(name) if kind else None) or name,
                 "unit": kind.unit if kind else "",
                 "known": kind is not None,
+                "rounding": not (kind and (kind.always or kind.small)) and max(map(abs, ys)) <= ROUNDING,
                 "marks": marks,
                 "percent": percent,
                 "x": xs,
@@ -123,8 +148,13 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
                 "last": word(ys[-1]),
             }
         )
-    order = {kind.title: i for i, kind in enumerate(KINDS)}
-    return sorted(made, key=lambda c: (not c["known"], order.get(str(c["title"]), 0), str(c["name"])))
+    return sorted(made, key=_place)
+
+
+def _place(chart: Mapping[str, Any]) -> tuple[bool, int, str]:
+    """Known kinds first, in their order, and what is rounding at the end."""
+    kind = kind_of(chart["name"])
+    return chart["rounding"], KINDS.index(kind) if kind else len(KINDS), chart["name"]
 
 
 def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ RUN = [
 
 def test_known_kinds_come_first_in_their_order_then_the_rest_by_name():
     made = charts(RUN, 100)
-    assert [c["title"] for c in made] == ["Reward", "Held-out accuracy", "Loss", "KL", "Throughput", "odd"]
+    assert [c["title"] for c in made] == ["Reward", "Held-out accuracy", "KL", "Throughput", "odd"]
     held = made[1]
     assert held["marks"]
     assert (held["x"], held["y"]) == ([1, 10], [0.51, 0.6])
@@ -23,6 +23,16 @@ def test_known_kinds_come_first_in_their_order_then_the_rest_by_name():
 def test_a_name_with_a_prefix_is_known_by_its_last_part():
     assert kind_of("train/grad_norm").title == "Gradient norm"
     assert kind_of("grad_norms") is None
+
+
+def test_a_part_of_the_name_is_in_the_title():
+    rows = [{"step": s, "tool/search/errors": 0.1 * s, "reward/part/format": s, "tool//errors": s} for s in range(3)]
+    assert [c["title"] for c in charts(rows, 9)] == ["Reward part, format", "Errors of search", "tool//errors"]
+
+
+def test_rounding_is_no_curve_to_put_in_front():
+    rows = [{"step": s, "loss": 1e-13 * (-1) ** s, "kl": 0.01 * s, "lr": 1e-7 * s} for s in range(3)]
+    assert [(c["name"], c["rounding"]) for c in charts(rows, 9)] == [("kl", False), ("lr", False), ("loss", True)]
 
 
 def test_thinning_keeps_the_mean_and_the_last_step():

@@ -47,6 +47,7 @@ class Progress:
         self._total, self._label, self._start, self._every, self._clock = total, label, start, every, clock
         self._done = self._printed = start
         self._values: dict[str, str] = {}
+        self._passing: dict[str, str] = {}
         self._began = self._last = clock()
         self._live: RichProgress | None = None
 
@@ -81,8 +82,17 @@ class Progress:
         """`step` steps are done; `values` replace the shown ones of the same name."""
         self._done = min(step, self._total)
         self._values.update({k: shown(v) for k, v in (values or {}).items()})
+        self._passing = {}
         if self._live is not None:
             self._live.update(self._task, completed=self._done, values=dict(self._values), left=self.timing())
+        elif self._clock() - self._last >= self._every:
+            self._line()
+
+    def tell(self, values: Mapping[str, float | int | str]) -> None:
+        """Show `values` of what goes on within a step, such as how much is in flight, until the step is done."""
+        self._passing = {k: shown(v) for k, v in values.items()}
+        if self._live is not None:
+            self._live.update(self._task, values=self._values | self._passing)
         elif self._clock() - self._last >= self._every:
             self._line()
 
@@ -102,7 +112,7 @@ class Progress:
     def _line(self) -> None:
         self._last, self._printed = self._clock(), self._done
         parts = [f"{self._label} {self._done}/{self._total}"]
-        parts += [f"{name} {value}" for name, value in self._values.items()]
+        parts += [f"{name} {value}" for name, value in (self._values | self._passing).items()]
         parts.append(self.timing())
         self.console.print("  ".join(p for p in parts if p), soft_wrap=True, markup=False)
 

@@ -37,6 +37,20 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end():
     ]
 
 
+def test_what_goes_on_within_a_step_is_shown_until_the_step_is_done():
+    progress, clock, out = plain_progress(2, every=5.0)
+    with progress:
+        for done in (1, 4):
+            clock.now += 3
+            progress.tell({"episodes": f"{done}/8"})
+        clock.now += 6
+        progress.update(1, {"reward": 0.5})
+    assert out.getvalue().splitlines()[1:] == [
+        "training 0/2  episodes 4/8",
+        "training 1/2  reward 0.5  0:12 spent, 0:12 left",
+    ]
+
+
 def test_plain_output_holds_no_control_characters():
     progress, clock, out = plain_progress(2, every=0.0)
     with progress:

@@ -4,20 +4,26 @@ Keys that an episode may have (only `step` is needed, the rest is shown where pr
 `tokens` list of the tokens' text; `mask` list of bool, true where a token is trained; `advantage` one number, or one a
 token; `log_probs` the sampler's, one a token; `versions` one a token, -1 where no policy made it; `reward`; `group`;
 `messages` the conversation as role/content mappings (`tool_calls`, `reasoning_content` as chat templates know them);
-`metadata` any small mapping.
+`expected` the answer that was wanted; `parts` what the reward is made of, by name; `error` why the episode failed;
+`split` "training" (the default) or "held-out"; `environment` its name, where a run has several; `metadata` any small
+mapping. Episodes of one step, split, environment and group are siblings.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runlog.store import spread
+from runlog.sampling import TRAINING
 
 PER_TOKEN = ("mask", "advantage", "log_probs", "versions")
 
 
-def view(episode: Mapping[str, Any], number: int, max_tokens: int) -> dict[str, Any]:
-    """One episode in the form the page reads. ValueError when its token lists differ in length."""
+def view(episode: Mapping[str, Any], number: int, max_tokens: int, max_characters: int = 20_000) -> dict[str, Any]:
+    """One episode in the form the page reads, its texts cut at `max_characters` each and its tokens in their middle.
+
+    Raises:
+        ValueError: its token lists differ in length.
+    """
     tokens = [str(t) for t in episode.get("tokens") or []]
     shown: dict[str, Any] = {
         "id": number,
@@ -25,8 +31,13 @@ def view(episode: Mapping[str, Any], number: int, max_tokens: int) -> dict[str, 
         "reward": _number(episode.get("reward")),
         "group": episode.get("group"),
         "length": len(tokens),
-        "messages": [_message(m) for m in episode.get("messages") or []],
-        "metadata": {str(k): str(v) for k, v in (episode.get("metadata") or {}).items()},
+        "split": str(episode.get("split") or TRAINING),
+        "environment": episode.get("environment"),
+        "expected": _text(episode.get("expected"), max_characters),
+        "error": _text(episode.get("error"), max_characters),
+        "parts": {str(k): _number(v) for k, v in (episode.get("parts") or {}).items()},
+        "messages": [_message(m, max_characters) for m in episode.get("messages") or []],
+        "metadata": {str(k): str(v)[:max_characters] for k, v in (episode.get("metadata") or {}).items()},
         "tokens": tokens,
         "cut": 0,
     }
@@ -47,17 +58,6 @@ def view(episode: Mapping[str, Any], number: int, max_tokens: int) -> dict[str, 
     return _cut(shown, max_tokens)
 
 
-def within(episodes: Sequence[dict[str, Any]], max_total_tokens: int) -> list[dict[str, Any]]:
-    """As many of the episodes as have at most that many tokens together (one at least), evenly spread."""
-    chosen = list(episodes)
-    total = sum(len(e["tokens"]) for e in chosen)
-    while total > max_total_tokens and len(chosen) > 1:
-        fewer = max(1, int(len(chosen) * min(0.9, max_total_tokens / total)))
-        chosen = [chosen[i] for i in spread(len(chosen), fewer)]
-        total = sum(len(e["tokens"]) for e in chosen)
-    return chosen
-
-
 def _cut(shown: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """Keep the first and the last tokens of a long episode; `cut` counts what is missing, `head` where."""
     extra = len(shown["tokens"]) - max_tokens
@@ -71,23 +71,27 @@ def _cut(shown: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     return shown
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
     content = message.get("content") or ""
     if not isinstance(content, str):  # a list of typed parts
         content = "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in content)
-    shown: dict[str, Any] = {"role": str(message.get("role", "")), "content": content[:20_000]}
+    shown: dict[str, Any] = {"role": str(message.get("role", "")), "content": content[:most]}
     if message.get("reasoning_content"):
-        shown["reasoning"] = str(message["reasoning_content"])[:20_000]
+        shown["reasoning"] = str(message["reasoning_content"])[:most]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     if calls:
         shown["calls"] = [
-            {"name": str(c.get("name", "")), "arguments": _arguments(c.get("arguments", ""))} for c in calls
+            {"name": str(c.get("name", "")), "arguments": _arguments(c.get("arguments", ""))[:most]} for c in calls
         ]
     return shown
 
 
 def _arguments(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _text(value: Any, most: int) -> str | None:
+    return None if value is None else str(value)[:most]
 
 
 def _number(value: Any) -> float | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runlog.episodes import view, within
+from runlog.episodes import view
 
 EPISODE = {
     "step": 3, "reward": 1, "group": 2, "tokens": ["a", "b", "c"], "mask": [False, True, True], "advantage": 0.5,
@@ -46,10 +46,15 @@ def test_lists_of_unequal_length_are_refused():
         view({"step": 1, "tokens": ["a", "b"], "mask": [True]}, 4, 10)
 
 
-def test_the_tokens_shown_are_bounded():
-    episodes = [view({"step": i, "tokens": ["x"] * 10}, i, 100) for i in range(1000)]
-    few = within(episodes, 1000)
-    assert 50 <= len(few) <= 100
-    assert (few[0]["step"], few[-1]["step"]) == (0, 999)
-    assert within(episodes[:50], 1000) == episodes[:50]
-    assert len(within(episodes[:1], 1)) == 1
+def test_texts_are_bounded():
+    texts = {"expected": "e" * 99, "error": "x" * 99, "metadata": {"a": "m" * 99}}
+    shown = view({"step": 1, "messages": [{"role": "user", "content": "c" * 99}], **texts}, 0, 10, max_characters=5)
+    assert (shown["expected"], shown["error"], shown["metadata"]["a"]) == ("e" * 5, "x" * 5, "m" * 5)
+    assert shown["messages"][0]["content"] == "c" * 5
+
+
+def test_what_else_an_episode_can_tell():
+    told = {"expected": 18, "parts": {"format": 0.5}, "error": "boom", "split": "held-out", "environment": "maze"}
+    shown = view({"step": 1, **told}, 0, 10)
+    assert {key: shown[key] for key in told} == told | {"expected": "18"}
+    assert view({"step": 1}, 0, 10)["split"] == "training"

@@ -4,67 +4,132 @@ What a model wrote is treated as hostile: it travels as JSON in which `<`, `>` a
 page as text nodes alone. Sizes are bounded whatever the run's length, and the page says what was left out.
 """
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+try:
+    import jinja2
+except ImportError as error:
+    raise ImportError('the report needs jinja2: pip install "tessera-runlog[report]"') from error
+
 from runlog import store
 from runlog.curves import charts, headline
-from runlog.episodes import view, within
+from runlog.episodes import view
+from runlog.sampling import HELD_OUT, TRAINING, draw_groups
+from runlog.timeline import read_timeline, timeline_svg
 
 REPORT = "report.html"
+PAGE_BYTES = 1_000_000
+HELD_OUT_SHARE = 0.3  # of the room for episodes
+CHART_SHARE = 0.35  # of the page
+FEWEST_POINTS = 20
+CUTS = ((1200, 20_000), (300, 4_000), (60, 500), (8, 60))  # tokens and characters of an episode that stay
 
 
 def write_report(
     run_dir: Path | str,
     title: str | None = None,
-    max_points: int = 1500,
-    max_episodes: int = 500,
-    max_tokens: int = 1200,
-    max_total_tokens: int = 120_000,
+    max_points: int = 600,
+    max_groups: int = 120,
+    max_bytes: int = PAGE_BYTES,
+    seed: int = 0,
 ) -> Path:
     """Write `report.html` into the run folder and return its path. Needs the extra `tessera-runlog[report]`.
 
-    A curve keeps at most `max_points` points (means of equal stretches), the browser at most `max_episodes` episodes
-    spread over the run and `max_total_tokens` tokens in all, an episode at most `max_tokens` (its middle is cut out).
-    ValueError: the folder has no metrics.
+    It can be written at any time, also while the run goes on. The page has at most `max_bytes` (but for a configuration
+    that is itself larger): a curve keeps at most `max_points` points (means of equal stretches), and fewer where there
+    are many curves; the browser has at most `max_groups` groups of episodes and as many held-out ones, drawn at random
+    by `seed` (`runlog.sampling`), as many as there is room for; long episodes lose their middle.
+
+    Raises:
+        ValueError: the run has no metrics yet, or a file holds what no run wrote; the text names file and line.
     """
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ValueError('the report needs "tessera-runlog[report]" (jinja2 and plotly); install it') from error
     run_dir = Path(run_dir)
     metrics = store.read_metrics(run_dir)
     if not metrics:
         raise ValueError(f"{run_dir / store.METRICS} is missing or empty; log metrics before writing a report")
-    logged, episodes = store.read_spread(run_dir / store.EPISODES, max_episodes)
-    shown = within([view(e, i, max_tokens) for i, e in episodes], max_total_tokens)
-    data = {
-        "charts": charts(metrics, max_points),
-        "episodes": shown,
-        "episodes_logged": logged,
-    }
+    path = run_dir / store.EPISODES
+    drawn = {split: draw_groups(path, max_groups, split, seed) for split in (HELD_OUT, TRAINING)}
+    logged = sum(sample.logged for sample in drawn.values())
+    curves = _charts_within(metrics, max_points, int(CHART_SHARE * max_bytes))
+    data: dict[str, Any] = {"charts": curves, "episodes": [], "episodes_logged": logged}
+    page = _page(run_dir, title, metrics, logged, data)
+    room = max_bytes - len(page.encode())
+    for split, sample in drawn.items():
+        share = HELD_OUT_SHARE if split == HELD_OUT and drawn[TRAINING].logged else 1.0
+        shown, size = _groups_within(sample.groups, int(room * share))
+        data["episodes"] += shown
+        room -= size
+    data["episodes"].sort(key=lambda episode: episode["id"])
+    page = _page(run_dir, title, metrics, logged, data)
+    target = run_dir / REPORT
+    partial = target.with_suffix(".writing")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(target)
+    return target
+
+
+def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int) -> list[dict[str, Any]]:
+    """The curves, with fewer points where they are many; those that still find no room are left out, the last first."""
+    made = charts(metrics, points)
+    longest = max((len(chart["x"]) for chart in made), default=0)
+    size = _size(made)
+    while size > room and longest > FEWEST_POINTS:
+        longest = max(FEWEST_POINTS, min(longest // 2, int(longest * room / size)))
+        made = charts(metrics, longest)
+        size = _size(made)
+    sizes = itertools.accumulate(_size(chart) + 1 for chart in made)
+    return [chart for chart, end in zip(made, sizes, strict=True) if end < room]
+
+
+def _groups_within(
+    groups: Sequence[Sequence[tuple[int, dict[str, Any]]]], room: int
+) -> tuple[list[dict[str, Any]], int]:
+    """The views of the first groups for which there is room, and their bytes; a first group that is too large is cut
+    shorter and shorter."""
+    shown: list[dict[str, Any]] = []
+    used = 0
+    for rows in groups:
+        cuts: Iterator[tuple[int, int]] = iter(CUTS if not shown else CUTS[:1])
+        for tokens, characters in cuts:
+            views = [view(row, number, tokens, characters) for number, row in rows]
+            size = _size(views)
+            if used + size <= room:
+                break
+        else:
+            break
+        shown += views
+        used += size
+    return shown, used
+
+
+def _size(value: Any) -> int:
+    return len(_script_json(value).encode())
+
+
+def _page(
+    run_dir: Path, title: str | None, metrics: Sequence[Mapping[str, Any]], logged: int, data: Mapping[str, Any]
+) -> str:
     assets = files("runlog") / "assets"
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((assets / "report.html.j2").read_text(encoding="utf-8"))
-    page = template.render(
+    return template.render(
         title=title or run_dir.resolve().name,
         tiles=headline(metrics, logged),
         episodes=logged,
         config=flat_config(_config(run_dir)),
         data=_script_json(data),
+        timeline=timeline_svg(read_timeline(run_dir)),
         css=(assets / "report.css").read_text(encoding="utf-8"),
+        charts=(assets / "charts.js").read_text(encoding="utf-8"),
         js=(assets / "report.js").read_text(encoding="utf-8"),
-        plotly=get_plotlyjs(),
     )
-    path = run_dir / REPORT
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _config(run_dir: Path) -> Mapping[str, Any]:

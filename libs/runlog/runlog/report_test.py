@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -47,7 +48,7 @@ class Page(HTMLParser):
 def test_hostile_text_stays_data(tmp_path):
     run = make_run(tmp_path, text=HOSTILE, config={"note": HOSTILE, HOSTILE: 1})
     page = Page(write_report(run, title=HOSTILE).read_text(encoding="utf-8"))
-    assert page.tags.count("script") == 3  # data, plotly, ours
+    assert page.tags.count("script") == 3  # data, charts, the page's own
     data = json.loads(page.scripts[0])
     assert data["episodes"][0]["tokens"] == ["<|im_start|>", HOSTILE]
     assert "img" not in page.tags
@@ -63,14 +64,51 @@ def test_the_page_asks_the_network_for_nothing(tmp_path):
     assert not re.search(r"@import|url\((?!data:)", text[: text.index("</style>")])
 
 
-def test_size_is_bounded_for_a_long_run(tmp_path):
-    small = write_report(make_run(tmp_path / "small", steps=2)).stat().st_size
-    with RunLog(tmp_path / "long", tensorboard=False) as log:
-        for step in range(1, 5001):
-            log.metrics(step, {f"metric{i}": (step * (i + 3)) % 17 for i in range(12)} | {"reward": step % 5})
-            log.episode({"step": step, "reward": step % 2, "tokens": ["word "] * 2000, "mask": [True] * 2000})
-    long = write_report(tmp_path / "long").stat().st_size
-    assert long - small < 4_000_000
+def long_run(path, metrics, episodes, steps=400):
+    with RunLog(path, tensorboard=False) as log:
+        for step in range(1, steps + 1):
+            log.metrics(step, {f"metric{i}": (step * (i + 3)) % 17 / 7 for i in range(metrics)} | {"reward": step % 5})
+            for row in episodes(step):
+                log.episode({"step": step, **row})
+    return path
+
+
+def worded(words, tokens, **more):
+    said = [{"role": "assistant", "content": words * 30_000}]
+    return {"reward": 0.5, "tokens": [words] * tokens, "mask": [True] * tokens, "messages": said, **more}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "episodes"),
+    [
+        (12, lambda step: [worded("word ", 200, group=step, advantage=0.25) for _ in range(4)]),
+        (300, lambda step: [worded("</x>", 2)]),
+        (1500, lambda step: []),
+        (2, lambda step: [worded("\u2028<&>", 3000, group=0) for _ in range(64)] if step == 7 else []),
+        (2, lambda step: [worded("a", 9, split="held-out", group=k) for k in range(3)]),
+    ],
+    ids=["an ordinary run", "many metrics", "too many metrics", "one huge group", "held-out alone"],
+)
+def test_the_page_stays_under_a_megabyte(tmp_path, metrics, episodes):
+    steps = 400 if metrics < 1000 else 50
+    path = write_report(long_run(tmp_path, metrics, episodes, steps))
+    assert path.stat().st_size <= 1_000_000
+    data = json.loads(Page(path.read_text(encoding="utf-8")).scripts[0])
+    assert data["charts"]
+    assert bool(data["episodes"]) == bool(data["episodes_logged"])
+
+
+def test_siblings_are_shown_together_and_held_out_episodes_too(tmp_path):
+    def episodes(step):
+        group = [worded("w", 40, group=step, log_probs=[-0.1] * 40) for _ in range(8)]
+        return [*group, {"split": "held-out", "group": 3, "expected": "18", "tokens": ["17"]}]
+
+    page = Page(write_report(long_run(tmp_path, 2, episodes)).read_text(encoding="utf-8"))
+    shown = json.loads(page.scripts[0])["episodes"]
+    counts = Counter((e["step"], e["split"]) for e in shown)
+    assert {number for (_, split), number in counts.items() if split == "training"} == {8}
+    assert {split for _, split in counts} == {"training", "held-out"}
+    assert [e["id"] for e in shown] == sorted(e["id"] for e in shown)
 
 
 def test_a_run_without_metrics_is_refused(tmp_path):

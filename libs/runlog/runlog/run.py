@@ -11,6 +11,8 @@ from rich.console import Console
 
 from runlog import store
 from runlog.display import Progress, summary_table
+from runlog.sampling import ordered
+from runlog.trackers import Tracker
 
 
 class RunLog:
@@ -18,7 +20,8 @@ class RunLog:
 
     Use it as a context manager. With `resume_step=n` the rows after step n are dropped first and the rest is kept, so a
     resumed run has every step once; without it an existing metrics file is refused (ValueError). `tensorboard=True`
-    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written.
+    needs the extra `tessera-runlog[tensorboard]`. Every line is flushed as it is written. `trackers` are told the
+    numbers of each row, and how the run ended (`runlog.trackers`).
     """
 
     def __init__(
@@ -28,12 +31,14 @@ class RunLog:
         resume_step: int | None = None,
         tensorboard: bool = True,
         console: Console | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.run_dir = Path(run_dir)
         self.console = console or Console(highlight=False)
         self._resume_step = resume_step
         self._config = config
         self._tensorboard = tensorboard
+        self._trackers = trackers
         self._writer: Any = None
         self._files: dict[str, IO[str]] = {}
         self._last_step = -1
@@ -67,6 +72,8 @@ class RunLog:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        for tracker in self._trackers:
+            tracker.finish(ok=kind is None)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """One row of metrics, with the time of day. Steps go upwards, one row each (ValueError otherwise). Numbers also
@@ -78,18 +85,24 @@ class RunLog:
             )
         self._write(store.METRICS, {"step": step, "time": round(time.time(), 3), **values})
         self._last_step = step
+        plain = {name: store.plain(value) for name, value in values.items()}
+        numbers = {
+            name: value
+            for name, value in plain.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
         if self._writer is not None:
-            for name, value in values.items():
-                number = store.plain(value)
-                if isinstance(number, int | float) and not isinstance(number, bool):
-                    self._writer.add_scalar(name, number, step)
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, step)
             self._writer.flush()
+        for tracker in self._trackers:
+            tracker.metrics(step, numbers)
 
     def episode(self, episode: Mapping[str, Any]) -> None:
         """One sampled episode, for the report's browser; see `runlog.episodes` for the keys it understands."""
         if "step" not in episode:
             raise ValueError("an episode needs its step")
-        self._write(store.EPISODES, episode)
+        self._write(store.EPISODES, ordered(episode))
 
     def progress(self, total: int, label: str = "training", start: int = 0, every: float = 5.0) -> Progress:
         """A live display on this log's console; use it as a context manager."""

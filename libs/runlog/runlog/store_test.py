@@ -1,6 +1,5 @@
 """The files: every line whole, a cut line forgiven, a resumed run with each step once."""
 
-import itertools
 import json
 import math
 
@@ -8,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runlog.store import cut_after, encode, plain, read_lines, read_spread, spread
+from runlog.store import cut_after, encode, plain, read_lines
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-(10**12), 10**12), st.floats(allow_nan=False), st.text(max_size=20)
@@ -68,17 +67,3 @@ def test_odd_line_ends_inside_text_stay_inside(tmp_path, text):
     path = tmp_path / "m.jsonl"
     path.write_text(encode({"step": 1, "text": f"a{text}b"}) + encode({"step": 2}), encoding="utf-8", newline="\n")
     assert [r.get("text") for r in read_lines(path)] == [f"a{text}b", None]
-
-
-def test_a_spread_reads_few_rows_of_many(tmp_path):
-    path = tmp_path / "e.jsonl"
-    path.write_text("".join(encode({"step": i, "text": "\u2028"}) for i in range(1000)) + '{"step"', encoding="utf-8")
-    count, rows = read_spread(path, 50)
-    assert count == 1000
-    assert [i for i, _ in rows] == [r["step"] for _, r in rows] == spread(1000, 50)
-    gaps = [b - a for a, b in itertools.pairwise(spread(1000, 50))]
-    assert (rows[0][0], rows[-1][0], max(gaps) - min(gaps)) == (0, 999, 1)
-    assert len(read_spread(path, 5000)[1]) == 1000
-    assert read_spread(tmp_path / "absent", 5) == (0, [])
-    assert spread(7, 1) == [6]
-    assert spread(0, 5) == []

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from seqpack.batches.algebra import chunk as chunk
     from seqpack.batches.algebra import concat as concat
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from seqpack.batches.packed import unpack_tokens as unpack_tokens
     from seqpack.batches.view import BatchView as BatchView
     from seqpack.batches.view import Totals as Totals
+    from seqpack.capability import No as No
+    from seqpack.capability import Yes as Yes
     from seqpack.planning.balancing import BalancePlan as BalancePlan
     from seqpack.planning.balancing import balance as balance
     from seqpack.planning.costs import SequenceCost as SequenceCost
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from seqpack.planning.packing import pack as pack
 
 _EXPORTS = {
+    "No": "seqpack.capability",
+    "Yes": "seqpack.capability",
     "BalancePlan": "seqpack.planning.balancing",
     "BatchView": "seqpack.batches.view",
     "LayerFlops": "seqpack.planning.flops",

@@ -28,6 +28,8 @@ _ALIASES = {
 }  # fmt: skip
 
 Schema = Mapping[str, Any]
+Written = tuple[str, str, bool | None]
+"""An argument as it was written: its key, its text, and whether the model says that it is text (None: it does not)."""
 _ANNOTATIONS = frozenset({"type", "description", "title", "default", "examples"})
 
 
@@ -59,25 +61,26 @@ class ToolSet:
         """Return the schema of the tool's arguments, None for a tool that is not there."""
         return self.parameters.get(name)
 
-    def from_texts(
-        self, name: str, pairs: Sequence[tuple[str, str]], notes: list[str], guess: bool = False
-    ) -> dict[str, Any]:
+    def from_texts(self, name: str, pairs: Sequence[Written], notes: list[str], guess: bool = False) -> dict[str, Any]:
         """Give texts their types by the tool's schema; the last of duplicate keys counts.
 
-        Undeclared ones stay text, unless it shall be guessed: then they are JSON if they can be.
+        Undeclared ones stay text, unless it shall be guessed: then they are JSON if they can be. What the model itself
+        says is text stays as it is; what it says is none is guessed where it is not declared.
         """
         schema = self.get(name)
         properties = _properties(schema)
         values: dict[str, Any] = {}
-        for key, text in pairs:
+        for key, text, is_text in pairs:
             if key in values:
                 note(notes, f"duplicate key {key!r}: the last one counts")
-            if key in properties:
+            if is_text:
+                values[key] = text
+            elif key in properties:
                 values[key] = from_text(text, properties[key], schema or {}, notes, key)
             elif schema is not None and isinstance(schema.get("additionalProperties"), Mapping):
                 values[key] = from_text(text, schema["additionalProperties"], schema, notes, key)
             else:
-                values[key] = from_text(text, {}, {}, notes, key) if guess else text
+                values[key] = from_text(text, {}, {}, notes, key) if guess or is_text is False else text
         self._check_names(name, values, notes)
         return values
 

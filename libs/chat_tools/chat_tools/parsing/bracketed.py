@@ -19,7 +19,7 @@ from typing import Any
 
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.cursor import CALL_COST, TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.formats import Format, Json, Pythonic
+from chat_tools.parsing.grammar import Format, Json, Pythonic
 from chat_tools.parsing.literals import (
     UNUSUAL,
     LiteralError,
@@ -34,6 +34,7 @@ from chat_tools.parsing.nesting import Brackets, find_end
 from chat_tools.parsing.segments import Recorder
 
 _CALL = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
+_NAME_BEGUN = re.compile(r"[\w.\-\s]*+")
 _BEGINS_LIKE_A_CALL = re.compile(r"""\{\s*["'](?:name|type|function|parameters|arguments)["']\s*:""")
 _OBJECT = r"""\{\s{0,20}["'](?:name|type|function)["']\s{0,20}:"""
 _LONGEST_NAME = 256
@@ -84,7 +85,12 @@ class BracketReader:
         start = reader.pos
         first = reader.peek() or (yield from reader.next())
         body = self.tables.body
-        if isinstance(body, Pythonic):
+        if isinstance(body, Json) and bare and body.lead and (yield from reader.at([body.lead])):
+            reader.pos += len(body.lead)
+            first = reader.peek() or (yield from reader.next())
+        if isinstance(body, Pythonic) and first and not body.brackets and first != "[":
+            reason = yield from self._list("", bare, close)
+        elif isinstance(body, Pythonic):
             reason = yield from self._list("", bare) if first == "[" else self._nothing(first)
         elif body.objects and first == "[":
             reason = yield from self._list("{", bare)
@@ -214,7 +220,8 @@ class BracketReader:
         if name is None:
             if bare and not self._is_meant(value):
                 return NOT_A_CALL
-            found = _call_object(value)
+            body = self.tables.body
+            found = _keyed_object(value) if isinstance(body, Json) and body.keyed else _call_object(value)
             if isinstance(found, str):
                 return found
             name, identifier, value = found
@@ -236,17 +243,22 @@ class BracketReader:
         has_arguments = "arguments" in inner or "parameters" in inner
         return isinstance(name, str) and (has_arguments or self.tools.get(name) is not None)
 
-    def _list(self, opening: str, bare: bool) -> Wait[str | None]:
-        """Read a list of objects ("{") or Python calls (""), each recorded when it is complete."""
+    def _list(self, opening: str, bare: bool, close: str = "") -> Wait[str | None]:
+        """Read a list of objects ("{") or Python calls (""), each recorded when it is complete.
+
+        Calls without brackets around them end where `close` stands, which is not taken here.
+        """
         reader = self.reader
-        reader.pos += 1
+        reader.pos += not close
         found = 0
         while True:
             if not reader.charge(CALL_COST):
                 return TOO_DENSE
             yield from reader.search(_NOT_COMMA)
             first = yield from reader.need(1)
-            if first == "]":
+            if close and found and (yield from reader.at([close])):
+                return None
+            if first == "]" and not close:
                 reader.pos += 1
                 if not found:
                     return NOT_A_CALL if bare else "an empty list of calls"
@@ -268,18 +280,13 @@ class BracketReader:
         return "something else than a call in the list" if first else "the text ends inside the list of calls"
 
     def _name(self) -> Wait[str]:
-        """Wait until a name and its parenthesis are here, or cannot be."""
-        length = 16
+        """Wait until a name and its parenthesis are here, or cannot be; no longer, or the last call would come late."""
+        length, most = 1, _LONGEST_NAME + 1
         while True:
             text = yield from self.reader.need(length)
-            if (
-                len(text) < length
-                or _CALL.match(text)
-                or not re.fullmatch(r"[\w.\-\s]*", text)
-                or length > _LONGEST_NAME
-            ):
+            if len(text) < length or length == most or _CALL.match(text) or not _NAME_BEGUN.fullmatch(text):
                 return text
-            length *= 2
+            length = min(most, max(length + 1, min(2 * length, self.reader.end - self.reader.pos)))
 
     def _element(self, call: re.Match[str] | None, bare: bool) -> Wait[str | None]:
         """Read one element; a bad one with matching brackets is recorded as malformed and the list goes on."""
@@ -343,12 +350,12 @@ def _call_object(value: Any) -> tuple[str, str | None, Any] | str:
         return "the call is not an object"
     function = value.get("function")
     inner: Mapping[str, Any] = function if isinstance(function, dict) else value
-    name = inner.get("name", function if isinstance(function, str) else None)
+    name = inner.get("name", inner.get("tool_name", function if isinstance(function, str) else None))
     if not isinstance(name, str):
         return "the call has no name"
     if not name:
         return "the tool's name is empty"
-    identifier = value.get("id")
+    identifier = value.get("id", value.get("tool_call_id"))
     for key in ("arguments", "parameters"):
         if key in inner:
             arguments = inner[key]
@@ -356,6 +363,14 @@ def _call_object(value: Any) -> tuple[str, str | None, Any] | str:
     if set(inner) - {"name", "type", "id", "index"}:
         return "the call has no arguments"
     return name, identifier if isinstance(identifier, str) else None, {}
+
+
+def _keyed_object(value: Any) -> tuple[str, None, Any] | str:
+    """Take name and arguments out of `{NAME: {...}}`; or say why it is no call."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return "the call is not an object with one key"
+    ((name, arguments),) = value.items()
+    return (name, None, {} if arguments is None else arguments) if name else "the tool's name is empty"
 
 
 def _text_object(text: str) -> Any:

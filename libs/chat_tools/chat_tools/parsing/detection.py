@@ -16,7 +16,7 @@ _TOOL = {
     "parameters": {"type": "object", "properties": {"word": {"type": "string"}, "times": {"type": "integer"}}},
 }
 
-# Texts that stand in the templates of one format alone, the most telling first.
+# Texts that stand in the templates of one format alone, the most telling first; others have their first marker.
 _SIGNS = (
     ("<minimax:tool_call>", "minimax"),
     ("<seed:tool_call>", "seed"),
@@ -50,10 +50,19 @@ def detect_format(tokenizer: Any) -> str:
             if calls == [(_NAME, _ARGUMENTS)] and not message.malformed and not message.content:
                 return name
     source = template.source
-    for sign, name in _SIGNS:
+    for sign, name in (*_own_signs(), *_SIGNS):
         if sign in source:
             return name
     raise ValueError(f"the chat template writes calls in no known format; choose one of: {', '.join(sorted(FORMATS))}")
+
+
+def _own_signs() -> list[tuple[str, str]]:
+    """The signs of the formats that are not listed above."""
+    listed = {name for _, name in _SIGNS}
+    taken = {sign for sign, _ in _SIGNS}
+    others = [fmt for fmt in FORMATS.values() if fmt.name not in listed]
+    firsts = [(fmt.sign or (fmt.section or (*fmt.calls, ("", ""))[0])[0], fmt.name) for fmt in others]
+    return [(sign, name) for sign, name in firsts if sign and sign not in taken]
 
 
 def _written_calls(template: ChatTemplate) -> list[str]:

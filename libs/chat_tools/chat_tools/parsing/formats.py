@@ -1,85 +1,43 @@
-"""Tool-call formats as data: markers, nesting and the codec of the arguments. One engine reads them all."""
+"""Tool-call formats as data: one entry a format. One engine reads them all; `grammar.py` says what an entry means."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-Pair = tuple[str, str]
+from chat_tools.parsing import writing
+from chat_tools.parsing.grammar import Call, Channels, Format, Json, Pythonic, Tagged
 
-
-class Tagged(NamedTuple):
-    """Arguments as tagged values: NAME `name_end`, then `key[0]` KEY `key[1]` `value[0]` VALUE `value[1]` repeated.
-
-    With `newlines`, one newline after the opening and one before the closing tag of a value belong to the tags. With
-    `guess`, a value whose type nobody declares is read as JSON if it is JSON.
-    """
-
-    name_end: str
-    key: Pair
-    value: Pair
-    newlines: bool = False
-    guess: bool = False
-
-
-class Json(NamedTuple):
-    """`{"name": ..., "arguments": {...}}`, alone or in a list (`objects`); or a header and the arguments' object.
-
-    `header` is a pattern of all that stands between the opening marker and the object, with a group `name` and perhaps
-    `id`; its repetitions are possessive, so that it takes linear time. `after` may follow the object. `quotes` are
-    further string delimiters, without escapes; keys are bare then.
-    """
-
-    objects: bool = True
-    header: str = ""
-    after: str = ""
-    quotes: tuple[str, ...] = ()
-
-
-class Pythonic(NamedTuple):
-    """A list of Python calls with keyword arguments: `[f(a=1), g(b="x")]`."""
-
-
-class Channels(NamedTuple):
-    """Messages with headers: `start` and `channel` open a header, `message` ends it, one of `ends` ends the text.
-
-    The channel named `reasoning` is reasoning; where the pattern `recipient` finds a `name`, the message is a call.
-    """
-
-    start: str
-    channel: str
-    message: str
-    ends: tuple[str, ...]
-    reasoning: str
-    recipient: str
-
-
-class Format(NamedTuple):
-    """A format of assistant turns.
-
-    `calls` are the markers of one call (no closing one: the body ends itself), `section` a wrapper around calls,
-    `reasoning` the markers of thinking, `ends` the tokens that end a turn. Calls stand inside the section only, or with
-    `bare` at the beginning of a line too; `opening` is what begins a call without a marker if it begins the answer.
-    """
-
-    name: str
-    calls: tuple[Pair, ...]
-    body: Tagged | Json | Pythonic | Channels
-    section: Pair | None = None
-    reasoning: tuple[Pair, ...] = (("<think>", "</think>"),)
-    ends: tuple[str, ...] = ()
-    bare: bool = False
-    opening: str = ""
-
-
+Writer = Callable[[Format, Sequence[Call]], str]
 _CHATML = ("<|im_end|>", "<|endoftext|>")
 
 
-def _deepseek(name: str, body: Json) -> Format:
+def _deepseek(name: str, body: Json, aliases: tuple[str, ...], writer: Writer) -> Format:
     return Format(
         name,
+        aliases=aliases,
+        writer=writer,
         section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         calls=(("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
         body=body,
+        ends=("<｜end▁of▁sentence｜>",),
+        bare=True,
+    )
+
+
+def _dsml(name: str, wrapper: str, aliases: tuple[str, ...]) -> Format:
+    """DeepSeek's markup language: tags with attributes, of which one says whether a value is text."""
+    return Format(
+        name,
+        aliases=aliases,
+        writer=writing.tagged,
+        section=(f"<｜DSML｜{wrapper}>", f"</｜DSML｜{wrapper}>"),
+        calls=(('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),),
+        body=Tagged(
+            name_end='">',
+            key=('<｜DSML｜parameter name="', ">"),
+            value=("", "</｜DSML｜parameter>"),
+            attribute="string",
+        ),
         ends=("<｜end▁of▁sentence｜>",),
         bare=True,
     )
@@ -94,15 +52,36 @@ _NUMBERED = _words("<:", r":(?!\d+\s*+<)")  # a colon and a number at the end ar
 _ALL = (
     Format(
         "qwen3_xml",
+        aliases=(
+            "qwen3_5",
+            "qwen3_coder",
+            "qwen3",
+            "nemotron_v3",
+            "step3p5",
+            "mimo",
+        ),
+        writer=writing.section_of_each,
         section=("<tool_call>", "</tool_call>"),
         calls=(("<function=", "</function>"),),
         body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>"), newlines=True),
         ends=_CHATML,
         bare=True,
     ),
-    Format("hermes", calls=(("<tool_call>", "</tool_call>"),), body=Json(), ends=_CHATML),
+    Format(
+        "hermes",
+        aliases=("qwen25",),
+        writer=writing.objects,
+        calls=(("<tool_call>", "</tool_call>"),),
+        body=Json(),
+        ends=_CHATML,
+    ),
     Format(
         "llama3_json",
+        aliases=(
+            "llama3",
+            "llama4_json",
+        ),
+        writer=writing.parameter_objects,
         calls=(("<|python_tag|>", ""),),
         body=Json(),
         ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>"),
@@ -110,6 +89,8 @@ _ALL = (
     ),
     Format(
         "pythonic",
+        aliases=("llama4_pythonic",),
+        writer=writing.python_list,
         calls=(("<|python_start|>", "<|python_end|>"),),
         body=Pythonic(),
         ends=("<|eot|>", "<|eot_id|>", "<|eom|>"),
@@ -117,6 +98,7 @@ _ALL = (
     ),
     Format(
         "mistral",
+        writer=writing.after_name,
         calls=(("[TOOL_CALLS]", ""),),
         body=Json(header=r"(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\](?P<id>[^\[{]*+))?(?:\[ARGS\])?"),
         reasoning=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
@@ -125,16 +107,34 @@ _ALL = (
     _deepseek(
         "deepseek_v3",
         Json(objects=False, header=rf"\w++<｜tool▁sep｜>(?P<name>{_words('<`')})\s*+```(?:json)?", after="```"),
+        ("deepseekv3",),
+        writing.fenced,
     ),
-    _deepseek("deepseek_v3.1", Json(objects=False, header=rf"(?P<name>{_words('<')})\s*+<｜tool▁sep｜>")),
+    _deepseek(
+        "deepseek_v3.1",
+        Json(objects=False, header=rf"(?P<name>{_words('<')})\s*+<｜tool▁sep｜>"),
+        ("deepseekv31", "deepseek_v31"),
+        writing.after_separator,
+    ),
+    _dsml("deepseek_v3.2", "function_calls", ("deepseekv32", "deepseek_v32")),
+    _dsml("deepseek_v4", "tool_calls", ("deepseekv4",)),
     Format(
         "glm-4.5",
+        aliases=(
+            "glm",
+            "glm45",
+            "glm-4.7",
+            "glm47",
+        ),
+        writer=writing.tagged,
         calls=(("<tool_call>", "</tool_call>"),),
         body=Tagged(name_end="\n", key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), guess=True),
         ends=("<|user|>", "<|observation|>", "<|endoftext|>"),
     ),
     Format(
         "kimi_k2",
+        aliases=("kimi",),
+        writer=writing.numbered,
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         calls=(("<|tool_call_begin|>", "<|tool_call_end|>"),),
         body=Json(
@@ -147,6 +147,8 @@ _ALL = (
     ),
     Format(
         "minimax",
+        aliases=("minimax_m2",),
+        writer=writing.tagged,
         section=("<minimax:tool_call>", "</minimax:tool_call>"),
         calls=(('<invoke name="', "</invoke>"),),
         body=Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>")),
@@ -155,12 +157,20 @@ _ALL = (
     ),
     Format(
         "granite",
+        aliases=("granite4",),
+        writer=writing.one_list,
         calls=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")),
         body=Json(),
         ends=("<|end_of_text|>",),
     ),
     Format(
         "harmony",
+        aliases=(
+            "gpt-oss",
+            "gpt_oss",
+            "openai",
+        ),
+        writer=writing.messages,
         calls=(),
         body=Channels(
             start="<|start|>",
@@ -174,6 +184,8 @@ _ALL = (
     ),
     Format(
         "seed",
+        aliases=("seed_oss",),
+        writer=writing.tagged,
         section=("<seed:tool_call>", "</seed:tool_call>"),
         calls=(("<function=", "</function>"),),
         body=Tagged(name_end=">", key=("<parameter=", ">"), value=("", "</parameter>")),
@@ -183,40 +195,124 @@ _ALL = (
     ),
     Format(
         "gemma",
+        aliases=(
+            "gemma4",
+            "functiongemma",
+        ),
+        writer=writing.bare_keys,
         calls=(("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")),
         body=Json(objects=False, header=r"call:(?P<name>[^\s{]*)", quotes=('<|"|>', "<escape>")),
         reasoning=(("<|channel>thought", "<channel|>"),),
         opening="call:",
         ends=("<turn|>", "<end_of_turn>", "<|tool_response>", "<start_function_response>"),
     ),
+    Format(
+        "olmo3",
+        writer=writing.python_lines,
+        calls=(("<function_calls>", "</function_calls>"),),
+        body=Pythonic(brackets=False),
+        ends=_CHATML,
+    ),
+    Format(
+        "lfm2",
+        aliases=("lfm2.5",),
+        writer=writing.python_list,
+        calls=(("<|tool_call_start|>", "<|tool_call_end|>"),),
+        body=Pythonic(),
+        ends=_CHATML,
+    ),
+    Format(
+        "step3",
+        writer=writing.tagged_in_one_line,
+        section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+        calls=(
+            (
+                '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+                "</steptml:invoke><｜tool_call_end｜>",
+            ),
+        ),
+        body=Tagged(name_end='">', key=('<steptml:parameter name="', '">'), value=("", "</steptml:parameter>")),
+        ends=("<|EOT|>",),
+    ),
+    Format(
+        "xlam",
+        writer=writing.bare_list,
+        calls=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")),
+        body=Json(),
+        ends=(*_CHATML, "<|eot_id|>"),
+        opening="[",
+    ),
+    Format(
+        "phi4_mini",
+        aliases=("phi4_mini_json",),
+        writer=writing.one_list,
+        calls=(),
+        body=Json(lead="functools"),
+        ends=("<|end|>", "<|endoftext|>", "<|tool_response|>"),
+        opening="functools[",
+        sign="functools",
+    ),
+    Format(
+        "hunyuan",
+        aliases=("hunyuan_a13b", "jamba"),
+        writer=writing.one_list,
+        calls=(("<tool_calls>", "</tool_calls>"),),
+        body=Json(),
+        ends=("<|eos|>", "<|endoftext|>"),
+    ),
+    Format(
+        "longcat",
+        writer=writing.objects,
+        calls=(("<longcat_tool_call>", "</longcat_tool_call>"),),
+        body=Json(),
+        reasoning=(("<longcat_think>", "</longcat_think>"),),
+        ends=("</longcat_s>",),
+    ),
+    Format(
+        "ernie45",
+        aliases=("ernie", "ernie4.5"),
+        writer=writing.objects,
+        calls=(("<tool_call>", "</tool_call>"),),
+        body=Json(),
+        ends=("<response>", "</response>", "</s>"),
+        sign="<response>",
+    ),
+    Format(
+        "internlm2",
+        aliases=("internlm",),
+        writer=writing.marked_parameters,
+        calls=(("<|action_start|><|plugin|>", "<|action_end|>"),),
+        body=Json(),
+        ends=("<|im_end|>",),
+    ),
+    Format(
+        "apertus",
+        writer=writing.keyed_list,
+        calls=(("<|tools_prefix|>", "<|tools_suffix|>"),),
+        body=Json(keyed=True),
+        reasoning=(("<|inner_prefix|>", "<|inner_suffix|>"),),
+        ends=("<|assistant_end|>",),
+    ),
+    Format(
+        "cohere",
+        aliases=("command", "cohere_command", "cohere_command3", "cohere_command4"),
+        writer=writing.numbered_list,
+        calls=(("<|START_ACTION|>", "<|END_ACTION|>"),),
+        body=Json(),
+        reasoning=(("<|START_THINKING|>", "<|END_THINKING|>"),),
+        ends=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
+    ),
+    Format(
+        "gigachat3",
+        writer=writing.marked_objects,
+        calls=(("function call<|role_sep|>", ""),),
+        body=Json(),
+        ends=("</s>", "<|message_sep|>"),
+    ),
 )
 
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
-# Other names of the formats, as the peers' parsers, the models or the templates are called.
-ALIASES = {
-    "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v3.1",
-    "functiongemma": "gemma",
-    "glm-4.7": "glm-4.5",
-    "glm47": "glm-4.5",
-    "granite4": "granite",
-    "llama3": "llama3_json",
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "openai": "harmony",
-    "qwen25": "hermes",
-    "deepseek_v31": "deepseek_v3.1",
-    "gemma4": "gemma",
-    "glm": "glm-4.5",
-    "glm45": "glm-4.5",
-    "gpt-oss": "harmony",
-    "gpt_oss": "harmony",
-    "kimi": "kimi_k2",
-    "minimax_m2": "minimax",
-    "qwen3_5": "qwen3_xml",
-    "qwen3_coder": "qwen3_xml",
-    "seed_oss": "seed",
-}
+ALIASES = {alias: f.name for f in _ALL for alias in f.aliases}
 
 
 def formats() -> list[str]:

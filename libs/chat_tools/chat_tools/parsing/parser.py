@@ -23,7 +23,10 @@ from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader, BracketTables
 from chat_tools.parsing.channels import ChannelReader, ChannelTables
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.formats import Channels, Format, Json, Tagged, find_format
+from chat_tools.parsing.formats import find_format
+from chat_tools.parsing.grammar import Channels, Format, Json, Tagged
+from chat_tools.parsing.preview import Preview
+from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.result import Event, Kind, ParsedMessage
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import TaggedReader, TaggedTables
@@ -58,6 +61,7 @@ class Tables:
             self.body = ChannelTables(body)
         else:
             self.body = BracketTables(fmt, stops, list(self.thinking))
+        self.preview = PreviewTables(fmt)
 
 
 _TABLES: dict[Format, Tables] = {}
@@ -102,6 +106,8 @@ class StreamParser:
         else:
             self._body = ChannelReader(self._reader, self._recorder, tables.body, tool_set)
         # Whether it is known what is reasoning: where the prompt is known, or the format has none.
+        if not silent:
+            self._recorder.preview = Preview(tables.preview, tool_set, self._recorder.tell)
         self._thought = prefill is not None or not tables.thinking
         self._recorder.holding = not self._thought
         self._decoder: codecs.IncrementalDecoder | None = None  # made when bytes come
@@ -114,6 +120,8 @@ class StreamParser:
         if self._message is not None:
             raise ValueError("this parser is finished: make a new StreamParser for the next turn")
         self._append(self._decoded(text))
+        if self._recorder.preview is not None and self._run is not None:
+            self._recorder.preview.look(self._reader, self._recorder.cursor)
         return self._events()
 
     def finish(self, text: str | bytes = "") -> ParsedMessage:

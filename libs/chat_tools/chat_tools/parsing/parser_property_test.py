@@ -11,7 +11,7 @@ from chat_tools.parsing import cursor
 from chat_tools.parsing.formats import FORMATS, formats
 from chat_tools.parsing.parser import StreamParser, parse
 from chat_tools.parsing.result import ParsedMessage
-from chat_tools.testing.fuzzing import FRAGMENTS, TOOLS, WORST
+from chat_tools.testing.fuzzing import FRAGMENTS, SEARCHED, TOOLS, WORST
 from chat_tools.testing.samples import write_turn
 
 BYTES_PER_OPERATION = 40  # fed at once, no text costs more operations than this a character
@@ -95,7 +95,7 @@ def test_operations_are_linear(name):
         assert message.operations <= 10 * parse(text, name).operations + 1000, longer[:40]
 
 
-@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("name", SEARCHED)
 def test_the_worst_known_texts_are_linear_whole_and_in_pieces(name):
     for known in WORST[name]:
         text, longer = known.of(20_000), known.of(160_000)
@@ -111,7 +111,7 @@ def test_the_worst_known_texts_are_linear_whole_and_in_pieces(name):
         assert streamed.operations <= BYTES_PER_OPERATION * len(longer), known
 
 
-@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("name", SEARCHED)
 def test_a_megabyte_of_the_worst_costs_no_more_operations(name):
     """What it takes in seconds is printed by benchmarks/adversarial.py."""
     for known in WORST[name]:
@@ -147,7 +147,7 @@ def test_a_call_after_very_dense_text_is_read(name):
 
 @pytest.mark.parametrize(("count", "words"), [(1500, ""), (2000, "some more words " * 20)])
 def test_very_many_calls_are_no_dense_text(count, words):
-    for name in formats():
+    for name in SEARCHED:
         calls = [("f", {"text": f"{words}{i}"}) for i in range(count)]
         message = parse(write_turn(name, calls), name, TOOLS)
         assert [json.loads(c.arguments)["text"] for c in message.tool_calls] == [f"{words}{i}" for i in range(count)]

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from chat_tools.parsing.parser import StreamParser, parse
-from chat_tools.parsing.result import CallFinished, Retracted, TextDelta
+from chat_tools.parsing.result import ArgumentsDelta, CallFinished, CallStarted, Retracted, TextDelta
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 
@@ -27,7 +27,7 @@ def test_a_stream_reports_as_it_goes():
     assert parser.feed("Let me s") == [TextDelta("content", "Let me s")]
     assert parser.feed("ee.<tool_") == [TextDelta("content", "ee.")]
     events = parser.feed(CALL.removeprefix("<tool_")) + parser.feed("!")
-    assert [type(e) for e in events] == [CallFinished, TextDelta]
+    assert [type(e) for e in events] == [CallStarted, ArgumentsDelta, CallFinished, TextDelta]
     assert parser.finish().content == "Let me see.!"
 
 

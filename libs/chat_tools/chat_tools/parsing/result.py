@@ -115,10 +115,33 @@ class TextDelta(NamedTuple):
     text: str
 
 
+class CallStarted(NamedTuple):
+    """A call begins: its number among the calls that were started, its tool's name, and its id if it has one."""
+
+    number: int
+    name: str
+    id: str | None = None
+
+
+class ArgumentsDelta(NamedTuple):
+    """Give more of the JSON text of a call's arguments; all of them joined are `ToolCall.arguments`."""
+
+    number: int
+    text: str
+
+
 class CallFinished(NamedTuple):
     """A call is complete and may be executed. Its `span` can still grow by a closing wrapper."""
 
     call: ToolCall
+    number: int = 0
+
+
+class CallDropped(NamedTuple):
+    """A call that was started is none, or is told again as a new one: what was said of it does not count."""
+
+    number: int
+    reason: str
 
 
 class MalformedFound(NamedTuple):
@@ -133,4 +156,4 @@ class Retracted(NamedTuple):
     text: str
 
 
-Event = TextDelta | CallFinished | MalformedFound | Retracted
+Event = TextDelta | CallStarted | ArgumentsDelta | CallFinished | CallDropped | MalformedFound | Retracted

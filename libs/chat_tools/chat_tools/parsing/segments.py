@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from chat_tools.parsing.result import (
-    CallFinished,
     Event,
     Kind,
     Malformed,
@@ -19,6 +18,9 @@ from chat_tools.parsing.result import (
     ToolCall,
     joined_text,
 )
+
+if TYPE_CHECKING:
+    from chat_tools.parsing.preview import Preview
 
 
 class _Call(NamedTuple):
@@ -41,12 +43,13 @@ class Recorder:
 
     __slots__ = (
         "_details", "_ends", "_held", "_inner_ends", "_inner_starts", "_kinds",
-        "cursor", "events", "holding", "offset", "silent",
+        "cursor", "events", "holding", "offset", "preview", "silent",
     )  # fmt: skip
 
     def __init__(self, offset: int, silent: bool = False) -> None:
         self.offset = offset
         self.silent = silent
+        self.preview: Preview | None = None  # who tells of calls; none where nothing is reported
         self.cursor = 0
         self.events: list[Event] = []
         self.holding = False
@@ -56,6 +59,15 @@ class Recorder:
         self._inner_starts: list[int] = []
         self._inner_ends: list[int] = []
         self._details: dict[int, _Call | str] = {}
+
+    def tell(self, event: Event) -> None:
+        """Report an event of a call, now or when it is known to be no reasoning."""
+        (self._held if self.holding else self.events).append(event)
+
+    def _drop(self, reason: str) -> None:
+        """Say that what was told of a call does not count."""
+        if self.preview is not None and self.preview.started:
+            self.preview.drop(reason)
 
     def _add(self, kind: Kind, end: int, inner_start: int) -> None:
         self._kinds.append(kind)
@@ -69,6 +81,7 @@ class Recorder:
         cursor = self.cursor
         if end == cursor:
             return
+        self._drop("no call after all")
         if text and end > self.offset and not self.silent:
             visible = text[self.offset - cursor :] if cursor < self.offset else text
             self.events.append(TextDelta("reasoning" if kind == "reasoning" else "content", visible))
@@ -79,6 +92,7 @@ class Recorder:
 
     def opens(self, kind: Kind, end: int) -> None:
         """Take the characters up to `end` as the marker that begins a segment of `kind`."""
+        self._drop("no call after all")
         self._add(kind, end, end)
 
     def closes(self, kind: Kind, end: int) -> None:
@@ -91,10 +105,9 @@ class Recorder:
     def call(self, end: int, name: str, arguments: str, notes: Sequence[str], identifier: str | None = None) -> None:
         """Take the characters up to `end` as a complete call."""
         call = self._details[len(self._kinds)] = _Call(name, arguments, identifier, tuple(notes))
-        if end > self.offset and not self.silent:
+        if end > self.offset and self.preview is not None:
             span = (max(self.cursor - self.offset, 0), end - self.offset)
-            event = CallFinished(ToolCall(name, arguments, span, identifier, call.notes))
-            (self._held if self.holding else self.events).append(event)
+            self.preview.finish(ToolCall(name, arguments, span, identifier, call.notes))
         self._add("call", end, self.cursor)
 
     def release(self) -> None:
@@ -107,6 +120,7 @@ class Recorder:
         """Take the characters up to `end` as malformed."""
         if end == self.cursor:
             return
+        self._drop(reason)
         if end > self.offset and not self.silent:
             span = (max(self.cursor - self.offset, 0), end - self.offset)
             self.events.append(MalformedFound(Malformed(span, reason)))
@@ -131,6 +145,8 @@ class Recorder:
         self._held = []
         self.holding = False
         self.cursor = end
+        if self.preview is not None:
+            self.preview.forget()
         if not self.silent:
             self.events.append(Retracted(text))
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from chat_tools.parsing.arguments import ToolSet
+from chat_tools.parsing.arguments import ToolSet, Written
 from chat_tools.parsing.cursor import TOO_DENSE, Marks, Reader, Wait
-from chat_tools.parsing.formats import Format, Tagged
+from chat_tools.parsing.grammar import Format, Tagged
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.segments import Recorder
 
@@ -30,6 +30,11 @@ _HEADER = 200  # the longest name of a tag that is looked for inside values
 
 class TaggedTables:
     """What one format's tags compile to."""
+
+    def key(self, written: str) -> tuple[str, bool | None]:
+        """Split what stands in an argument's tag into its key and whether its value is said to be text."""
+        match = self.attribute.fullmatch(written) if self.attribute else None
+        return (written, None) if match is None else (match["key"], match["text"] == "true")
 
     def __init__(self, fmt: Format) -> None:
         body = fmt.body
@@ -55,6 +60,8 @@ class TaggedTables:
         )
         self.between = Marks.of([*(m for m in marks if m != body.value[1]), *fmt.ends])
         self.ends = frozenset(fmt.ends)
+        said = rf'(?P<key>[^"]*+)"\s*+{re.escape(body.attribute)}\s*+=\s*+"?(?P<text>true|false)"?'
+        self.attribute = re.compile(said) if body.attribute else None
         self.name_stop = Marks.of([body.name_end, "\n", "<"])
         self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
         self.after_value = [m for m in marks if m != body.value[1]]
@@ -83,7 +90,7 @@ class TaggedReader:
         self.always_flat = False
         self.flat = False
         self.notes: list[str] = []
-        self.pairs: list[tuple[str, str]] = []
+        self.pairs: list[Written] = []
 
     def read(self) -> Wait[str | None]:
         """Read to the end of the call and record it; or return why it is malformed, the position being there."""
@@ -137,7 +144,7 @@ class TaggedReader:
         properties = schema.get("properties") if schema is not None else None
         if not isinstance(properties, Mapping) or not properties or (schema or {}).get("additionalProperties"):
             return False
-        return {key for key, _ in self.pairs} == set(properties)
+        return {key for key, *_ in self.pairs} == set(properties)
 
     def _header(self, stop: Marks, end: str) -> Wait[str | None]:
         """Read a name up to `end`; None if the line ends before, or another tag begins."""
@@ -161,6 +168,7 @@ class TaggedReader:
             if (yield from self.reader.at(["\n"])) != "\n":
                 return "an argument's name is not closed"
             self.notes.append(f"the tag of argument {key!r} is not closed")
+        key, is_text = self.tables.key(key)
         if not key:
             return "an argument's name is empty"
         if body.value[0]:
@@ -183,7 +191,7 @@ class TaggedReader:
         value = self.reader.slice(begin, end)
         if body.newlines:
             value = value.removeprefix("\n").removesuffix("\n")
-        self.pairs.append((key, value))
+        self.pairs.append((key, value, is_text))
         return None
 
     def _nested_value(self) -> Wait[int | None]:
@@ -234,7 +242,8 @@ class TaggedReader:
 
     def _known(self, mark: str, properties: Mapping[str, object] | None) -> bool:
         key, (opening, closing) = mark, self.tables.body.key
-        return not properties or key.removeprefix(opening).removesuffix(closing).strip() in properties
+        written = key.removeprefix(opening).removesuffix(closing).strip().strip("\"'")
+        return not properties or self.tables.key(written)[0] in properties
 
     def _plausible(self, kind: str) -> Wait[bool]:
         """Say whether what follows a closing tag can follow it; moves over white space only."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from chat_tools.rendering.frames import find_frame
 from chat_tools.rendering.masks import Regions, find_regions
 from chat_tools.rendering.media import Media, expand, token_types
-from chat_tools.rendering.owners import common_prefix
-from chat_tools.rendering.render import Rendered, encode, owned_text
-from chat_tools.rendering.template import ChatTemplate, Message
+from chat_tools.rendering.owners import Piece, common_prefix, has_text
+from chat_tools.rendering.render import Rendered, encode, owned_text, render
+from chat_tools.rendering.template import ChatTemplate, Message, content_like, tokens_as_text
 
 
 def extend(
@@ -25,8 +26,9 @@ def extend(
     Only what the template writes after the last assistant turn is tokenised: the end-of-turn token, if the model was
     cut off before it, the separator, the new messages (with their `media`) and the next generation prompt. A sampled
     stop token takes the place of the one that the template writes there (gpt-oss samples `<|return|>` where history has
-    `<|end|>`; GLM-4.5 samples the `<|observation|>` with which the result begins). ValueError where the template cannot
-    be continued so.
+    `<|end|>`; GLM-4.5 samples the `<|observation|>` with which the result begins). Where the template writes results
+    before the words that stand beside their call (Gemma 4), they follow the call as if it had been made without words.
+    ValueError where the template cannot be continued so.
     """
     template = rendered.template
     if template is None:
@@ -34,14 +36,12 @@ def extend(
     if any(message.get("role") == "assistant" for message in new_messages):
         raise ValueError("extend() takes what others say; an assistant's tokens come in by rendered.generated(ids)")
     messages = [*rendered.messages, *new_messages]
-    whole = template.text(messages, add_generation_prompt)
-    found = find_regions(template, messages, whole, add_generation_prompt)
-    tail = _tail(rendered, template, messages, whole, found)
+    tail, owned = _following(rendered, template, messages, add_generation_prompt)
     expanded = expand(tail, media)
     ids, _ = encode(template.tokenizer, expanded.text)
     types = token_types(template.tokenizer, ids, media) if media else [0] * len(ids)
     shift = len(rendered.text)
-    owners = owned_text((), found.owners.pieces, messages, expanded, skip=len(whole) - len(tail))
+    owners = owned_text((), owned, messages, expanded)
     return replace(
         rendered,
         ids=[*rendered.ids, *ids],
@@ -53,6 +53,83 @@ def extend(
         messages=tuple(messages),
         prompted=add_generation_prompt,
     )
+
+
+def _following(
+    rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], prompted: bool
+) -> tuple[str, list[Piece]]:
+    """Return what has to be appended so that the new messages follow, and whose what of it is."""
+    known = len(rendered.messages)
+    for seen in (messages, _without_last_words(messages, known)):
+        text = template.text(seen, prompted)
+        found = find_regions(template, seen, text, prompted)
+        tail = _tail(rendered, template, seen, text, found)
+        at = len(text) - len(tail)
+        new = [piece for piece in found.owners.pieces if piece.message >= known]
+        written = {*found.owners.unknown, *(piece.message for piece in new if piece.start >= at)}
+        lost = [i for i in range(known, len(messages)) if i not in written and has_text(messages[i])]
+        if not lost and all(piece.start >= at for piece in new):
+            return tail, [piece._replace(start=piece.start - at, end=piece.end - at) for piece in new]
+    raise ValueError(
+        f"the template leaves out message {lost[0]}, or writes it before the end of the turn that it follows"
+        if lost
+        else "the template writes some of the new messages before the end of the turn that they follow"
+    )
+
+
+def _without_last_words(messages: Sequence[Message], known: int) -> list[Message]:
+    """Return the messages, the last assistant's of the first `known` with its calls alone."""
+    changed = list(messages)
+    for index in reversed(range(known)):
+        message = messages[index]
+        if message.get("role") == "assistant":
+            changed[index] = {**message, "content": content_like(message, "")}
+            break
+    return changed
+
+
+def text_after_turn(
+    tokenizer: Any,
+    new_messages: Sequence[Message],
+    stop: str | int = "",
+    tools: Sequence[Any] | None = None,
+    *,
+    stop_tokens: Iterable[str | int] | None = None,
+    **options: Any,
+) -> str:
+    """Return what follows a sampled turn that the token `stop` ended ("" where it was cut off), as text to tokenise.
+
+    It is what `extend` appends, the next generation prompt included, found with a short conversation in the place of
+    the real one: its time does not grow with the conversation, which need not be kept as messages. The calls that are
+    answered have the names and ids of the tool messages (`name`, `tool_call_id`); `tools`, `stop_tokens` and `options`
+    are those of `render`. ValueError where the template cannot be continued so. A template that writes new messages in
+    another way after other turns needs `extend`.
+    """
+    like = new_messages[0] if new_messages else {}
+    results = [message for message in new_messages if message.get("role") == "tool"]
+    question = [{"role": "user", "content": content_like(like, "x")}]
+    asked = render(tokenizer, question, tools, True, stop_tokens=stop_tokens, **options)
+    ids = tokenizer.convert_tokens_to_ids(list(tokens_as_text([stop], tokenizer))) if stop != "" else []
+
+    def following(arguments: Any) -> str:
+        answer: dict[str, Any] = {"role": "assistant", "content": content_like(like, "" if results else "y")}
+        if results:
+            answer["tool_calls"] = [_call_of(message, number, arguments) for number, message in enumerate(results)]
+        turn = asked.generated(ids, answer)
+        return extend(turn, new_messages).text[len(turn.text) :]
+
+    try:
+        return following({})
+    except TypeError:  # DeepSeek-V3's template takes arguments as JSON text alone
+        if not results:
+            raise
+        return following("{}")
+
+
+def _call_of(result: Message, number: int, arguments: Any) -> dict[str, Any]:
+    """Return a call that a tool message may answer."""
+    function = {"name": result.get("name", "f"), "arguments": arguments}
+    return {"type": "function", "id": result.get("tool_call_id", f"call{number:05}"), "function": function}
 
 
 def _tail(rendered: Rendered, template: ChatTemplate, messages: Sequence[Message], text: str, found: Regions) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from chat_tools.parsing.formats import FORMATS, Channels
+from chat_tools.parsing.formats import FORMATS
+from chat_tools.parsing.grammar import Channels
 from chat_tools.rendering.owners import common_prefix
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors, unused
 
@@ -33,8 +35,13 @@ class Frame(NamedTuple):
         """Return where the first token that ends a turn stands in `text[start:end]`."""
         if not self.stops:
             return None
-        match = re.compile("|".join(map(re.escape, self.stops))).search(text, start, end)
+        match = _any_of(self.stops).search(text, start, end)
         return match.span() if match else None
+
+
+@lru_cache(maxsize=64)
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 def find_frame(template: ChatTemplate, like: Message) -> Frame:

@@ -17,6 +17,7 @@ a turn that ends with a stop token holds it; an injected marker in anybody's tex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from chat_tools.rendering.frames import Frame, added_tokens, find_frame, token_start
@@ -70,9 +71,12 @@ class _Bounds(NamedTuple):
     last: bool
 
 
-def find_regions(template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool) -> Regions:
-    """Find the regions of all assistant messages in `text`, the rendering of the messages."""
-    owners = find_owners(template, messages, text, prompted)
+def find_regions(
+    template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool, owners: Owners | None = None
+) -> Regions:
+    """Find the regions of all assistant messages in `text`, their rendering (whose `owners` may be known)."""
+    owners = owners or find_owners(template, messages, text, prompted)
+    bounds = _bounded(owners.pieces, len(text))
     regions: list[Region] = []
     problems: list[str] = []
     frame: Frame | None = None
@@ -80,7 +84,8 @@ def find_regions(template: ChatTemplate, messages: Sequence[Message], text: str,
         if message.get("role") != "assistant":
             continue
         frame = frame or find_frame(template, message)
-        found = _turn(template, messages, index, text, prompted, frame, owners)
+        own = bounds.get(index) or _found_alone(template, messages, index, text, prompted, owners)
+        found = _turn(template, messages, index, text, frame, owners, own)
         if isinstance(found, str):
             problems.append(found)
         else:
@@ -93,26 +98,33 @@ def find_regions(template: ChatTemplate, messages: Sequence[Message], text: str,
     return Regions(regions, problems, owners, template.stops is not None)
 
 
+def _found_alone(
+    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, prompted: bool, owners: Owners
+) -> list[_Bounds]:
+    """Find a turn that holds no text by rendering another in its place; nothing if that shows none."""
+    if index in owners.without_calls or index in owners.unknown:
+        return []  # it is given up anyway
+    pieces = find_by_difference(template, messages, index, text, prompted)
+    return _bounded(sorted([*owners.pieces, *pieces]), len(text))[index] if pieces else []
+
+
 def _turn(
     template: ChatTemplate,
     messages: Sequence[Message],
     index: int,
     text: str,
-    prompted: bool,
     frame: Frame,
     owners: Owners,
+    own: Sequence[_Bounds],
 ) -> list[Region] | str:
     """Find the regions of one assistant message; or say why they cannot be proven."""
     if index in owners.without_calls:
         return f"message {index}: {CALLS_LEFT_OUT}"
-    pieces = owners.of(index) or find_by_difference(template, messages, index, text, prompted)
-    if index in owners.unknown or pieces is None:
+    overlapping = any(piece.start < lower or piece.end > upper for piece, lower, upper, _, _ in own)
+    if index in owners.unknown or not own or overlapping:
         return f"message {index}: the template does not render its content apart from what follows"
-    others = [piece for piece in owners.pieces if piece.message != index]
     regions: list[Region] = []
-    for bounds in _bounded(pieces, others, len(text)):
-        if any(piece.start < bounds.piece.end and piece.end > bounds.piece.start for piece in others):
-            return f"message {index}: the template does not render its content apart from what follows"
+    for bounds in own:
         start = _start(template, messages, index, text, frame, bounds)
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
@@ -121,25 +133,22 @@ def _turn(
     return regions
 
 
-def _bounded(pieces: Sequence[Piece], others: Sequence[Piece], length: int) -> list[_Bounds]:
-    """Join the pieces of a turn between which nobody else owns a character, and say what lies around them."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        between = joined and any(joined[-1].end <= other.start < piece.start for other in others)
-        if joined and not between:
-            joined[-1] = Piece(joined[-1].start, piece.end, piece.message)
-        else:
-            joined.append(piece)
-    return [
-        _Bounds(
-            piece,
-            max((other.end for other in others if other.end <= piece.start), default=0),
-            min((other.start for other in others if other.start >= piece.end), default=length),
-            number == 0,
-            number == len(joined) - 1,
-        )
-        for number, piece in enumerate(joined)
-    ]
+def _bounded(pieces: Sequence[Piece], length: int) -> dict[int, list[_Bounds]]:
+    """Join the pieces of each message between which nobody else owns a character, and say what lies around them.
+
+    `pieces` are in order; the result is by message. Linear in their number.
+    """
+    runs = [list(run) for _, run in groupby(pieces, key=lambda piece: piece.message)]
+    found: dict[int, list[_Bounds]] = {}
+    for number, run in enumerate(runs):
+        joined = Piece(run[0].start, run[-1].end, run[0].message)
+        lower = runs[number - 1][-1].end if number else 0
+        upper = runs[number + 1][0].start if number + 1 < len(runs) else length
+        same = found.setdefault(joined.message, [])
+        if same:
+            same[-1] = same[-1]._replace(last=False)
+        same.append(_Bounds(joined, lower, upper, not same, True))
+    return found
 
 
 def _start(
@@ -157,10 +166,13 @@ def _start(
         at = text.rfind(frame.prompt[:length], lower, piece.start)
         if at >= 0:
             return at + length
+    untold = None if frame.prompt else piece.start
+    if index == 0:  # nothing comes before it, and templates are not applied to nothing
+        return untold
     try:
         before = template.text(messages[:index], add_generation_prompt=True)
     except template_errors():
-        return None if frame.prompt else piece.start
+        return untold
     pieces = find_owners(template, messages[:index], before, True).pieces
     tail = before[max((owned.end for owned in pieces), default=0) :]
     here = text[lower : piece.start]

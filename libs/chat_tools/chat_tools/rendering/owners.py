@@ -17,9 +17,12 @@ word that stands in one message alone is in a piece of that message, wherever th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors, template_errors, unused
@@ -30,7 +33,6 @@ _PRIVATE = 0xF0000  # planes 15 and 16: no script has characters there
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010ffff]")
 # What a template compares a text with, or cuts it at: marks must not stand inside or before it.
 _CUTS = re.compile(r"""(?:split|startswith|endswith|replace)\(\s*(['"])(.+?)\1|(['"])([^'"\n]+)\3\s+(?:not\s+)?in\s""")
-_LINE_END = r"\s*\n\s*"
 Wrap = Callable[[str], str]
 
 
@@ -53,9 +55,27 @@ class Owners(NamedTuple):
     unknown: Sequence[int] = ()
     without_calls: Sequence[int] = ()
 
-    def of(self, message: int) -> list[Piece]:
-        """Return the pieces of one message."""
-        return [piece for piece in self.pieces if piece.message == message]
+
+class Marked(NamedTuple):
+    """A rendering of marked messages without its marks, and whose its characters are."""
+
+    text: str
+    owners: Owners
+
+
+def render_marked(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> Marked | None:
+    """Render once, with all messages marked; None if the marks can't be read, or somebody else wrote such characters.
+
+    A template may write something else because of the marks: hold the text to another rendering before using it.
+    """
+    given = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
+    if _PRIVATE_CHARACTER.search(given + template.source):
+        return None
+    return _marked(template, messages, prompted, _Marks(template.source, "", messages), range(len(messages)), True)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def find_owners(template: ChatTemplate, messages: Sequence[Message], text: str, prompted: bool) -> Owners:
@@ -63,9 +83,9 @@ def find_owners(template: ChatTemplate, messages: Sequence[Message], text: str, 
     marks = _Marks(template.source, text, messages)
     everybody = range(len(messages))
     for names in (True, False):
-        found = _marked(template, messages, text, prompted, marks, everybody, names)
-        if found is not None:
-            return found
+        found = _marked(template, messages, prompted, marks, everybody, names)
+        if found is not None and found.text == text:
+            return found.owners
     return _one_by_one(template, messages, text, prompted, marks)
 
 
@@ -79,8 +99,8 @@ def _one_by_one(
     for index, message in enumerate(messages):
         if not has_text(message) and not message.get("tool_calls"):
             continue
-        alone = _marked(template, messages, text, prompted, marks, [index], True)
-        alone = alone or _marked(template, messages, text, prompted, marks, [index], False)
+        tries = (_marked(template, messages, prompted, marks, [index], names) for names in (True, False))
+        alone = next((marked.owners for marked in tries if marked is not None and marked.text == text), None)
         if alone is not None:
             found += alone.pieces
             without_calls += alone.without_calls
@@ -167,8 +187,8 @@ class _Marks:
         while any(self.base <= ord(character) < self.base + count for character in taken):
             self.base += count
         self.close = chr(self.base + count - 1)
-        self.pattern = re.compile(f"[{chr(self.base)}-{self.close}]")
-        self.cuts = _cut_pattern(source)
+        self.pattern = re.compile(f"([{chr(self.base)}-{self.close}])")
+        self.cut, self.cuts = _cut_patterns(source)
 
     def wrap(self, place: _Place) -> Wrap:
         """Return what marks the segments of a text with a new mark that stands for the place."""
@@ -177,12 +197,14 @@ class _Marks:
 
         def segment(text: str) -> str:
             core = text.strip()
-            if not core:
-                return text
+            if len(core) == len(text):
+                return f"{opening}{core}{closing}" if core else ""
             at = text.index(core)
-            return f"{text[:at]}{opening}{core}{closing}{text[at + len(core) :]}"
+            return f"{text[:at]}{opening}{core}{closing}{text[at + len(core) :]}" if core else text
 
         def wrapped(text: str) -> str:
+            if self.cut.search(text) is None:
+                return segment(text)
             parts, last = [], 0
             for cut in self.cuts.finditer(text):
                 parts += [segment(text[last : cut.start()]), cut.group()]
@@ -191,63 +213,57 @@ class _Marks:
 
         return wrapped
 
-    def read(self, rendered: str, text: str) -> list[tuple[int, int, _Place]] | None:
-        """Return (start, end, place) of each marked segment of `text`; None if it is not `rendered` without marks."""
-        spans: list[tuple[int, int, _Place]] = []
-        plain: list[str] = []
-        at = last = 0
-        opened: int | None = None
-        for match in self.pattern.finditer(rendered):
-            between = rendered[last : match.start()]
-            plain.append(between)
-            at, last = at + len(between), match.end()
-            if (opened is None) == (match.group() == self.close):
-                return None  # the template cut a segment in two
-            if opened is None:
-                opened = ord(match.group()) - self.base
-            else:
-                spans.append((at - len(between), at, self.table[opened]))
-                opened = None
-        plain.append(rendered[last:])
-        return spans if opened is None and "".join(plain) == text else None
+    def wrap_call(self, message: int, is_name: bool, call: int) -> Wrap:
+        """Return what marks the name or the arguments of a call."""
+        return self.wrap(_Place(message, call, is_name))
+
+    def read(self, rendered: str) -> tuple[str, list[tuple[int, int, _Place]]] | None:
+        """Return the text without marks and (start, end, place) of its marked segments; None if one was cut in two."""
+        parts = self.pattern.split(rendered)  # text, mark, text, mark, ..., text
+        marks = parts[1::2]
+        if len(marks) % 2 or any(mark != self.close for mark in marks[1::2]) or self.close in marks[::2]:
+            return None
+        ends = list(accumulate(map(len, parts[::2])))
+        spans = [(ends[at], ends[at + 1], self.table[ord(marks[at]) - self.base]) for at in range(0, len(marks), 2)]
+        return "".join(parts[::2]), spans
 
 
 @lru_cache(maxsize=64)
-def _cut_pattern(source: str) -> re.Pattern[str]:
-    """Match where a text is cut: at line ends, and at what a template's source compares texts with or cuts them at."""
+def _cut_patterns(source: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Match where a text is cut: at line ends, and at what a template's source compares texts with or cuts them at.
+
+    The second pattern takes the white space around too; the first is fast where there is nothing to cut.
+    """
     literals = {match[2] or match[4] for match in _CUTS.finditer(source)}
     cuts = sorted((x for x in literals if x.strip() and not x.isalnum()), key=len, reverse=True)
-    return re.compile("|".join([_LINE_END, *(rf"\s*{re.escape(cut)}\s*" for cut in cuts)]))
+    escaped = ["\n", *map(re.escape, cuts)]
+    return re.compile("|".join(escaped)), re.compile("|".join(rf"\s*{cut}\s*" for cut in escaped))
 
 
 def _marked(
     template: ChatTemplate,
     messages: Sequence[Message],
-    text: str,
     prompted: bool,
     marks: _Marks,
     chosen: Iterable[int],
     names: bool,
-) -> Owners | None:
-    """Render with some messages marked and read the marks; None if they change what the template writes."""
+) -> Marked | None:
+    """Render with some messages marked and read the marks; None if the template refuses or tears them."""
     changed = list(messages)
     marks.table.clear()
     for index in chosen:
-
-        def argument(call: int, index: int = index) -> Wrap:
-            return marks.wrap(_Place(index, call))
-
-        def name(call: int, index: int = index) -> Wrap:
-            return marks.wrap(_Place(index, call, True))
-
-        changed[index] = _rewritten(messages[index], marks.wrap(_Place(index)), argument, name if names else None)
+        name = partial(marks.wrap_call, index, True) if names else None
+        changed[index] = _rewritten(
+            messages[index], marks.wrap(_Place(index)), partial(marks.wrap_call, index, False), name
+        )
     try:
         rendered = template.text(changed, prompted)
     except rendering_errors():
         return None
-    spans = marks.read(rendered, text)
-    if spans is None:
+    read = marks.read(rendered)
+    if read is None:
         return None
+    text, spans = read
     pieces: list[Piece] = []
     written: set[_Place] = set()
     for start, end, place in spans:
@@ -256,7 +272,7 @@ def _marked(
         written.add(place)
     seen = {(place.message, place.call) for place in written}
     calls = {(place.message, place.call) for place in marks.table if place.call is not None}
-    return Owners(pieces, (), sorted({message for message, call in calls - seen if names}))
+    return Marked(text, Owners(pieces, (), sorted({message for message, call in calls - seen if names})))
 
 
 def _rewritten(
@@ -266,6 +282,8 @@ def _rewritten(
     changed = dict(message)
     for key in ("content", *REASONING_KEYS):
         value = message.get(key)
+        if value is None:
+            continue
         if isinstance(value, str):
             changed[key] = text(value)
         elif isinstance(value, list):
@@ -321,18 +339,24 @@ def _renamed(call: Any, mark: str) -> Any:
 
 
 def _without_overlaps(pieces: list[Piece], messages: Sequence[Message]) -> list[Piece]:
-    """Order pieces that were found one by one; where two overlap, the assistant's gives way."""
-    pieces.sort()
+    """Order pieces that were found one by one; where two overlap, the assistant's gives way.
+
+    Where neither is the assistant's, the later one has the characters of both, and what it leaves stays the other's.
+    """
+    waiting = list(pieces)
+    heapify(waiting)
     kept: list[Piece] = []
-    for piece in pieces:
-        while kept and piece.start < kept[-1].end:
-            assistant = messages[kept[-1].message].get("role") == "assistant"
-            if assistant or messages[piece.message].get("role") != "assistant":
-                previous = kept.pop()
-                if previous.start < piece.start:
-                    kept.append(Piece(previous.start, piece.start, previous.message))
-                    break
-            else:
-                piece = Piece(kept[-1].end, max(piece.end, kept[-1].end), piece.message)
-        kept.append(piece)
+    while waiting:
+        piece = heappop(waiting)
+        if not kept or piece.start >= kept[-1].end:
+            kept.append(piece)
+        elif messages[piece.message].get("role") == "assistant":
+            heappush(waiting, Piece(kept[-1].end, max(piece.end, kept[-1].end), piece.message))
+        else:
+            start, end, message = kept.pop()
+            if start < piece.start:
+                kept.append(Piece(start, piece.start, message))
+            if end > piece.end and messages[message].get("role") != "assistant":
+                heappush(waiting, Piece(piece.end, end, message))
+            kept.append(piece)
     return kept

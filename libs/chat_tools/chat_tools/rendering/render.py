@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.frames import find_frame
-from chat_tools.rendering.masks import Region, Regions, find_regions
+from chat_tools.rendering.generation_marks import trained_regions
+from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
-from chat_tools.rendering.owners import Piece
+from chat_tools.rendering.owners import Owners, Piece, render_marked
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
 
 
@@ -122,37 +122,28 @@ def render(
     """
     stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
     template = ChatTemplate(tokenizer, tools, options, stops)
-    text, cut = template.text_or_cut(messages, add_generation_prompt)
-    plain = text if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
-    ids, offsets = encode(tokenizer, plain)
     problems: list[str] = []
-    official, marked = _official(template, messages, add_generation_prompt, cut, problems)
-    if official != ids:
-        problems.append(_difference(official, ids))
-    found = find_regions(template, messages, plain, add_generation_prompt)
-    if marked is not None and len(marked) == len(ids):
-        regions = _regions_of_marks(marked, offsets, found, messages, problems)
-    else:
-        regions = found.regions
-        problems += found.problems
+    base = _twice(template, messages, add_generation_prompt) or _apart(
+        template, messages, add_generation_prompt, problems
+    )
+    plain, ids, offsets = base.text, base.ids, base.offsets
+    found = find_regions(template, messages, plain, add_generation_prompt, base.owners)
+    regions = trained_regions(found, base.marked, offsets, messages, problems)
     expanded = expand(plain, media)
     if media:
         ids, offsets = encode(tokenizer, expanded.text)
-    straddling: list[int] = []
-    spans = [_span(region, expanded, offsets, straddling) for region in regions]
-    for region in found.regions if marked is not None else ():
-        _span(region, expanded, offsets, straddling)
+    spans, straddling = _spans(regions, found.regions, expanded, offsets)
     ends = [*(found.regions or regions), Region(0, 0, 0, 0)]
     last = max(ends, key=lambda region: (region.message, region.end))
     return Rendered(
         ids=ids,
         text=expanded.text,
         assistant_mask=_mask_of(spans, len(ids)),
-        spans=tuple(spans),
+        spans=spans,
         problems=tuple(problems),
         mm_token_type_ids=token_types(tokenizer, ids, media) if media else [0] * len(ids),
         owners=owned_text(regions, found.owners.pieces, messages, expanded),
-        straddling=tuple(sorted(set(straddling))),
+        straddling=straddling,
         messages=tuple(messages),
         template=template,
         prompted=add_generation_prompt,
@@ -162,30 +153,95 @@ def render(
     )
 
 
+class _Base(NamedTuple):
+    """A rendered text, its tokens and the characters of each, the template's own mask, and the owners if known."""
+
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    marked: list[bool] | None
+    owners: Owners | None
+
+
+def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> _Base | None:
+    """Render twice: with marks, which gives the text and its owners, and as `apply_chat_template` does, to ids.
+
+    None where the text without marks does not have those ids: the marks changed what the template writes. That it has
+    them is seen by decoding, which is much cheaper than encoding; what decodes to another text is encoded.
+    """
+    if not any(message.get("role") == "user" for message in messages):
+        return None  # it may need a stand-in
+    found = render_marked(template, messages, prompted)
+    if found is None:
+        return None
+    ids, offsets, marked = _official(template, messages, prompted)
+    if not (offsets and offsets[-1][1] == len(found.text) and _decoded(template.tokenizer, ids) == found.text):
+        official = ids
+        ids, offsets = encode(template.tokenizer, found.text)
+        if official != ids:
+            return None
+    return _Base(found.text, ids, offsets, marked, found.owners)
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # transformers' own `decode` takes twice the time
+    if backend is not None:
+        return str(backend.decode(ids, skip_special_tokens=False))
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _apart(template: ChatTemplate, messages: Sequence[Message], prompted: bool, problems: list[str]) -> _Base:
+    """Render to text and to ids, with a stand-in where the template demands a user message."""
+    text, cut = template.text_or_cut(messages, prompted)
+    plain = text if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
+    ids, offsets = encode(template.tokenizer, plain)
+    filled = list(messages) if cut is None else template.stand_in(messages)[0]
+    official, _, marked = _official(template, filled, prompted)
+    if cut is not None:
+        official, marked = _without_stand_in(template.tokenizer, official, marked, cut, problems)
+    if official != ids:
+        problems.append(_difference(official, ids))
+    return _Base(plain, ids, offsets, marked, None)
+
+
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Return ids and the characters of each token; ValueError for a tokenizer without offsets."""
     try:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except NotImplementedError as error:
-        raise ValueError("the tokenizer gives no offsets: load the fast one (use_fast=True)") from error
-    return list(encoded["input_ids"]), [tuple(offset) for offset in encoded["offset_mapping"]]
+        raise ValueError(_NO_OFFSETS) from error
+    return list(encoded["input_ids"]), list(map(tuple, encoded["offset_mapping"]))
+
+
+_NO_OFFSETS = "the tokenizer gives no offsets: load the fast one (use_fast=True)"
 
 
 def _official(
-    template: ChatTemplate, messages: Sequence[Message], prompted: bool, cut: Cut | None, problems: list[str]
-) -> tuple[list[int], list[bool] | None]:
-    """Return the ids that `apply_chat_template` itself gives, and its mask if the template has generation marks."""
+    template: ChatTemplate, messages: Sequence[Message], prompted: bool
+) -> tuple[list[int], list[tuple[int, int]], list[bool] | None]:
+    """Return the ids that `apply_chat_template` itself gives, their characters, and the mask of generation marks.
+
+    No characters where it hands no arguments on to the tokenizer; no mask where the template has no marks.
+    """
     marked = template.has_generation_marks
-    filled = list(messages) if cut is None else template.stand_in(messages)[0]
-    extra: dict[str, Any] = {"return_assistant_tokens_mask": True} if marked else {}
-    out = template.apply(filled, prompted, tokenize=True, return_dict=True, **extra)
-    ids = list(out["input_ids"])
+    extra: dict[str, Any] = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
+    if marked:
+        extra["return_assistant_tokens_mask"] = True
+    try:
+        out = template.apply(messages, prompted, tokenize=True, return_dict=True, **extra)
+    except NotImplementedError as error:
+        raise ValueError(_NO_OFFSETS) from error
     mask = [bool(m) for m in out["assistant_masks"]] if marked else None
-    if cut is None:
-        return ids, mask
-    _, offsets = encode(template.tokenizer, cut.text)
+    return list(out["input_ids"]), list(map(tuple, out.get("offset_mapping", ()))), mask
+
+
+def _without_stand_in(
+    tokenizer: Any, ids: list[int], mask: list[bool] | None, cut: Cut, problems: list[str]
+) -> tuple[list[int], list[bool] | None]:
+    """Leave out the tokens of a stand-in user message."""
+    _, offsets = encode(tokenizer, cut.text)
     kept = [i for i, (a, b) in enumerate(offsets) if b <= cut.start or a >= cut.end]
-    dropped = [offsets[i] for i in range(len(offsets)) if offsets[i][0] < cut.end and offsets[i][1] > cut.start]
+    dropped = [offset for offset in offsets if offset[0] < cut.end and offset[1] > cut.start]
     if dropped and (dropped[0][0] < cut.start or dropped[-1][1] > cut.end):
         problems.append("a token reaches over the border of the stand-in user message")
     return [ids[i] for i in kept], None if mask is None else [mask[i] for i in kept]
@@ -194,6 +250,17 @@ def _official(
 def _difference(official: list[int], ids: list[int]) -> str:
     at = next((i for i, (a, b) in enumerate(zip(official, ids, strict=False)) if a != b), min(len(official), len(ids)))
     return f"the ids differ from apply_chat_template's at token {at}"
+
+
+def _spans(
+    regions: Sequence[Region], proven: Sequence[Region], expanded: Expanded, offsets: Sequence[tuple[int, int]]
+) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    """Return the tokens of the regions, and those that reach over a border of one of them or of a proven one."""
+    straddling: list[int] = []
+    spans = tuple(_span(region, expanded, offsets, straddling) for region in regions)
+    for region in proven if proven is not regions else ():
+        _span(region, expanded, offsets, straddling)
+    return spans, tuple(sorted(set(straddling)))
 
 
 def _span(region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], straddling: list[int]) -> Span:
@@ -218,76 +285,6 @@ def _mask_of(spans: Sequence[Span], length: int) -> list[bool]:
     return mask
 
 
-def _complete(mask: list[bool], offsets: Sequence[tuple[int, int]]) -> None:
-    """Mark all tokens of a character whose first token is marked: transformers' mask ends with the first of them."""
-    for i in range(1, len(mask)):
-        if mask[i - 1] and offsets[i] == offsets[i - 1] and offsets[i][0] < offsets[i][1]:
-            mask[i] = True
-
-
-def _regions_of_marks(
-    mask: list[bool],
-    offsets: Sequence[tuple[int, int]],
-    found: Regions,
-    messages: Sequence[Message],
-    problems: list[str],
-) -> list[Region]:
-    """Take of the template's own mask what the assistant's turns hold: marks can leave out, and add nothing.
-
-    Of marked tokens that touch a proven turn those inside it are trained; others belong to the turns that could not be
-    proven, in order, unless somebody else owns a character of theirs. Where the model's stop tokens were given, the one
-    that ends a turn is trained even if the marks end right before it.
-    """
-    _complete(mask, offsets)
-    problems += found.left_out
-    assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
-    proven = {region.message for region in found.regions}
-    unproven = [i for i in assistants if i not in proven]
-    foreign = [p for p in found.owners.pieces if messages[p.message].get("role") != "assistant"]
-    regions: list[Region] = []
-    for on, run in groupby(range(len(mask)), key=mask.__getitem__):
-        tokens = [offsets[i] for i in run if offsets[i][0] < offsets[i][1]] if on else []
-        if not tokens:
-            continue
-        taken = [p.message for p in _overlapping(foreign, tokens[0][0], tokens[-1][1])]
-        problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
-        inside = _inside(tokens, found.regions)
-        if not inside and unproven:
-            own = [token for token in tokens if not _overlapping(foreign, *token)]
-            inside = [Region(unproven.pop(0), own[0][0], own[-1][1], own[-1][1])] if own else []
-        regions += inside
-    if found.stops_known:
-        ends = {region.body_end: region.end for region in found.regions}
-        regions = [r._replace(end=max(r.end, ends.get(r.end, r.end))) for r in regions]
-    omitted = set(found.owners.without_calls)
-    unmarked = [i for i in assistants if i not in omitted | {region.message for region in regions}]
-    problems += [f"message {i}: the template marks nothing of it" for i in unmarked]
-    return [region for region in regions if region.message not in omitted]
-
-
-def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region]) -> list[Region]:
-    """Return the parts of regions that a run of tokens touches."""
-    parts: list[Region] = []
-    at = bisect_right(regions, tokens[0][0], key=lambda region: region.end)
-    while at < len(regions) and regions[at].start < tokens[-1][1]:
-        region = regions[at]
-        own = [(a, b) for a, b in tokens if a < region.end and b > region.start]
-        start, end = max(own[0][0], region.start), min(own[-1][1], region.end)
-        parts.append(Region(region.message, start, end, end))
-        at += 1
-    return parts
-
-
-def _overlapping(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
-    """Return the pieces, which are in order and do not overlap, that hold a character of `start:end`."""
-    at = bisect_right(pieces, start, key=lambda piece: piece.end)
-    found = []
-    while at < len(pieces) and pieces[at].start < end:
-        found.append(pieces[at])
-        at += 1
-    return found
-
-
 def owned_text(
     regions: Sequence[Region], pieces: Sequence[Piece], messages: Sequence[Message], expanded: Expanded, skip: int = 0
 ) -> tuple[OwnedText, ...]:
@@ -296,10 +293,11 @@ def owned_text(
     `expanded` is the text after the characters that are skipped; the positions returned are in it.
     """
     claims = [(r.start - skip, r.end - skip, r.message) for r in regions if r.message < len(messages)]
-    starts = sorted(claims)
+    turns = sorted(claims)
+    starts = [start for start, _, _ in turns]
     for piece in pieces:
-        at = bisect_right(starts, piece.start - skip, key=lambda claim: claim[0]) - 1
-        if at < 0 or piece.start - skip >= starts[at][1]:
+        at = bisect_right(starts, piece.start - skip) - 1
+        if at < 0 or piece.start - skip >= turns[at][1]:
             claims.append((piece.start - skip, piece.end - skip, piece.message))
     found: list[OwnedText] = []
     at = 0

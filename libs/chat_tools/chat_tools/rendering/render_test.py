@@ -1,7 +1,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
+from chat_tools.rendering import render as render_module
 from chat_tools.rendering.render import render
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.templates import TEMPLATES
@@ -190,3 +192,49 @@ def test_a_tool_result_is_never_trained(strict):
         "hello<|im_end|>",
         "see you<|im_end|>",
     ]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_is_tokenised_once(name, monkeypatch):
+    """By `apply_chat_template` itself, which hands on the offsets; decoding shows that the text is the same."""
+    expected = render(PLAIN[name], TALK), render(MARKED[name], TALK)
+    monkeypatch.setattr(render_module, "encode", None)
+    assert (render(PLAIN[name], TALK), render(MARKED[name], TALK)) == expected
+
+
+class Deaf:
+    """A tokenizer whose `apply_chat_template` hands nothing on to the tokenizer."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments, **options):
+        return self._tokenizer(*arguments, **options)
+
+    def apply_chat_template(self, messages, tokenizer_kwargs=None, **options):
+        return self._tokenizer.apply_chat_template(messages, **options)
+
+
+@pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
+def test_offsets_that_are_not_handed_on_are_asked_for(tokenizers):
+    found, expected = render(Deaf(tokenizers["chatml"]), TALK), render(tokenizers["chatml"], TALK)
+    assert (found.ids, found.assistant_mask, found.spans) == (expected.ids, expected.assistant_mask, expected.spans)
+
+
+LOUD = [{"role": "user", "content": "HI There"}, {"role": "assistant", "content": "Hello You"}]
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("changed", ["m.content", "m.content | capitalize", "m.content | upper"])
+def test_a_tokenizer_that_changes_letters(marks, changed):
+    """It decodes to another text; and this template may look at the words, so that marks change what it writes."""
+    tokenizer = tiny_tokenizer("chatml", marks=marks)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", f"({changed})")
+    rendered = render(tokenizer, LOUD)
+    assert rendered.ids == tokenizer.apply_chat_template(LOUD, return_dict=True)["input_ids"]
+    assert trained_text(tokenizer, rendered) == "hello you<|im_end|>"
+    assert rendered.problems == ()

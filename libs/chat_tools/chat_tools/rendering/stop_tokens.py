@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chat_tools.rendering.template import tokens_as_text
+from chat_tools.rendering.frames import find_frame
+from chat_tools.rendering.template import ChatTemplate, tokens_as_text
 
 
 def read_stop_tokens(source: str | Path | Mapping[str, Any] | Any, tokenizer: Any) -> tuple[str, ...]:
@@ -24,3 +25,19 @@ def read_stop_tokens(source: str | Path | Mapping[str, Any] | Any, tokenizer: An
     found = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
     return tokens_as_text(ids, tokenizer)
+
+
+def turn_ends(
+    tokenizer: Any,
+    stop_tokens: Iterable[str | int] | None = None,
+    tools: Sequence[Any] | None = None,
+    **options: Any,
+) -> tuple[str, ...]:
+    """List the tokens that may end a turn of a model, at any of which sampling has to stop, as texts, longest first.
+
+    They are `stop_tokens` (see `read_stop_tokens`; without them, those that the tokenizer and the known formats of
+    calls have), and what the template itself ends a turn with. `tools` and `options` are those of `render`.
+    """
+    stops = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
+    template = ChatTemplate(tokenizer, tools, options, stops)
+    return find_frame(template, {"role": "assistant", "content": ""}).stops

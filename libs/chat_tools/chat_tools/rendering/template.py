@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from chat_tools.parsing.arguments import tool_dict
@@ -38,8 +39,19 @@ def unused(texts: Sequence[str]) -> str:
     return f"{first}x{last}"
 
 
-def tokens_as_text(stops: Iterable[str | int], tokenizer: Any) -> tuple[str, ...]:
-    """Return stop tokens, given by text or id, as texts; ValueError for one that is no single token."""
+class StopTokens(tuple[str, ...]):
+    """Stop tokens as texts, each of which was found to be one token of the tokenizer in use."""
+
+    __slots__ = ()
+
+
+def tokens_as_text(stops: Iterable[str | int], tokenizer: Any) -> StopTokens:
+    """Return stop tokens, given by text or id, as texts; ValueError for one that is no single token.
+
+    Those that this function returned are not looked at again.
+    """
+    if isinstance(stops, StopTokens):
+        return stops
     texts: list[str] = []
     for stop in stops:
         if isinstance(stop, str):
@@ -53,12 +65,17 @@ def tokens_as_text(stops: Iterable[str | int], tokenizer: Any) -> tuple[str, ...
                     f"the stop token {stop} is no id of this tokenizer: the generation config is another model's"
                 )
             texts.append(tokenizer.decode([stop], skip_special_tokens=False))
-    return tuple(dict.fromkeys(texts))
+    return StopTokens(dict.fromkeys(texts))
 
 
 def content_like(message: Message, text: str) -> Any:
     """Return `text` as content of the same kind as the message's: a string, or a list of parts."""
     return [{"type": "text", "text": text}] if isinstance(message.get("content"), list) else text
+
+
+@lru_cache(maxsize=64)
+def _has_generation_marks(source: str) -> bool:
+    return _GENERATION.search(source) is not None
 
 
 class Cut(NamedTuple):
@@ -101,7 +118,7 @@ class ChatTemplate:
     @property
     def has_generation_marks(self) -> bool:
         """Whether the template itself marks what the assistant writes."""
-        return _GENERATION.search(self.source) is not None
+        return _has_generation_marks(self.source)
 
     def apply(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: Any) -> Any:
         """Call the tokenizer's own `apply_chat_template`."""

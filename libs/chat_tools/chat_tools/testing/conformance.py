@@ -124,7 +124,7 @@ def check_template(name: str) -> Row:
     """Try one template with every conversation."""
     tokenizer, family, row = real_tokenizer(name), family_of(name), Row(name)
     for title, pattern in CONVERSATIONS.items():
-        found = _first_rendering(tokenizer, pattern, family)
+        found = first_rendering(tokenizer, pattern, family)
         if found is None:
             row.refused.append(title)
             continue
@@ -182,7 +182,7 @@ def _filled(pattern: Sequence[Message], form: Form) -> list[Message]:
     return filled
 
 
-def _first_rendering(
+def first_rendering(
     tokenizer: Any, pattern: Sequence[Message], family: Family
 ) -> tuple[list[Message], Rendered] | None:
     """Render in the form in which the template loses fewest words and makes fewest problems; None if it refuses all."""
@@ -190,7 +190,7 @@ def _first_rendering(
     for form in FORMS:
         messages = _filled(pattern, form)
         try:
-            rendered = render(tokenizer, messages, stop_tokens=_known(tokenizer, family))
+            rendered = render(tokenizer, messages, stop_tokens=known_stops(tokenizer, family))
         except rendering_errors():
             continue
         words = [own_word(i) if m["role"] == "assistant" else canary(i) for i, m in enumerate(messages)]
@@ -203,7 +203,8 @@ def _first_rendering(
     return best[1:] if best is not None else None
 
 
-def _known(tokenizer: Any, family: Family) -> list[str]:
+def known_stops(tokenizer: Any, family: Family) -> list[str]:
+    """List the family's stop tokens that the tokenizer has."""
     return [stop for stop in family.stops if stop in tokenizer.get_vocab()]
 
 
@@ -240,7 +241,7 @@ def _mask_failures(
 
 def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequence[Message]) -> Iterator[str]:
     """Yield where a sampled turn and what follows it do not stand as they were sampled and as the template has it."""
-    stops = _known(tokenizer, family)
+    stops = known_stops(tokenizer, family)
     for number, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" or messages[number + 1]["role"] == "assistant":
             continue
@@ -249,11 +250,17 @@ def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequenc
         try:
             asked = render(tokenizer, messages[:number], add_generation_prompt=True, stop_tokens=stops)
             whole = render(tokenizer, messages[:until], add_generation_prompt=True, stop_tokens=stops)
-            own = render(tokenizer, messages[: number + 1], stop_tokens=stops)
+            end = _turn_end(whole.text, messages, number, family)
+            seen = message
+            if end is not None and any(end[0] > at for i in range(number + 1, until) for at in _at(whole.text, i)):
+                seen = {**message, "content": ""}  # Gemma 4's results stand before the words beside their call
+                changed = [*messages[:number], seen, *messages[number + 1 : until]]
+                whole = render(tokenizer, changed, add_generation_prompt=True, stop_tokens=stops)
+                end = _turn_end(whole.text, messages, number, family)
+            own = render(tokenizer, [*messages[:number], seen], stop_tokens=stops)
         except rendering_errors():
             continue
         turn = [span for span in own.spans if span.message == number]
-        end = _turn_end(whole.text, messages, number, family)
         if not turn or end is None or any(p.startswith(f"message {number}:") for p in (*whole.problems, *own.problems)):
             continue
         here = whole.text[slice(*end)]
@@ -273,12 +280,20 @@ def _extend_failures(row: Row, tokenizer: Any, family: Family, messages: Sequenc
                 at = next((i for i, (a, b) in enumerate(zip(longer.text, expected, strict=False)) if a != b), -1)
                 found, wanted = (t[max(at - 20, 0) : at + 40] for t in (longer.text, expected))
                 yield f"after {stop!r} of message {number}: {found!r}, not {wanted!r}"
+            after = longer.text[len(asked.text + body + stop) :]
+            if missing := [i for i in range(number + 1, until) if not _at(after, i)]:
+                yield f"after {stop!r} of message {number}: message {missing[0]} is lost"
             if any(longer.assistant_mask[len(asked.ids) + len(sampled) :]):
                 yield f"what follows message {number} is in the mask"
 
 
 def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     return list(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
+
+
+def _at(text: str, number: int) -> list[int]:
+    """Return where the canary of a message stands."""
+    return [start for start, _ in _places(text, canary(number))]
 
 
 def _places(text: str, word: str) -> list[tuple[int, int]]:

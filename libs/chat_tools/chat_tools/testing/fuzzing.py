@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from chat_tools.parsing.formats import FORMATS, Channels, Format, Json, Pythonic, Tagged
+from chat_tools.parsing.formats import FORMATS
+from chat_tools.parsing.grammar import Channels, Format, Json, Pythonic, Tagged
 from chat_tools.parsing.parser import StreamParser, parse
 
 TOOLS: list[dict[str, Any]] = [
@@ -68,6 +69,7 @@ def _fragments(fmt: Format) -> list[str]:
     elif isinstance(body, Json):
         parts += ['{"name": "f", "arguments": {"text": "x"}}', '{"name": "', '"arguments": {', "```", *body.quotes]
         parts += _HEADERS.get(fmt.name, [])
+        parts += [fmt.example] if fmt.writer else []
     return [*dict.fromkeys([*parts, *_COMMON])]
 
 
@@ -101,7 +103,7 @@ class Repeated(NamedTuple):
 
 
 # The worst cases that benchmarks/adversarial.py found, now and before their cost was bounded.
-WORST: dict[str, list[Repeated]] = {
+_KNOWN_WORST: dict[str, list[Repeated]] = {
     "qwen3_xml": [
         Repeated("", "<function=f><parameter=text>x</parameter></function>", "</function>\n</tool_call>", True),
         Repeated("<tool_call>\n<function=f>\n<parameter=text>\n", "<tool_call>", "\n</parameter>\n</function>"),
@@ -169,6 +171,19 @@ WORST: dict[str, list[Repeated]] = {
         Repeated("<|tool_call>call:f{items:[", '<|"|><|"|>,', "1]}<tool_call|>", True),
     ],
 }
+
+
+def _worst(fmt: Format) -> list[Repeated]:
+    """The worst known texts of a format, and what any can be tried with: its own calls and markers over and over."""
+    marks = [*(fmt.section or ()), *(mark for pair in fmt.calls for mark in pair if mark)]
+    opening = fmt.section[0] if fmt.section else ""
+    usual = [Repeated(opening, fmt.example, "", True), *(Repeated(opening, f"{mark}x", "") for mark in marks)]
+    return _KNOWN_WORST.get(fmt.name) or usual
+
+
+WORST = {name: _worst(fmt) for name, fmt in FORMATS.items()}
+SEARCHED = [name for name in FORMATS if name in _KNOWN_WORST]
+"""Formats, at least one of each grammar, that the search of benchmarks/adversarial.py went through."""
 
 
 def check_bytes(data: bytes) -> None:

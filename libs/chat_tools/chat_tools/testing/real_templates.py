@@ -7,6 +7,7 @@ checkpoint, not with the template; it is listed here by family.
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI,
     "qwen": _CHATML,
     "smolvlm": _UTTERANCE,
+    "tool_chat_template_mistral": Family(("</s>",), ("</s>",)),  # vLLM's examples
 }
 
 _SPECIAL = re.compile(
@@ -69,7 +71,9 @@ _WORDS = (
 
 
 def template_folder() -> Path:
-    """Return the folder of the templates; ValueError if trl is not installed."""
+    """Return the folder of the templates: $CHAT_TEMPLATES, else trl's; ValueError if it is not installed."""
+    if chosen := os.environ.get("CHAT_TEMPLATES"):
+        return Path(chosen)
     spec = find_spec("trl")  # finds the package without running any of it
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(place) / "chat_templates").is_dir():

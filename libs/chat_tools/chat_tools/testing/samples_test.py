@@ -5,7 +5,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.parsing.formats import FORMATS, Channels, Tagged, formats
+from chat_tools.parsing.formats import FORMATS, formats
+from chat_tools.parsing.grammar import Channels, Tagged
 from chat_tools.parsing.parser import parse
 from chat_tools.testing.samples import write_turn
 
@@ -32,7 +33,7 @@ def schema_of(value: object) -> dict:
 @given(st.sampled_from(formats()), calls, words.map(str.strip), words.map(str.strip))
 def test_round_trip(name, calls, content, reasoning):
     fmt = FORMATS[name]
-    if fmt.opening in ("{", "["):
+    if fmt.opening.endswith(("{", "[")):
         content = ""  # an answer is text or calls
     tools = [
         {"name": n, "parameters": {"properties": {k: schema_of(v) for k, v in a.items()}}}

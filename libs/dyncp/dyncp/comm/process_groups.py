@@ -1,8 +1,9 @@
 """The process groups that plans need: made when a plan first asks, in one order on every rank, kept, and bounded."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,10 +20,17 @@ class ProcessGroups:
     before any of its steps. limit: how many groups any one rank may be in at a time, the world not counted (each holds
     device memory); the least recently planned ones are destroyed first, the same on every rank. `Topology.max_groups`
     is the planner's limit for one plan.
+
+    planes: sets of global ranks that each obey the same plan, whose rank i is plane[i] (such as the stages of a
+    pipeline), and every rank of the world is in one; `plane` is the group of this rank's. The world itself where None.
     """
 
-    def __init__(self, limit: int = 32) -> None:
+    def __init__(
+        self, limit: int = 32, planes: Sequence[Ranks] | None = None, plane: dist.ProcessGroup | None = None
+    ) -> None:
         self.limit = limit
+        self.planes = planes
+        self.plane = plane
         self.created = 0
         self._groups: OrderedDict[Ranks, dist.ProcessGroup] = OrderedDict()
 
@@ -31,7 +39,7 @@ class ProcessGroups:
 
         ValueError on every rank where plans differ, and where the plan needs more groups than the limit.
         """
-        check_same_plan(plan)
+        check_same_plan(plan, self.plane)
         needed = [ranks for ranks in plan.process_groups() if len(ranks) < plan.world_size]
         rank, most = _busiest(needed)
         if most > self.limit:
@@ -43,12 +51,20 @@ class ProcessGroups:
             if ranks in self._groups:
                 self._groups.move_to_end(ranks)
                 continue
-            self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+            self._groups[ranks] = self._make(ranks, timeout)
             self.created += 1
         rank, most = _busiest(self._groups)
         while most > self.limit:
             self._destroy(next(ranks for ranks in self._groups if rank in ranks))
             rank, most = _busiest(self._groups)
+
+    def _make(self, ranks: Ranks, timeout: timedelta | None) -> dist.ProcessGroup:
+        """Make the group on every plane; this rank's, or that of a rank outside of it."""
+        if self.planes is None:
+            return dist.new_group(list(ranks), timeout=timeout)
+        made = [dist.new_group([plane[rank] for rank in ranks], timeout=timeout) for plane in self.planes]
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        return next((group for group in made if group != outside), outside)
 
     def _destroy(self, ranks: Ranks) -> None:
         group = self._groups.pop(ranks)
@@ -56,11 +72,11 @@ class ProcessGroups:
             dist.destroy_process_group(group)
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        """The group of these ranks: None for a single rank, the default group for the whole world."""
+        """The group of these ranks of a plan: None for a single rank, the plane's (the world's) for all of them."""
         if len(ranks) == 1:
             return None
-        if len(ranks) == dist.get_world_size():
-            return dist.group.WORLD
+        if len(ranks) == dist.get_world_size(self.plane):
+            return self.plane or dist.group.WORLD
         if ranks not in self._groups:
             raise ValueError(f"ranks {ranks} have no process group yet: call prepare(plan) on every rank first")
         return self._groups[ranks]

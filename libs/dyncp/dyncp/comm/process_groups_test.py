@@ -46,6 +46,9 @@ def groups_over_time() -> dict:
         out["too many"] = str(error)
     cache.close()
     out["closed"] = len(cache)
+    mirrored = ProcessGroups(planes=[(2, 1, 0)])
+    mirrored.prepare(plan_of([[0, 1], [2]]))
+    out["plane"] = dist.get_process_group_ranks(mirrored.get((0, 1))) if rank else [1, 2]
     return out
 
 
@@ -74,6 +77,10 @@ def three_ranks() -> tuple[dict, dict]:
 @pytest.fixture(scope="module")
 def found() -> list[tuple[dict, dict]]:
     return run_world(3, three_ranks)
+
+
+def test_ranks_of_a_plan_are_those_of_their_plane(found: list[tuple[dict, dict]]) -> None:
+    assert [sorted(out["plane"]) for out, _ in found] == [[1, 2]] * 3
 
 
 def test_groups_are_kept_and_bounded(found: list[tuple[dict, dict]]) -> None:

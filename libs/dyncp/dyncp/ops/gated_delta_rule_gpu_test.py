@@ -5,7 +5,7 @@ import torch
 
 from dyncp.ops.gated_delta_rule import _zero_and_unit, _zero_then_unit
 from dyncp.sharding.layout import Sharding
-from seqpack.ops import backends, fused
+from seqpack.ops import backends, fused, probe
 
 SHARDING = Sharding((0, 70, 1400, 1500), 2)
 
@@ -27,6 +27,7 @@ def test_states_and_transitions_come_from_flash_linear_attention(run, calls, mon
     reason = backends("cuda", torch.bfloat16)["gated_delta_rule"]["fla"]
     assert reason.available, reason
     seen = []
+    monkeypatch.setattr(probe, "_loaded", probe._loaded.__wrapped__)  # what it remembers would outlive the patch below
     original = fused.gated_delta_rule_fla
     monkeypatch.setattr(fused, "gated_delta_rule_fla", lambda call: seen.append(call) or original(call))
     options = {"scale": None, "l2norm_qk": True, "chunk_size": None, "backend": "auto"}

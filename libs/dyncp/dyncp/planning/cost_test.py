@@ -95,6 +95,54 @@ def test_communication_costs_more_across_nodes_and_with_more_ranks() -> None:
         assert cost.coefficients(1, method, "contiguous", topology).base == cost.fixed < near.base
 
 
+@pytest.mark.parametrize("size", [2, 3, 8, 9])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
+def test_a_groups_seconds_are_what_its_ranks_compute_and_send(method: str, size: int) -> None:
+    """Counted block by block: each rank holds an equal part of the stream, and sends it as the method says."""
+    cost = replace(CostModel(), query_heads=72, kv_heads=2, attention_layers=5, delta_layers=3)
+    topology = Topology(bandwidth=1e9, node_bandwidth=1e8, ranks_per_node=8, latency=1e-4, overlap=0.25)
+    block, others = 1 / size, range(size - 1)  # of one token of the stream
+    if method == "ring":
+        forward = sum(block * cost.kv_bytes for _ in others)
+        backward = sum(block * (cost.kv_bytes + 2 * cost.kv_bytes) for _ in others)  # gradients in twice the width
+        sent, rounds = 0.75 * (forward + backward), 0.75 * 3 * len(others) * 5
+    elif method == "all_gather":
+        forward = sum(block * cost.kv_bytes for _ in others)  # and as much to scatter the gradients
+        sent, rounds = 2 * forward, 2 * 5
+    else:
+        repeats = {2: 1.0, 3: 1.5, 8: 4.0, 9: 4.5}[size]  # key heads are repeated until there is one a rank
+        to_each = block / size * (cost.q_bytes + cost.q_bytes + repeats * cost.kv_bytes)
+        sent, rounds = 2 * sum(to_each for _ in others), 4 * 5
+    speed = 1e9 if size <= 8 else 1e8
+    states = 2 * len(others) * cost.state_bytes / speed
+    base = cost.fixed + states + (rounds + 6 * 3) * 1e-4
+    token = (cost.linear + 2 * cost.delta) / size + sent / speed
+    pair = cost.pair / size * imbalance(size, method, "contiguous")
+    found = cost.coefficients(size, method, "contiguous", topology)
+    assert found == pytest.approx((base, token, pair), rel=1e-12)
+    plain = replace(cost, delta_layers=0).coefficients(size, method, "contiguous", topology)
+    assert plain.base == pytest.approx(base - states - 6 * 3 * 1e-4)
+    assert found.seconds(7.0, 11.0) == pytest.approx(base + 7 * token + 11 * pair)
+
+
+def test_what_a_group_of_one_takes() -> None:
+    cost = CostModel()
+    assert cost.coefficients(1, "ring", "zigzag", Topology()) == (cost.fixed, cost.linear + cost.delta, cost.pair)
+    slower = cost.scaled(3.0)
+    assert slower == replace(
+        cost, fixed=3 * cost.fixed, linear=3 * cost.linear, pair=3 * cost.pair, delta=3 * cost.delta
+    )
+
+
+def test_which_sizes_a_method_can_run() -> None:
+    cost = CostModel(query_heads=12)
+    assert [size for size in range(1, 13) if cost.allowed(size, "ulysses")] == [1, 2, 3, 4, 6, 12]
+    assert all(cost.allowed(size, "ring") for size in range(1, 13))
+    assert replace(cost, attention_layers=0).allowed(5, "ulysses")
+    windowed = replace(cost, windows=((None, 0.5), (8, 0.5)))
+    assert [size for size in range(1, 5) if windowed.allowed(size, "ring")] == [1]
+
+
 def test_measurements_overrule_the_formula() -> None:
     cost = CostModel(measured=(("ring", 2, 1.0, 2.0, 3.0), ("ulysses", 1, 4.0, 5.0, 6.0)))
     assert cost.coefficients(2, "ring", "contiguous", Topology()) == (1.0, 2.0, 3.0)
@@ -106,6 +154,16 @@ def test_measurements_overrule_the_formula() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="pair must not be negative"):
         CostModel(pair=-1)
+    with pytest.raises(ValueError, match="fixed must not be negative and must be finite, got inf"):
+        CostModel(fixed=float("inf"))
+    with pytest.raises(ValueError, match="measured ring 2, number 1 must not be negative"):
+        CostModel(measured=(("ring", 2, 1.0, -2.0, 3.0),))
+    with pytest.raises(ValueError, match="choose one of ring, ulysses, all_gather"):
+        CostModel().check("broadcast", "contiguous")
+    with pytest.raises(ValueError, match="cannot be cut in zigzag"):
+        CostModel().check("ring", "zigzag")
+    replace(CostModel(), delta_layers=0).check("ring", "zigzag")
+    replace(CostModel(), attention_layers=0, kv_heads=3).check("ring", "contiguous")
     with pytest.raises(ValueError, match="a cost model has no colour"):
         CostModel.from_json('{"colour": 1}')
     with pytest.raises(ValueError, match="multiple of the 3 key heads"):

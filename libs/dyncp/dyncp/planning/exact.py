@@ -9,9 +9,12 @@
 5. For every subset: the least sum of step times over its partitions into steps, the step of its first sequence split
    off. That of all sequences is the optimum.
 
+`exact_static` does the same for groups of one size, which is less work, for a few sequences more.
+
 Held by tests: the sum of seconds is that of `dyncp.testing.exhaustive`, which tries every plan.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -20,38 +23,82 @@ from numpy.typing import NDArray
 from dyncp.planning.problem import Bin, CandidatePlan, Problem
 
 MOST_SAMPLES = 9
+MOST_STATIC = 11
+"""Sequences of which the fastest plan with groups of one size is found: some ten milliseconds a size."""
 MOST_ENTRIES = 3_000_000
 """Additions of step 3: some ten milliseconds."""
+
+MOST_GROUPS = 100_000
+"""Subsets times sizes of step 1: as many milliseconds."""
 
 Ints = NDArray[np.int64]
 
 
-def exact_candidate(problem: Problem, at_most: float) -> CandidatePlan | None:
-    """The fastest plan, of groups of the problem's sizes; None where that takes too long to find, or none takes less
-    than `at_most` seconds.
+def exact_candidate(problem: Problem, at_most: float, sizes: Sequence[int]) -> tuple[CandidatePlan, float] | None:
+    """(the fastest plan of groups of these sizes, ascending; seconds that none of them takes less than); None where
+    that takes too long to find, or none takes `at_most` seconds or less.
+
+    The two times are one unless ranks left idle, which run a dummy alone, take longer than a step's groups.
     """
     count = len(problem.lengths)
-    if not 0 < count <= MOST_SAMPLES:
+    if not 0 < count <= MOST_SAMPLES or len(sizes) << count > MOST_GROUPS:
         return None
-    alone = _group_seconds(problem)
+    alone = _group_seconds(problem, sizes)
     # A little longer than exactly: the order of additions must not rule out the known plan's own groups.
     longest = (at_most - (problem.fewest_steps - 1) * problem.least_base) * (1 + 1e-9)
     times = np.unique(alone[alone <= longest])
     pieces = sum(len(firsts) for firsts, _ in _splits(count))
     if not len(times) or pieces * len(times) > MOST_ENTRIES:
         return None
-    single = _fewest_ranks(problem, alone, times)
+    single = _fewest_ranks(problem, alone, times, sizes)
     ranks = _partitioned(single, count)
     enough = ranks <= problem.world_size
     steps = np.where(enough.any(axis=1), enough.argmax(axis=1), len(times))
-    chosen = _best_steps(np.append(times, np.inf)[steps], count)
+    least = np.append(times, np.inf)[steps]
+    chosen = _best_steps(least, count)
     if chosen is None:
         return None
     bins = [_groups_of(problem, subset, int(steps[subset]), single, ranks) for subset in chosen]
-    return problem.candidate(bins, "exact")
+    return problem.candidate(bins, "exact"), float(least[chosen].sum())
 
 
-@lru_cache(maxsize=MOST_SAMPLES)
+def exact_static(problem: Problem, size: int) -> CandidatePlan | None:
+    """The fastest plan in which every group has `size` ranks, which must hold each sequence; None for more than
+    `MOST_STATIC` sequences.
+
+    For every subset and number of groups, the least time in which so many side by side hold it, the group of its first
+    sequence split off; then steps as in step 5.
+    """
+    count = len(problem.lengths)
+    if not 0 < count <= MOST_STATIC:
+        return None
+    alone = _group_seconds(problem, [size])[:, 0]
+    most = min(count, problem.world_size // size)
+    least = np.full((most + 1, 1 << count), np.inf)
+    least[:, 0] = 0.0
+    splits = _splits(count)
+    for subset, (firsts, rests) in enumerate(splits):
+        if subset:
+            least[1:, subset] = np.maximum(alone[firsts], least[:-1, rests]).min(axis=1)
+    steps = []
+    for subset in _best_steps(least[most], count) or []:
+        groups, left = [], subset
+        for others in range(most - 1, -1, -1):
+            firsts, rests = splits[left]
+            if left:
+                at = int(np.maximum(alone[firsts], least[others, rests]).argmin())
+                groups.append(problem.bin_of(size, _members(int(firsts[at]), count)))
+                left = int(rests[at])
+        steps.append(groups)
+    return problem.candidate(steps, f"static-{size}")
+
+
+def _members(subset: int, count: int) -> list[int]:
+    """The items of a subset given as bits."""
+    return [i for i in range(count) if subset >> i & 1]
+
+
+@lru_cache(maxsize=MOST_STATIC)
 def _splits(count: int) -> list[tuple[Ints, Ints]]:
     """For every subset of `count` items, as bits: (its subsets that hold its lowest item, what each leaves)."""
     splits = [(np.zeros(0, dtype=np.int64),) * 2]
@@ -69,26 +116,28 @@ def _splits(count: int) -> list[tuple[Ints, Ints]]:
     return splits
 
 
-def _group_seconds(problem: Problem) -> NDArray[np.float64]:
+def _group_seconds(problem: Problem, sizes: Sequence[int]) -> NDArray[np.float64]:
     """f64[subsets, sizes]: seconds of one group; infinite for no room and for the empty subset."""
     count = len(problem.lengths)
     members = (np.arange(1 << count)[:, None] >> np.arange(count)) & 1
-    columns = [problem.column_arrays(size) for size in problem.sizes]
+    columns = [problem.column_arrays(size) for size in sizes]
     tokens, seconds = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
-    found = problem.base_token_pair[0] + members @ seconds
-    found[members @ tokens > problem.rooms] = np.inf
+    found = problem.coefficients_of(sizes)[0] + members @ seconds
+    found[members @ tokens > problem.rooms_of(np.array(sizes))] = np.inf
     found[0] = np.inf
     return found
 
 
-def _fewest_ranks(problem: Problem, alone: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.int16]:
+def _fewest_ranks(
+    problem: Problem, alone: NDArray[np.float64], times: NDArray[np.float64], sizes: Sequence[int]
+) -> NDArray[np.int16]:
     """i16[subsets, times]: the smallest size that holds the subset within the time; world + 1 where none does."""
-    sizes = np.append(problem.size_array, problem.world_size + 1).astype(np.int16)
+    ranks = np.append(sizes, problem.world_size + 1).astype(np.int16)
     found = np.empty((len(alone), len(times)), dtype=np.int16)
     for subset, seconds in enumerate(np.minimum.accumulate(alone, axis=1)):
         # The more ranks, the fewer seconds: the first size within a time, counted from the widest.
         within = np.searchsorted(seconds[::-1], times, side="right")
-        found[subset] = sizes[len(seconds) - within]
+        found[subset] = ranks[len(seconds) - within]
     return found
 
 
@@ -128,7 +177,7 @@ def _groups_of(
     while subset:
         firsts, rests = _splits(len(problem.lengths))[subset]
         at = int((single[firsts, time] + ranks[rests, time]).argmin())
-        members = [i for i in range(len(problem.lengths)) if int(firsts[at]) >> i & 1]
+        members = _members(int(firsts[at]), len(problem.lengths))
         bins.append(problem.bin_of(int(single[firsts[at], time]), members))
         subset = int(rests[at])
     return bins

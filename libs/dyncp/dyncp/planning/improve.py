@@ -13,7 +13,7 @@ the least time of the step for these sets, because the slowest becomes faster by
 Deterministic; never slower than the plan it begins with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -21,16 +21,19 @@ from numpy.typing import NDArray
 
 from dyncp.planning.problem import CandidatePlan, Problem
 
-MOST_SAMPLES = 64
 EVALUATIONS = 300
 """Steps that are timed: some five milliseconds."""
 
 Sets = tuple[tuple[int, ...], ...]
 
 
-def improved(problem: Problem, candidate: CandidatePlan) -> CandidatePlan:
-    """A candidate that is no slower, by local search; the same one where nothing helps."""
-    search = _Search(problem)
+def improved(problem: Problem, candidate: CandidatePlan, sizes: Sequence[int] | None = None) -> CandidatePlan:
+    """A candidate that is no slower, by local search; the same one where nothing helps.
+
+    sizes: all that groups may have, the problem's where not given. With one, a static candidate stays static.
+    """
+    sizes = problem.sizes if sizes is None else sizes
+    search = _Search(problem, sizes)
     steps = [_step((), *(tuple(b.samples) for b in step)) for step in candidate.steps]
     while search.left > 0:
         changed = search.change(steps) or search.emptied(steps)
@@ -41,14 +44,15 @@ def improved(problem: Problem, candidate: CandidatePlan) -> CandidatePlan:
     if total >= candidate.total * (1 - 1e-12):
         return candidate
     made = [[problem.bin_of(size, samples) for size, samples in zip(search.sizes(s), s, strict=True)] for s in steps]
-    return problem.candidate(made, "dynamic")
+    return problem.candidate(made, candidate.name if len(sizes) == 1 else "dynamic")
 
 
 class _Search:
     """The times of sets and steps, each computed once."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, sizes: Sequence[int]) -> None:
+        self.problem, self.group_sizes = problem, sizes
+        self.rooms, self.bases = problem.rooms_of(np.array(sizes)), problem.coefficients_of(sizes)[0]
         self.left = EVALUATIONS
         self._widths: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._steps: dict[Sets, tuple[float, tuple[int, ...]]] = {}
@@ -93,10 +97,10 @@ class _Search:
         if samples not in self._widths:
             members = list(samples)
             tokens, seconds = self._columns
-            held = tokens[:, members].sum(axis=1) <= self.problem.rooms
-            total = self.problem.base_token_pair[0] + seconds[:, members].sum(axis=1)
+            held = tokens[:, members].sum(axis=1) <= self.rooms
+            total = self.bases + seconds[:, members].sum(axis=1)
             found: list[tuple[int, float]] = []
-            for size, fits, value in zip(self.problem.sizes, held.tolist(), total.tolist(), strict=True):
+            for size, fits, value in zip(self.group_sizes, held.tolist(), total.tolist(), strict=True):
                 if fits and (not found or value < found[-1][1]):
                     found.append((size, value))
             self._widths[samples] = found
@@ -105,7 +109,7 @@ class _Search:
     @cached_property
     def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """i64[sizes, samples] and f64[sizes, samples]: tokens and seconds of each sequence in each size."""
-        columns = [self.problem.column_arrays(size) for size in self.problem.sizes]
+        columns = [self.problem.column_arrays(size) for size in self.group_sizes]
         tokens, seconds = zip(*columns, strict=True)
         return np.stack(tokens), np.stack(seconds)
 

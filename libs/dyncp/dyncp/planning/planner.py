@@ -1,11 +1,14 @@
 """Plan one optimizer step: candidates under one cost model, the fastest wins, and a proof of how near it is.
 
-1. Check the question; sizes of groups, their coefficients and rooms (`planning/problem.py`).
+1. Check the question; sizes of groups, their coefficients and rooms (`planning/problem.py`); above 64 ranks the
+   searches try some sizes (`planning/group_sizes.py`), and the groups of what they find get the best of all sizes
+   (`planning/resize.py`).
 2. Dynamic candidates at several target times, static candidates of every size that divides the world
    (`planning/search.py`); a static size whose own bound is above the best so far is left out.
 3. The lower bound (`planning/lower_bound.py`). Done where the best candidate is within `CLOSE_ENOUGH` of it.
 4. Few sequences: the fastest of all plans, by dynamic programming (`planning/exact.py`), which is its own proof.
-   A few dozen: moves and swaps between groups (`planning/improve.py`).
+   To `FEW`: moves and swaps between groups (`planning/improve.py`), from the best so far with groups of any size and
+   from each static candidate with groups of its own; to `MOST_STATIC` the fastest static plan itself instead.
 5. Lay the groups out over the ranks, and hand out the plan with `lower_bound` and, from it, `gap`.
 
 Held by tests: every sample once, the cap hard, never slower than any candidate, `lower_bound` never above the optimum
@@ -19,16 +22,16 @@ import numpy as np
 
 from dyncp.ops.methods import Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology
-from dyncp.planning.exact import MOST_SAMPLES as MOST_OF_EXACT
-from dyncp.planning.exact import exact_candidate
-from dyncp.planning.improve import MOST_SAMPLES as MOST_OF_MOVES
+from dyncp.planning.exact import MOST_STATIC, exact_candidate, exact_static
 from dyncp.planning.improve import improved
 from dyncp.planning.lower_bound import lower_bound
-from dyncp.planning.problem import MANY, CandidatePlan, Problem, laid_out, most_process_groups
+from dyncp.planning.problem import FEW, MANY, CandidatePlan, Problem, laid_out, most_process_groups
+from dyncp.planning.resize import resized
 from dyncp.planning.search import dynamic_candidates, static_bound, static_candidate
 from dyncp.planning.sizes import Layout, ceil_div, check_layout
 from dyncp.planning.types import DynamicPlan, Group, Step
 from seqpack.planning.checks import check_lengths, check_positive_int
+from seqpack.planning.geometry import aligned_length
 
 SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
 """How much longer than in perfect balance a step may take, one dynamic candidate each."""
@@ -55,10 +58,15 @@ def plan(
 
     lengths: tokens of each sample. max_tokens_per_rank: tokens a rank may hold, padding included. align: each rank's
     tokens are padded to a multiple of it (`dyncp.planning.sizes.rank_align` says for what). trained_tokens: what losses
-    are divided by (all tokens where 0). Under the cost model no plan takes less than `lower_bound` seconds; up to seven
-    sequences on eight ranks the plan takes just that. A pure function: equal arguments give an equal plan, on every
-    rank. ValueError for lengths that are not positive integers, a sequence that fits no group, heads that Ulysses
-    cannot deal and a layout that a layer type cannot take.
+    are divided by (all tokens where 0). A pure function: equal arguments give an equal plan, on every rank.
+
+    Under the cost model no plan takes less than `lower_bound` seconds, whatever the sizes of its groups and the number
+    of ranks. Up to seven sequences on eight ranks the plan takes just that. Up to eleven sequences, on any number of
+    ranks, no plan with groups of one size is faster (idle ranks' dummies not counted); for more the plan is no slower
+    than any static candidate, and `gap` says what can be missing.
+
+    ValueError for lengths that are not positive integers, a sequence that fits no group, heads that Ulysses cannot deal
+    and a layout that a layer type cannot take.
     """
     problem = make_problem(lengths, world_size, max_tokens_per_rank, cost, topology, method, layout, align)
     limit = (topology or Topology()).max_groups
@@ -126,27 +134,17 @@ def make_problem(
 def _table(
     world_size: int, cost: CostModel, topology: Topology, method: Method, layout: Layout
 ) -> dict[int, Coefficients]:
-    sizes = [size for size in _sizes_to_try(world_size) if cost.allowed(size, method)]
+    sizes = [size for size in range(1, world_size + 1) if cost.allowed(size, method)]
     return {size: cost.coefficients(size, method, layout, topology) for size in sizes}
 
 
-def _sizes_to_try(world_size: int) -> list[int]:
-    """All sizes up to 64, then eight between powers of two, and all divisors of the world."""
-    sizes = set(range(1, min(world_size, 64) + 1)) | {d for d in range(1, world_size + 1) if world_size % d == 0}
-    power = 64
-    while power < world_size:
-        sizes |= {size for size in range(power, 2 * power, power // 8) if size <= world_size}
-        power *= 2
-    return sorted(sizes)
-
-
 def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) -> str:
-    length, widest = int(problem.lengths[sample]), problem.sizes[-1]
+    length, widest = int(problem.lengths[sample]), max(problem.table)
     padded = f" in multiples of {problem.align}" if problem.align > 1 else ""
     text = (
         f"sample {sample} has {length} tokens and fits no group: the widest of {widest} ranks holds "
         f"{problem.room(widest)} at {problem.cap} tokens a rank{padded}; raise max_tokens_per_rank to "
-        f"{ceil_div(ceil_div(length, widest), problem.align) * problem.align} or shorten it"
+        f"{aligned_length(ceil_div(length, widest), problem.align)} or shorten it"
     )
     if widest < problem.world_size and any(window is not None for window, _ in cost.windows):
         return text + " (dyncp has no sliding-window attention over several ranks)"
@@ -167,7 +165,8 @@ def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
             seconds = min(seconds, found[-1].total)
     if found and seconds <= lower_bound(problem, seconds) * (1 + _close_enough(problem)):
         return min(found, key=lambda candidate: candidate.total)
-    for candidate in dynamic_candidates(problem, _targets(problem)):
+    for made in dynamic_candidates(problem, _targets(problem)):
+        candidate = resized(problem, made)
         if candidate.total < seconds and most_process_groups(candidate, problem.world_size) <= limit:
             found.append(candidate)
             seconds = candidate.total
@@ -179,7 +178,7 @@ def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
 def _close_enough(problem: Problem) -> float:
     """The gap with which a search ends; none, but for rounding, where the optimum can be found."""
     count = len(problem.lengths)
-    return 1e-9 if count <= MOST_OF_EXACT else CLOSE_ENOUGH if count <= MANY else CLOSE_ENOUGH_FOR_MANY
+    return 1e-9 if count <= MOST_STATIC else CLOSE_ENOUGH if count <= MANY else CLOSE_ENOUGH_FOR_MANY
 
 
 def _targets(problem: Problem) -> list[float]:
@@ -190,23 +189,32 @@ def _targets(problem: Problem) -> list[float]:
     work = problem.table[1].token * tokens + problem.table[1].pair * float(problem.pairs.sum())
     even = problem.table[1].base + work / problem.world_size / problem.fewest_steps
     count = len(problem.lengths)
-    slacks = SLACKS if count <= MOST_OF_MOVES else SLACKS_OF_HUNDREDS if count <= MANY else SLACKS_OF_MANY
+    slacks = SLACKS if count <= FEW else SLACKS_OF_HUNDREDS if count <= MANY else SLACKS_OF_MANY
     return [even * slack for slack in slacks]
 
 
 def _refined(problem: Problem, best: CandidatePlan, bound: float, limit: int) -> tuple[CandidatePlan, float]:
     """(a plan no slower than `best`, the higher of the bounds), from the searches that few sequences allow."""
-    if len(problem.lengths) <= MOST_OF_MOVES:
-        better = improved(problem, best)
-        if most_process_groups(better, problem.world_size) <= limit:
-            best = better
-    exact = exact_candidate(problem, best.total)
-    if exact is None:
-        return best, bound
-    bound = min(best.total, exact.total)
-    if exact.total < best.total and most_process_groups(exact, problem.world_size) <= limit:
-        best = exact
-    return best, bound
+
+    def faster(other: CandidatePlan | None) -> CandidatePlan:
+        """The faster of it and the best so far, if ranks may be in so many groups."""
+        if other is None or other.total >= best.total or most_process_groups(other, problem.world_size) > limit:
+            return best
+        return other
+
+    if len(problem.lengths) <= FEW:
+        best = faster(resized(problem, improved(problem, best)))
+        for size in problem.static_sizes:
+            if static_bound(problem, size) < best.total:
+                exactly = exact_static(problem, size)
+                best = faster(exactly or improved(problem, static_candidate(problem, size), [size]))
+    exact = exact_candidate(problem, best.total, problem.allowed.tolist())
+    if exact is not None:
+        return faster(exact[0]), min(best.total, exact[1])
+    if len(problem.sizes) < len(problem.allowed):  # not all sizes, so no proof
+        fewer = exact_candidate(problem, best.total, problem.sizes)
+        best = faster(resized(problem, fewer[0]) if fewer else None)
+    return best, min(bound, best.total)
 
 
 def _finish(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dyncp.ops.methods import METHODS
@@ -15,6 +15,7 @@ from dyncp.planning.planner import make_problem, plan, predicted_seconds, static
 from dyncp.planning.problem import Bin, Problem
 from dyncp.planning.search import _balance, dynamic_candidates, static_candidate
 from dyncp.planning.simulation import trace_lengths
+from dyncp.planning.tight import tight_bins
 from dyncp.planning.types import DynamicPlan
 from seqpack.planning.micro_batches import plan_micro_batches
 
@@ -195,3 +196,53 @@ def test_planning_work_grows_with_the_samples_not_with_their_product() -> None:
     assert isinstance(problem, Problem)
     assert _balance(problem, problem.order, [Counting(1, 1000) for _ in range(512)]) is not None
     assert pops < 10 * 512
+
+
+@given(st.lists(st.integers(1, 60), max_size=8), st.integers(0, 3))
+def test_a_group_is_filled_as_no_choice_fills_it_more(tokens: list[int], spare: int) -> None:
+    room = max(tokens, default=1) + 20 * spare
+    bins = tight_bins(tokens, room)
+    assert sorted(i for places in bins for i in places) == list(range(len(tokens)))
+    left = set(range(len(tokens)))
+    for first, *others in bins:
+        assert tokens[first] == max(tokens[i] for i in left)
+        left.discard(first)
+        sums = [sum(c) for k in range(len(left) + 1) for c in itertools.combinations([tokens[i] for i in left], k)]
+        assert sum(tokens[i] for i in others) == max(s for s in sums if tokens[first] + s <= room)
+        left -= set(others)
+
+
+def test_tokens_beyond_counting_are_counted_in_units_that_fit() -> None:
+    tokens = np.random.default_rng(0).integers(1, 10**7, 40).tolist()
+    for places in tight_bins(tokens, 10**7):
+        assert sum(tokens[i] for i in places) <= 10**7
+
+
+@given(questions())
+def test_local_search_over_one_size_stays_static(question: dict) -> None:
+    assume(question["lengths"])
+    problem = make_problem(**question)
+    for size in problem.static_sizes[-1:]:
+        begin = static_candidate(problem, size)
+        found = improved(problem, begin, [size])
+        assert found.total <= begin.total
+        assert found.name == begin.name
+        assert {b.size for step in found.steps for b in step} <= {size}
+
+
+@settings(max_examples=15)
+@given(st.integers(65, 300), st.floats(0.05, 1.0), st.floats(0.05, 1.0))
+def test_two_sequences_on_many_ranks_get_the_best_two_sizes(world: int, one: float, other: float) -> None:
+    lengths = [int(8192 * world * one), int(8192 * world * other)]
+    table = make_problem(lengths, world, 8192).table
+    pairs = CostModel().pairs(np.array(lengths))
+
+    def seconds(*held: int) -> list[float]:
+        tokens, own = sum(lengths[i] for i in held), float(sum(pairs[i] for i in held))
+        return [row.seconds(tokens, own) if tokens <= 8192 * size else np.inf for size, row in table.items()]
+
+    first, second, both = (np.minimum.accumulate(seconds(*held)) for held in ((0,), (1,), (0, 1)))
+    beside = np.maximum(first[:-1], second[:-1][::-1]).min()
+    made = plan(lengths, world, 8192)
+    assert sum(made.seconds) == pytest.approx(min(first[-1] + second[-1], beside, both[-1]), rel=1e-9)
+    assert made.gap < 1e-9

@@ -10,11 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dyncp.planning.cost import Coefficients, CostModel
+from dyncp.planning.group_sizes import interval_starts, tried_sizes
 from dyncp.planning.sizes import Layout, ceil_div, group_room, sequence_align
+from dyncp.planning.tight import tight_bins
 from seqpack.planning.packing import pack
 
 Bins = tuple[tuple[int, ...], ...]
 
+FEW = 64
+"""Up to so many sequences are packed with every choice of them in view, and improved by moves and swaps."""
 MANY = 2048
 """More sequences than this are planned with fewer attempts."""
 
@@ -45,8 +49,9 @@ class CandidatePlan(NamedTuple):
 class Problem:
     """Lengths, sizes and coefficients.
 
-    lengths: i64[n]. table: the coefficients of each allowed group size, ascending. Sequences count as padded by the
-    layout, and groups have the room that is left under the cap when every rank's tokens are a multiple of `align`.
+    lengths: i64[n]. table: the coefficients of every allowed group size, ascending; `sizes` are those that searches
+    try (`planning/group_sizes.py`; all of them up to 64 ranks). Sequences count as padded by the layout, and groups
+    have the room that is left under the cap when every rank's tokens are a multiple of `align`.
     """
 
     def __init__(
@@ -60,14 +65,14 @@ class Problem:
         table: dict[int, Coefficients],
     ) -> None:
         self.world_size, self.cap, self.layout, self.align = world_size, cap, layout, align
-        self.table = dict(sorted(table.items()))
-        self.sizes = list(self.table)
+        self.table = table
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.pairs = cost.pairs(self.lengths)
         self.order: list[int] = np.argsort(-self.lengths, kind="stable").tolist()
         self._columns: dict[int, tuple[list[int], list[float]]] = {}
         self._packed: dict[tuple[int, tuple[int, ...]], Bins] = {}
-        self._rooms = {size: group_room(size, cap, layout, align) for size in self.sizes}
+        # Tokens a rank has room for, alone and in any group of several.
+        self._room_alone, self._room_each = group_room(1, cap, layout, align), group_room(2, cap, layout, align) // 2
 
     def columns(self, size: int) -> tuple[list[int], list[float]]:
         """(tokens, seconds) of every sequence in a group of this size; tokens include the layout's padding."""
@@ -83,22 +88,45 @@ class Problem:
 
     def room(self, size: int) -> int:
         """Tokens a group of this size can hold."""
-        return self._rooms[size]
+        return self._room_alone if size == 1 else self._room_each * size
+
+    @cached_property
+    def allowed(self) -> NDArray[np.int64]:
+        """i64[allowed]: every size that a group can have, ascending."""
+        return np.array(list(self.table), dtype=np.int64)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Sizes that searches try, ascending."""
+        return tried_sizes(self.allowed, self.smallest_sizes, self.world_size)
 
     @cached_property
     def size_array(self) -> NDArray[np.int64]:
-        """i64[sizes]: the allowed sizes."""
+        """i64[sizes]: the sizes that searches try."""
         return np.array(self.sizes, dtype=np.int64)
 
     @cached_property
     def rooms(self) -> NDArray[np.int64]:
         """i64[sizes]: tokens a group of each size can hold."""
-        return np.array(list(self._rooms.values()), dtype=np.int64)
+        return self.rooms_of(self.size_array)
+
+    def rooms_of(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of any sizes."""
+        return np.where(sizes == 1, self._room_alone, self._room_each * sizes)
 
     @cached_property
     def base_token_pair(self) -> tuple[NDArray[np.float64], ...]:
         """Three f64[sizes]: the coefficients of each size."""
-        return tuple(np.array(column) for column in zip(*self.table.values(), strict=True))
+        return self.coefficients_of(self.sizes)
+
+    @cached_property
+    def allowed_base_token_pair(self) -> tuple[NDArray[np.float64], ...]:
+        """Three f64[allowed]: the coefficients of every size."""
+        return self.coefficients_of(list(self.table))
+
+    def coefficients_of(self, sizes: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
+        """The same of any sizes."""
+        return tuple(np.array(column) for column in zip(*(self.table[size] for size in sizes), strict=True))
 
     @cached_property
     def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -119,14 +147,27 @@ class Problem:
         return np.where(ceil_div_array(lengths, each) * each <= self.rooms[:, None], seconds, np.inf)
 
     @cached_property
-    def rank_seconds(self) -> NDArray[np.float64]:
-        """f64[sizes, distinct lengths]: what such a sequence takes of the ranks' time beside the least base: its own
-        seconds on each rank, and by its tokens its share of what the size's base is above the least.
+    def intervals(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Two f64[intervals, distinct lengths]: what is true of every allowed size, least over intervals of sizes (each
+        size alone for few ranks or lengths); infinite where such a sequence has no room.
+
+        (seconds alone, what it takes of the ranks' time beside the least base: its own seconds on each rank, and by its
+        tokens its share of what the size's base is above the least). Both are linear in (length, pairs), coefficients
+        by size: with the least of each coefficient over an interval they are not above those of any size in it, and
+        what fits some size of an interval fits its widest.
         """
-        base, sizes = self.base_token_pair[0][:, None], self.size_array[:, None]
-        share = sizes * (base - self.least_base) / np.maximum(self.rooms[:, None], 1)
-        found: NDArray[np.float64] = sizes * (self.seconds_alone - base) + share * self.lengths[self.distinct[0]]
-        return found
+        chosen, allowed = self.distinct[0], self.allowed
+        lengths, pairs = self.lengths[chosen], self.pairs[chosen]
+        starts = interval_starts(allowed, len(chosen))
+        base, token, pair = self.allowed_base_token_pair
+        rooms = self.rooms_of(allowed)
+        share = allowed * (base - self.least_base) / np.maximum(rooms, 1)
+        rows = (base, token, pair, allowed * token + share, allowed * pair)
+        lowest = [np.minimum.reduceat(row, starts)[:, None] for row in rows]
+        widest = np.maximum.reduceat(rooms, starts)[:, None]
+        fits = lengths <= widest
+        alone = np.where(fits, lowest[0] + lowest[1] * lengths + lowest[2] * pairs, np.inf)
+        return alone, np.where(fits, lowest[3] * lengths + lowest[4] * pairs, np.inf)
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -135,9 +176,12 @@ class Problem:
 
     @cached_property
     def smallest_sizes(self) -> NDArray[np.int64]:
-        """For every sequence the smallest allowed size that can hold it; 0 where none can."""
-        fits = np.isfinite(self.seconds_alone)
-        return np.where(fits.any(axis=0), self.size_array[fits.argmax(axis=0)], 0)[self.distinct[1]]
+        """For every sequence the smallest allowed size that can hold it; 0 where none can.
+
+        A room is a multiple of what sequences are padded to: it holds a sequence just where it holds its tokens.
+        """
+        rooms = np.maximum.accumulate(self.rooms_of(self.allowed))
+        return np.append(self.allowed, 0)[np.searchsorted(rooms, self.lengths)]
 
     @cached_property
     def fewest_steps(self) -> int:
@@ -166,10 +210,12 @@ class Problem:
         key = (size, tuple(samples))
         if key not in self._packed:
             tokens, _ = self.columns(size)
-            found = pack([tokens[i] for i in samples], self.room(size))
-            loads = found.loads
-            order = sorted(range(len(loads)), key=lambda k: -loads[k])
-            self._packed[key] = tuple(tuple(samples[place] for place in found.bins[k]) for k in order)
+            needed, room = [tokens[i] for i in samples], self.room(size)
+            bins: Sequence[Sequence[int]] = pack(needed, room).bins
+            if len(samples) <= FEW and len(bins) > ceil_div(sum(needed), room):
+                bins = min(bins, tight_bins(needed, room), key=len)
+            fullest_first = sorted(bins, key=lambda places: -sum(needed[place] for place in places))
+            self._packed[key] = tuple(tuple(samples[place] for place in places) for places in fullest_first)
         return self._packed[key]
 
     def bin_seconds(self, b: Bin) -> float:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from seqpack.planning.geometry import aligned_length
+
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 
@@ -55,8 +57,8 @@ def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout, align: in
     multiple of `rank_align`.
     """
     each, multiple = sequence_align(cp_size, layout), rank_align(cp_size, layout, align)
-    tokens = sum(lengths) if each == 1 else sum(round_up(length, each) for length in lengths)
-    return round_up(ceil_div(tokens, cp_size), multiple)
+    tokens = sum(lengths) if each == 1 else sum(aligned_length(length, each) for length in lengths)
+    return aligned_length(ceil_div(tokens, cp_size), multiple)
 
 
 def group_room(cp_size: int, max_tokens_per_rank: int, layout: Layout, align: int = 1) -> int:
@@ -76,8 +78,3 @@ def check_layout(layout: str) -> None:
 def ceil_div(a: int, b: int) -> int:
     """The smallest integer at least a / b."""
     return -(-a // b)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is at least `value`."""
-    return ceil_div(value, multiple) * multiple

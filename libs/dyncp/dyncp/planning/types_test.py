@@ -1,6 +1,7 @@
 """Plans are data: they refuse what is not a plan, and survive JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -63,3 +64,44 @@ def test_group_of_refuses_a_rank_outside() -> None:
     assert PLAN.steps[1].group_of(2) == Group((1, 2), ())
     with pytest.raises(ValueError, match="planned for 3 ranks"):
         PLAN.steps[0].group_of(3)
+
+
+def test_the_gap_and_the_fill_of_a_plan() -> None:
+    assert PLAN.fill == 16 / (2 * 3 * 5)
+    assert PLAN.gap == 0.0
+    timed = replace(PLAN, seconds=(1.0, 2.0))
+    assert timed.gap == float("inf")  # nothing is proven
+    assert replace(timed, lower_bound=2.0).gap == 0.5
+    assert replace(timed, lower_bound=4.0).gap == 0.0
+    assert [index for index, _ in PLAN.groups()] == [0, 0, 1, 1]
+    assert [PLAN.tokens_per_rank(group) for _, group in PLAN.groups()] == [5, 5, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"align": 5}, {"layout": "zigzag"}, {"method": "ulysses"}, {"max_tokens_per_rank": 7}, {"lengths": (5, 8, 2)}],
+)
+def test_the_hash_sees_everything_that_ranks_agree_on(changes: dict) -> None:
+    other = replace(PLAN, **{"max_tokens_per_rank": 6, **changes})
+    assert other.hash != replace(PLAN, max_tokens_per_rank=6).hash
+    assert DynamicPlan.from_json(other.to_json()) == other
+
+
+def test_choices_are_checked_where_a_plan_is_made() -> None:
+    with pytest.raises(ValueError, match="align must be positive, got 0"):
+        replace(PLAN, align=0)
+    with pytest.raises(ValueError, match="choose one of contiguous, zigzag"):
+        replace(PLAN, layout="striped")
+    with pytest.raises(ValueError, match="4 ranks cannot be cut into groups of 3"):
+        seed_plan((1, 2), 4, 9, 3)
+
+
+def test_the_seeds_plan_deals_consecutive_slices() -> None:
+    plan = seed_plan((1, 2, 3, 4, 5), 4, 9, 2)
+    assert [[group.sample_ids for group in step.groups] for step in plan.steps] == [
+        [(0,), (3,)],
+        [(1,), (4,)],
+        [(2,), ()],
+    ]
+    assert {group.ranks for _, group in plan.groups()} == {(0, 1), (2, 3)}
+    assert plan.name == "seed-2"

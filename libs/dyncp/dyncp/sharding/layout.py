@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dyncp.planning.sizes import Layout, check_layout, sequence_align
+from seqpack.planning.geometry import aligned_length
 
 Ints = np.ndarray
 
@@ -104,7 +105,7 @@ class Sharding:
         if self.total % self.cp_size:
             raise ValueError(
                 f"{self.total} tokens cannot be cut evenly over {self.cp_size} ranks: pad the stream's end "
-                f"to {-(-self.total // self.cp_size) * self.cp_size}"
+                f"to {aligned_length(self.total, self.cp_size)}"
             )
 
     @classmethod

@@ -24,12 +24,14 @@ class Scores:
     """Scores of the T tokens of a micro-batch, whole on every rank that shares it.
 
     `log_probs`, `entropy` f32[T]: right where `MicroBatch.wanted`, 0 elsewhere. `auxiliary`: a scalar that the model
-    adds to the loss by itself (a router's balancing loss), this micro-batch's share of the step.
+    adds to the loss by itself (a router's balancing loss), this micro-batch's share of the step. `load` f32[layers, E]:
+    how many of the tokens that this rank computed went to each expert.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
     auxiliary: Tensor | None = None
+    load: Tensor | None = None
 
 
 LossFunction = Callable[[MicroBatch, Scores], Tensor]
@@ -64,6 +66,10 @@ class Executor(Protocol):
     adds_loss: bool
     """Whether the model adds a loss of its own (`Scores.auxiliary`), to which every row matters."""
 
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Return the micro-batches of a step to come so that they are made ready meanwhile; or as they are."""
+        ...
+
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Compute the gradient of the step, summed over micro-batches and ranks; an earlier one is forgotten first."""
         ...
@@ -72,10 +78,12 @@ class Executor(Protocol):
         """Score every micro-batch without gradients."""
         ...
 
-    def optimizer_step(self, lr: float) -> float:
-        """Clip the gradient, update at this rate, and return the norm before clipping.
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+        """Clip the gradient, update at this rate, and return the norm before clipping, a scalar on any device.
 
-        A norm that is not finite is returned with weights and optimizer as they were.
+        `loss` is this rank's share of the step's, a scalar. Where the loss of any rank or the norm is not finite,
+        a norm that is not finite is returned with weights and optimizer as they were, on all ranks alike. Best
+        without waiting for the device: the host has the next step to prepare.
         """
         ...
 

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from engines.execution.micro_batches import MicroBatch
-from engines.packing.context import LocalOps, PackedContext, PackedOps, positions_of
+from engines.media.inputs import VisionInputs
+from engines.media.settings import VisionSettings
+from seqpack.adapters.context import LocalOps, PackedContext, PackedOps, positions_of
+from seqpack.batches.schema import ROUTED_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class ModelInputs:
     `input_ids`, `position_ids` [T] or [axes, T] with a `context` (packed); [B, L] or [axes, B, L] with an
     `attention_mask` (padded). Hidden state `rows[i]` (flattened tokens) predicts `targets[i]`, whose score belongs to
     token `slots[i]` of the packed micro-batch of `tokens` tokens. `counted` (bool, as many as hidden states) are the
-    tokens that are no padding and no dummy's: those that a router's loss counts.
+    tokens that are no padding and no dummy's: those that a router's loss counts. `vision`: what a vision-language model
+    sees, and where. `experts` i16[hidden states, layers, k]: those to take, -1 where the router chooses.
     """
 
     input_ids: Tensor
@@ -33,6 +37,8 @@ class ModelInputs:
     counted: Tensor
     context: PackedContext | None = None
     attention_mask: Tensor | None = None
+    vision: VisionInputs | None = None
+    experts: Tensor | None = None
 
 
 class InputBuilder(Protocol):
@@ -56,6 +62,14 @@ class PackedInputs:
     """The packed row as it is: token t is scored by the hidden state of token t - 1."""
 
     ops: PackedOps = LocalOps()  # noqa: RUF009 (frozen)
+    vision: VisionSettings | None = None
+    """Of a model that sees images: it is then given some in every call."""
+    replay: bool = False
+    """Take the experts that the batch says."""
+
+    def seen(self, micro_batch: MicroBatch) -> VisionInputs | None:
+        """Return the images of a micro-batch; None for a text model."""
+        return None if self.vision is None else VisionInputs.of(micro_batch.packed, self.vision, micro_batch.dummy)
 
     def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
         """See `InputBuilder`."""
@@ -63,9 +77,16 @@ class PackedInputs:
         slots = micro_batch.wanted.nonzero().squeeze(1)
         ids = packed.values["input_ids"]
         positions = positions_of(packed.values, packed.position_ids)
-        context = PackedContext(packed.cu_seqlens, packed.max_seqlen, ops=self.ops)
+        edges = tuple(packed.geometry.cu_seqlens)
+        context = PackedContext(
+            packed.cu_seqlens, packed.max_seqlen, ops=self.ops, edges=edges, positions=packed.positions
+        )
         counted = packed.token_mask & (not micro_batch.dummy)
-        return ModelInputs(ids, positions, slots - 1, ids[slots], slots, ids.numel(), counted, context)
+        seen = self.seen(micro_batch)
+        experts = packed.values[ROUTED_EXPERTS] if self.replay else None
+        return ModelInputs(
+            ids, positions, slots - 1, ids[slots], slots, ids.numel(), counted, context, vision=seen, experts=experts
+        )
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """See `InputBuilder`."""
@@ -100,7 +121,13 @@ class PaddedInputs(PackedInputs):
             counted=_scatter(flat.counted, place, rows, width).flatten(),
             context=None,
             attention_mask=mask.view(rows, width),
+            vision=None if flat.vision is None else flat.vision.moved(place),
+            experts=None if flat.experts is None else _padded_experts(flat.experts, place, rows * width),
         )
+
+
+def _padded_experts(experts: Tensor, place: Tensor, tokens: int) -> Tensor:
+    return experts.new_full((tokens, *experts.shape[1:]), -1).index_copy(0, place, experts)
 
 
 def _scatter(values: Tensor, place: Tensor, rows: int, width: int) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.media.batch import media_keys, with_positions
+from engines.media.settings import VisionSettings
 from engines.parallel.groups import ParallelGroups
 from seqpack.batches.batch import view_batch
-from seqpack.batches.schema import MEDIA_KEYS
 from seqpack.batches.view import BatchView, Totals
 
 if TYPE_CHECKING:
@@ -61,15 +62,22 @@ class LocalBatch:
         """Return where these rows of the global batch lie in the view; KeyError for one that is not held."""
         return [self._places[row] for row in rows]
 
-    def require(self, keys: Sequence[str]) -> None:
-        """Raise ValueError naming the keys that are missing, or images, which no model here reads."""
+    def with_positions(self, settings: VisionSettings) -> "LocalBatch":
+        """Return the rows with their media checked and positions on several axes; see `engines.media.batch`."""
+        return LocalBatch(with_positions(self.view, settings), self.rows, self.lengths)
+
+    def require(self, keys: Sequence[str], sees: bool = False) -> None:
+        """Raise ValueError naming the keys that are missing, or images where the model `sees` none."""
         held = self.view.keys()
         missing = [key for key in keys if key not in held]
         if missing:
             raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(held))}")
-        media = sorted(MEDIA_KEYS.intersection(held))
-        if media:
-            raise ValueError(f"the engine trains text alone, the batch has {', '.join(media)}: leave them out")
+        media = media_keys(self.view)
+        if media and not sees:
+            raise ValueError(
+                f"the engine trains text alone, the batch has {', '.join(media)}: leave them out, or set "
+                "vision='frozen' or 'trained' for a vision-language model"
+            )
 
 
 @dataclass(frozen=True)
@@ -92,15 +100,16 @@ def gather_facts(
     """Gather the facts of all rows from the ranks that hold them. Collective over the plan's ranks.
 
     ValueError on every one of them where a rank lacks a row that it is to compute (`needed`), or two ranks hold rows
-    of one number that differ in trained tokens, group or gradient.
+    of one number that differ in trained tokens, group, episode or gradient.
     """
-    # Columns by row: trained tokens, group, zero gradient. Maxima of (x, -x) are the largest and smallest that is
-    # held; a row held nowhere keeps _ABSENT. The last entry is 1 + the plan index of a rank that lacks a row.
-    held = torch.full((3, len(batch.lengths)), _ABSENT, dtype=torch.int64)
+    # Columns by row: trained tokens, group, episode, zero gradient. Maxima of (x, -x) are the largest and smallest that
+    # is held; a row held nowhere keeps _ABSENT. The last entry is 1 + the plan index of a rank that lacks a row.
+    held = torch.full((4, len(batch.lengths)), _ABSENT, dtype=torch.int64)
     view, rows = batch.view, torch.tensor(batch.rows)
     held[0, rows] = view.row_sums(view.trained).cpu()
-    held[1, rows] = view.columns["group"].cpu() if "group" in view else 0
-    held[2, rows] = 0 if zero is None else zero.to("cpu", torch.int64)
+    for column, key in enumerate(("group", "episode"), 1):
+        held[column, rows] = view.columns[key].cpu() if key in view else 0
+    held[3, rows] = 0 if zero is None else zero.to("cpu", torch.int64)
     lacks = _lacking(batch, needed, groups)
     low = torch.where(held == _ABSENT, held, -held)
     flat = torch.cat([held.flatten(), low.flatten(), torch.tensor([lacks])]).to(device)
@@ -108,14 +117,19 @@ def gather_facts(
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=groups.plan)
     flat = flat.cpu()
     _refuse_lacking(int(flat[-1]))
-    high, low = flat[:-1].view(2, 3, -1)
+    high, low = flat[:-1].view(2, 4, -1)
     odd = ((high != -low) & (high != _ABSENT)).any(0).nonzero().flatten().tolist()
     if odd:
         raise ValueError(f"ranks hold different rows under the number {odd[0]}: number the rows alike on every rank")
-    trained, group, zeros = high
+    trained, group, episode, zeros = high
     used = trained > 0
-    count = len(set(group[used].tolist())) if "group" in view else 0
-    totals = Totals(int(trained.clamp(min=0).sum()), int(used.sum()), count)
+    group_count, episode_count = (len(set(names[used].tolist())) for names in (group, episode))
+    totals = Totals(
+        int(trained.clamp(min=0).sum()),
+        int(used.sum()),
+        group_count if "group" in view else 0,
+        episode_count if "episode" in view else None,
+    )
     return RowFacts(totals, frozenset((zeros == 1).nonzero().flatten().tolist()))
 
 

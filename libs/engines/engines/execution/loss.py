@@ -1,10 +1,14 @@
 """The loss of a step as executors see it: an objective with its totals, and the metrics that it gave."""
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engines.execution.executor import Scores
 from engines.execution.metrics import MetricSum
 from engines.execution.micro_batches import MicroBatch
+from engines.execution.reductions import reduce_float64
+from engines.experts.load import load_metrics
 from seqpack.batches.objective import Objective
 from seqpack.batches.view import Totals
 
@@ -27,6 +31,18 @@ class StepLoss:
         self.objective = objective
         self.totals = totals
         self.metrics = MetricSum()
+        self._load: Tensor | None = None
+
+    def share(self, device: torch.device) -> Tensor:
+        """Return what this rank's micro-batches have given so far, f64[]: 0 on a rank that is given none."""
+        return self.metrics.sum_of("loss", device)
+
+    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Collective: the metrics over all ranks, and how even the load of experts was."""
+        found = self.metrics.reduce(group)
+        if self._load is None:
+            return found
+        return {**found, **load_metrics(reduce_float64(self._load, group).cpu())}
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
         """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is no scalar."""
@@ -39,5 +55,7 @@ class StepLoss:
             metrics = {**metrics, "auxiliary_loss": scores.auxiliary}
         if not loss.requires_grad:  # an objective that ignored the log-probs of a dummy
             loss = loss + 0.0 * log_probs.sum()
+        if scores.load is not None:
+            self._load = scores.load.double() if self._load is None else self._load + scores.load
         self.metrics.add({**metrics, "loss": loss}, micro_batch.loss_weight)
         return loss

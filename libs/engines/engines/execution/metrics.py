@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.execution.reductions import reduce_float64
+
 
 class MetricSum:
     """Collects an objective's metrics; every micro-batch of every rank must give the same keys."""
@@ -31,6 +33,11 @@ class MetricSum:
             else:
                 self._sums[key] = self._sums.get(key, torch.zeros_like(value)) + value * share
 
+    def sum_of(self, key: str, device: torch.device) -> Tensor:
+        """Return this rank's sum of a metric, f64[] or f64[2]; a scalar 0 where there is none."""
+        found = self._sums.get(key)
+        return torch.zeros((), dtype=torch.float64, device=device) if found is None else found
+
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Collective: the values over all ranks. A pair becomes sum / count, 0 where nothing was counted."""
         keys = sorted(self._sums)
@@ -39,20 +46,14 @@ class MetricSum:
         out: dict[str, float] = {}
         if added:
             flat = torch.cat([self._sums[key].reshape(-1) for key in added])
-            values = iter(_all_reduce(flat, dist.ReduceOp.SUM, group))
+            values = iter(reduce_float64(flat, group).tolist())
             for key in added:
                 first = next(values)
                 out[key] = first if self._sums[key].ndim == 0 else first / (next(values) or 1.0)
         if largest:
             flat = torch.stack([self._sums[key] for key in largest])
-            out |= dict(zip(largest, _all_reduce(flat, dist.ReduceOp.MAX, group), strict=True))
+            out |= dict(zip(largest, reduce_float64(flat, group, largest=True).tolist(), strict=True))
         return out
-
-
-def _all_reduce(values: Tensor, op: "dist.ReduceOp.RedOpType", group: dist.ProcessGroup | None) -> list[float]:
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, op=op, group=group)
-    return values.tolist()
 
 
 def check_agreement(number: int, what: str, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -61,8 +62,7 @@ def check_agreement(number: int, what: str, device: torch.device, group: dist.Pr
         return
     # Maximum and minimum in one exchange; 52 bits are exact in float64.
     pair = torch.tensor([float(number), -float(number)], dtype=torch.float64, device=device)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    high, low = pair.tolist()
+    high, low = reduce_float64(pair, group, largest=True).tolist()
     if high != -low:
         raise RuntimeError(
             f"ranks disagree on {what}: every rank must be given the same global batch in the same order"

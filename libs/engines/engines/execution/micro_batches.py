@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,9 +10,7 @@ from torch import Tensor
 
 from engines.execution.local_batch import LocalBatch
 from engines.parallel.planning import PlannedRows
-from seqpack.batches.jagged import Ragged
 from seqpack.batches.packed import PackedBatch, pack_each
-from seqpack.batches.schema import MEDIA_KEYS
 from seqpack.batches.view import BatchView
 
 
@@ -21,7 +20,8 @@ class MicroBatch:
 
     `rows` are its rows in the global batch; `wanted` bool[T] are the tokens to score (never a sequence's first).
     `ranks` (plan indices) compute it together, in `group` where there are several. A dummy keeps a rank in step with
-    the others: one token of a row, of which nothing is wanted or trained, and no rows.
+    the others: one token of a row, of which nothing is wanted or trained, and no rows. `inputs`: what the executor
+    made of it ahead of time, where it did (`engines.execution.ahead`).
     """
 
     packed: PackedBatch
@@ -29,6 +29,7 @@ class MicroBatch:
     wanted: Tensor
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
+    inputs: Any = None
 
     @property
     def dummy(self) -> bool:
@@ -75,12 +76,8 @@ class MicroBatches:
 
 def dummy_micro_batch(view: BatchView, keys: Sequence[str] | None = None) -> PackedBatch:
     """Pack the first token of the first row, with every key, and train nothing."""
-    row = view.select([0])
-    columns = {
-        key: column._replace(lengths=[1]) if isinstance(column, Ragged) and key not in MEDIA_KEYS else column
-        for key, column in row.columns.items()
-    }
-    packed = next(pack_each(BatchView((1,), columns, view.device), [(0,)], keys=keys))
+    row = BatchView((1,), view.select([0]).columns, view.device)  # its lengths are those of the keys with tokens
+    packed = next(pack_each(row, [(0,)], keys=keys))
     if "loss_mask" in packed.values:
         packed = packed.with_values(loss_mask=torch.zeros_like(packed.values["loss_mask"]))
     return replace(packed, indices=())

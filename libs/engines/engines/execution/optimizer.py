@@ -1,45 +1,86 @@
 """AdamW with decay on matrices alone, and gradient clipping over local shards."""
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
+from engines.execution.bfloat16_adamw import BFloat16AdamW
+from engines.execution.reductions import reduce_float64
 
 
 def build_optimizer(module: nn.Module, config: EngineConfig) -> torch.optim.AdamW:
     """Two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. One fused kernel call a
     step."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim >= 2]
-    vectors = [p for p in trained if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    if not trained:
         raise ValueError("no parameter of the model is trainable: build the engine with trainable=False instead")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return adamw([p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2], config)
 
 
-def clip_gradients(module: nn.Module, limit: float | None, group: dist.ProcessGroup | None = None) -> float:
-    """The global gradient norm before clipping; gradients are scaled down to `limit` where it is above.
+def adamw(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Parameter], config: EngineConfig) -> torch.optim.AdamW:
+    """AdamW that decays `matrices` and not `vectors`; a rank of several may have neither."""
+    groups: list[dict[str, Any]] = [
+        {"params": list(matrices), "weight_decay": config.weight_decay},
+        {"params": list(vectors), "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]] or groups
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.moments_dtype == "bfloat16":
+        return BFloat16AdamW(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=True)
+
+
+def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the global gradient norm, f64[]; NaN where a rank's loss is not finite.
 
     Every parameter is sharded over all ranks along dimension 0 (FSDP2), so the squares of the shards add up to the
-    whole. A norm that is not finite leaves the gradients alone: the caller drops the step.
+    whole. `loss` is a scalar of this rank.
     """
     shards = [_local(p.grad) for p in module.parameters() if p.grad is not None]
     shards = [shard for shard in shards if shard.numel()]
-    squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+    squares = 0.0 * loss.detach().double()
     if shards:
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(shards, dtype=torch.float32)])
-        squares = norms.square().sum()
-    if dist.get_world_size(group) > 1:
-        squares = squares.to(torch.float32) if squares.device.type == "npu" else squares
-        dist.all_reduce(squares, group=group)
-    norm = float(squares.sqrt())
-    if limit is not None and norm > limit and norm < float("inf"):
-        torch._foreach_mul_(shards, limit / norm)
-    return norm
+        squares = squares + torch.stack(torch._foreach_norm(shards, dtype=torch.float32)).double().square().sum()
+    return reduce_float64(squares, group).sqrt()
+
+
+def clip_and_step(
+    module: nn.Module, optimizer: torch.optim.AdamW, norm: Tensor, limit: float | None, lr: float
+) -> None:
+    """Scale gradients down to `limit` where `norm` is above, and update; neither where it is not finite.
+
+    On a GPU both happen inside the fused update, so that the host does not wait for the norm.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if norm.is_cuda:
+        scale = torch.ones_like(norm) if limit is None else norm.clamp(min=limit) / limit
+        optimizer.grad_scale, optimizer.found_inf = scale.float(), (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+        return
+    known = float(norm)
+    if math.isfinite(known):
+        scale_gradients(module, known, limit)
+        optimizer.step()
+
+
+def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None:
+    """Scale gradients down to `limit` where their norm is above, and finite."""
+    if limit is not None and limit < norm < math.inf:
+        shards = [_local(p.grad) for p in module.parameters() if p.grad is not None]
+        torch._foreach_mul_([shard for shard in shards if shard.numel()], limit / norm)
+
+
+def finite_everywhere(loss: Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the losses of all ranks are finite; waits for them."""
+    return not bool(reduce_float64((~loss.detach().isfinite()).double(), group))
 
 
 def _local(tensor: Tensor) -> Tensor:

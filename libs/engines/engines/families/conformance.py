@@ -30,6 +30,7 @@ from engines.execution.micro_batches import MicroBatch
 from engines.families.cases import CASES, VOCABULARY, Case
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts
+from engines.families.torch_operations import choose_torch_operations
 from engines.loading import load
 from engines.packing.model import adapt_for_packing
 from engines.scorer import TokenScorer
@@ -123,6 +124,7 @@ def _objective(log_probs: Tensor, auxiliary: Tensor | None) -> Tensor:
 
 
 def _stock(model: Any, packed: PackedBatch) -> _Result:
+    choose_torch_operations(model)
     parts, routed = [], []
     config = model.config.get_text_config()
     for ids in packed.values["input_ids"].split(list(packed.lengths)):
@@ -143,6 +145,8 @@ def _stock(model: Any, packed: PackedBatch) -> _Result:
 def _engine(model: Any, packed: PackedBatch, builder: InputBuilder, adapt: bool) -> _Result:
     if adapt:
         adapt_for_packing(model)
+    else:
+        choose_torch_operations(model)
     scorer = TokenScorer(model, logit_chunk=16).eval()
     wanted = packed.token_mask
     wanted[packed.cu_seqlens[:-1].to(torch.int64)] = False
@@ -183,6 +187,8 @@ def _round_trip(case: Case, packed: PackedBatch) -> tuple[bool, float]:
         )
         again = AutoModelForCausalLM.from_pretrained(target)
     ids = packed.values["input_ids"][None]
+    for model in (again, stock):
+        choose_torch_operations(model)
     with torch.no_grad():
         return same, float((again.eval()(ids).logits - stock.eval()(ids).logits).abs().max())
 

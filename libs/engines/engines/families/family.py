@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from engines.families.router import RouterLoss
-from engines.packing.delta_net import PackedForward
+from seqpack.adapters.delta_net import PackedForward
 
 ANY = None
 """In `Family.fields`: every value is the stock model's business."""
@@ -33,6 +33,16 @@ _ROPE_KEYS = frozenset(
         *("mscale_all_dim", "truncate", "mrope_section", "mrope_interleaved"),
     ]
 )
+
+
+@dataclass(frozen=True)
+class VisionForm:
+    """The vision-language model of a family: its tower is `base_model.visual`, its decoder `.language_model`."""
+
+    architecture: str
+    """The transformers class that is trained where images are to be seen."""
+    fields: Mapping[str, tuple[Any, ...] | None]
+    """Fields of `vision_config` that are handled: the values allowed, or ANY."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,16 @@ class Family:
     """Packed forward passes of its gated delta net layers, by class."""
     wrappers: tuple[str, ...] = ()
     """`model_type` of vision-language configs whose text part is this family."""
+    vision: VisionForm | None = None
+    """The model of these configs with its vision tower; None where images are not supported."""
     routed: bool = False
     """Whether it has experts: the router's auxiliary loss, and one tensor an expert on disk."""
+    router: str = ""
+    """Class of its routers. They return (logits [T, E], weights [T, k], experts i64[T, k]) of T tokens: the weights are
+    the softmax of the logits in float32 of these experts, divided by their sum unless `norm_topk_prob` is False."""
+    experts: str = ""
+    """Class of its routed experts, called with (tokens [T, H], experts i64[T, k], weights [T, k]): `gate_up_proj`
+    [E, 2 I, H] and `down_proj` [E, H, I]."""
     float32: tuple[str, ...] = ()
     """Patterns (`fnmatch`, live names) of parameters that stay float32 in an export that asks for a smaller dtype."""
     buffers: tuple[str, ...] = ()
@@ -82,9 +100,33 @@ class Family:
         self._check_layers(config.get_text_config())
         self._check_rope(config.get_text_config())
 
+    def check_vision(self, config: Any) -> VisionForm:
+        """Refuse (ValueError) a config without a vision tower, or with one that no test of this family has run."""
+        if self.vision is None or config.model_type not in self.wrappers:
+            raise ValueError(f"a model of type {config.model_type!r} sees no images here: leave vision at 'off'")
+        for name, value in config.vision_config.to_dict().items():
+            if name in _METADATA or value is None:
+                continue
+            allowed = self.vision.fields.get(name, ())
+            if allowed is not None and value not in allowed:
+                raise ValueError(self._refusal(f"field {name} = {value!r} of vision_config is not handled"))
+        return self.vision
+
+    def sees(self, model: Any) -> bool:
+        """Whether a module is the family's vision-language model."""
+        return self.vision is not None and type(model).__name__ == self.vision.architecture
+
+    def tower(self, model: Any) -> nn.Module | None:
+        """The vision tower with what merges its patches into tokens; None of a text model."""
+        return model.base_model.visual if self.sees(model) else None
+
+    def decoder(self, model: Any) -> Any:
+        """The text model under the head: embeddings, layers and the last norm."""
+        return model.base_model.language_model if self.sees(model) else model.base_model
+
     def check_module(self, model: Any) -> None:
         """Refuse (ValueError) a module that is not this family's: its class, its head, its buffers, its layers."""
-        if type(model).__name__ != self.architecture:
+        if type(model).__name__ != self.architecture and not self.sees(model):
             raise ValueError(self._refusal(f"the model is a {type(model).__name__}, not a {self.architecture}"))
         head = self.head(model)
         if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -97,11 +139,16 @@ class Family:
             if len(list(self.mixers(layer))) != 1:
                 raise ValueError(self._refusal(f"a {type(layer).__name__} must mix tokens in exactly one known module"))
 
+    def units(self, model: Any) -> list[nn.Module]:
+        """What is sharded on its own: the decoder layers, and the blocks of a vision tower."""
+        tower: Any = self.tower(model)
+        return [*self.layers(model), *(() if tower is None else tower.blocks)]
+
     def layers(self, model: Any) -> list[nn.Module]:
-        """The decoder layers in order: the units of sharding and recomputation."""
-        layers = getattr(model.base_model, "layers", None)
+        """The decoder layers in order: the units of recomputation."""
+        layers = getattr(self.decoder(model), "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise ValueError(self._refusal(f"{type(model).__name__} has no base_model.layers"))
+            raise ValueError(self._refusal(f"the decoder of {type(model).__name__} has no layers"))
         return list(layers)
 
     def head(self, model: Any) -> Any:
@@ -117,12 +164,21 @@ class Family:
             elif kind in self.delta_nets:
                 yield module, self.delta_nets[kind]
 
-    def auxiliary_loss(self, config: Any) -> RouterLoss | None:
-        """The router's loss where the config asks for it (`output_router_logits`, as in transformers), else None."""
+    def auxiliary_loss(self, config: Any, coefficient: float | None = None) -> RouterLoss | None:
+        """The router's loss where the config asks for it (`output_router_logits`, as in transformers), else None.
+
+        `coefficient` says so in place of the config (0: no such loss); ValueError for a model without a router.
+        """
         text = config.get_text_config()
-        if not self.routed or not text.output_router_logits or not text.router_aux_loss_coef:
+        if not self.routed:
+            if coefficient is not None:
+                raise ValueError(f"router_aux_loss_coef is for models with experts, {text.model_type} has none")
             return None
-        return RouterLoss(float(text.router_aux_loss_coef), int(text.num_experts), int(text.num_experts_per_tok))
+        if coefficient is None:
+            coefficient = text.router_aux_loss_coef if text.output_router_logits else 0.0
+        if not coefficient:
+            return None
+        return RouterLoss(float(coefficient), int(text.num_experts), int(text.num_experts_per_tok))
 
     def _check_layers(self, text: Any) -> None:
         for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()):

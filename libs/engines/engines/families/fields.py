@@ -38,5 +38,14 @@ DELTA_NET: Fields = {
 # A head that predicts further tokens: carried, not trained.
 MULTI_TOKEN_PREDICTION = any_value("mtp_num_hidden_layers num_mtp_layers mtp_use_dedicated_embeddings mtp_layer_types")
 MTP_TENSORS = {"mtp.*": tuple(MULTI_TOKEN_PREDICTION)}
+# Sizes of the vision tower that the stock code alone honours. `deepstack_visual_indexes` names layers whose features
+# enter the decoder besides, in other families.
+VISION: Fields = {
+    **any_value(
+        "depth hidden_size hidden_act intermediate_size num_heads in_channels patch_size spatial_merge_size "
+        "temporal_patch_size out_hidden_size num_position_embeddings initializer_range rope_parameters"
+    ),
+    "deepstack_visual_indexes": ([],),
+}
 VISION_TENSORS: Mapping[str, tuple[str, ...]] = {"model.visual.*": ()}
 OLD_ROPE_TENSORS: Mapping[str, tuple[str, ...]] = {"*.rotary_emb.inv_freq": ()}

@@ -20,6 +20,7 @@ GEMMA3 = Family(
         "rope_local_base_freq": ANY,
         "attention_bias": (False, True),
         "use_bidirectional_attention": (False,),
+        "cache_implementation": ANY,  # of generation
         "final_logit_softcapping": (),
         "attn_logit_softcapping": (),
     },

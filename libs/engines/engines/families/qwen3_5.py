@@ -1,13 +1,21 @@
-"""Qwen3.5, dense: gated delta nets and gated attention in turn; alone, or the text part of a vision-language model."""
+"""Qwen3.5, dense: gated delta nets and gated attention in turn; alone, or in a vision-language model."""
 
-from engines.families.family import Family
-from engines.families.fields import ATTENTION, DELTA_NET, MTP_TENSORS, MULTI_TOKEN_PREDICTION, VISION_TENSORS
-from engines.packing.delta_net import split_projections
+from engines.families.family import Family, VisionForm
+from engines.families.fields import (
+    ATTENTION,
+    DELTA_NET,
+    MTP_TENSORS,
+    MULTI_TOKEN_PREDICTION,
+    VISION,
+    VISION_TENSORS,
+)
+from seqpack.adapters.delta_net import split_projections
 
 QWEN3_5 = Family(
     name="qwen3_5",
     model_types=("qwen3_5_text",),
     wrappers=("qwen3_5",),
+    vision=VisionForm("Qwen3_5ForConditionalGeneration", VISION),
     architecture="Qwen3_5ForCausalLM",
     attention="Qwen3_5Attention",
     delta_nets={"Qwen3_5GatedDeltaNet": split_projections},

@@ -2,7 +2,7 @@
 
 from engines.families.family import Family
 from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MTP_TENSORS, MULTI_TOKEN_PREDICTION, VISION_TENSORS
-from engines.packing.delta_net import split_projections
+from seqpack.adapters.delta_net import split_projections
 
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
@@ -24,6 +24,8 @@ QWEN3_5_MOE = Family(
         "norm_topk_prob": (True,),
     },
     routed=True,
+    router="Qwen3_5MoeTopKRouter",
+    experts="Qwen3_5MoeExperts",
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
     carried={**MTP_TENSORS, **VISION_TENSORS},
 )

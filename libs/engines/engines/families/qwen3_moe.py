@@ -11,4 +11,6 @@ QWEN3_MOE = Family(
     rope_types=("default", "yarn"),
     fields={**ATTENTION, **EXPERTS, **WINDOWS, "attention_bias": (False, True)},
     routed=True,
+    router="Qwen3MoeTopKRouter",
+    experts="Qwen3MoeExperts",
 )

@@ -2,7 +2,7 @@
 
 from engines.families.family import Family
 from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MTP_TENSORS, MULTI_TOKEN_PREDICTION
-from engines.packing.delta_net import joint_projections
+from seqpack.adapters.delta_net import joint_projections
 
 QWEN3_NEXT = Family(
     name="qwen3_next",
@@ -12,8 +12,17 @@ QWEN3_NEXT = Family(
     delta_nets={"Qwen3NextGatedDeltaNet": joint_projections},
     layer_types=("full_attention", "linear_attention"),
     rope_types=("default", "yarn"),
-    fields={**ATTENTION, **DELTA_NET, **EXPERTS, **MULTI_TOKEN_PREDICTION, "attention_bias": (False, True)},
+    fields={
+        **ATTENTION,
+        **DELTA_NET,
+        **EXPERTS,
+        **MULTI_TOKEN_PREDICTION,
+        "attention_bias": (False, True),
+        "use_sliding_window": (False,),
+    },
     routed=True,
+    router="Qwen3NextTopKRouter",
+    experts="Qwen3NextExperts",
     float32=("*.linear_attn.A_log", "*.linear_attn.norm.weight"),
     carried=MTP_TENSORS,
 )

@@ -53,6 +53,14 @@ def test_every_field_of_the_stock_config_has_a_rule(kind):
     family_of(AutoConfig.for_model(kind))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("qwen3_next", {"use_sliding_window": False}), ("gemma3_text", {"cache_implementation": "hybrid"})],
+)
+def test_fields_that_only_published_checkpoints_have_are_known(kind, fields):
+    family_of(AutoConfig.for_model(kind, **fields))
+
+
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
     ("field", "value"),

@@ -44,15 +44,20 @@ class RouterLoss:
     experts: int
     top_k: int
 
-    def routing(self, router_logits: Sequence[Tensor], counted: Tensor) -> Routing:
-        """Sums of one micro-batch: router_logits [T, E] a routed layer; `counted` bool[T] leaves padding out."""
+    def routing(
+        self, router_logits: Sequence[Tensor], counted: Tensor, taken: Sequence[Tensor] | None = None
+    ) -> Routing:
+        """Sums of one micro-batch: router_logits [T, E] a routed layer; `counted` bool[T] leaves padding out.
+
+        `taken` i64[T, k] a layer: the experts that tokens went to, where others than the router's own choice.
+        """
         weight = counted.reshape(-1).to(torch.float32)
         probability = weight.new_zeros(self.experts)
         chosen = weight.new_zeros(self.experts)
-        for logits in router_logits:
+        for number, logits in enumerate(router_logits):
             layer = torch.softmax(logits.float(), dim=-1)
             probability = probability + (layer * weight.unsqueeze(-1)).sum(0)
-            top = layer.detach().topk(self.top_k, dim=-1).indices
+            top = layer.detach().topk(self.top_k, dim=-1).indices if taken is None else taken[number]
             chosen = chosen.index_add(0, top.reshape(-1), weight.repeat_interleave(self.top_k))
         return Routing(probability, chosen, len(router_logits) * weight.sum())
 

@@ -10,6 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from engines import EngineConfig, build_engine
 from engines.families.router import RouterCounts, RouterLoss
 from engines.launch import ensure_group, launch
+from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
@@ -17,13 +18,6 @@ from seqpack.batches.batch import jagged
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 KINDS = ["moe", "next"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    ensure_group("cpu")
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def model(kind="moe", coefficient=0.5, **changes):
@@ -89,6 +83,17 @@ def test_the_coefficient_counts():
     ]
     assert losses[1] > losses[0] + 0.5
     assert losses[2] - losses[0] == pytest.approx(10 * (losses[1] - losses[0]), rel=1e-4)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 3.0])
+def test_the_engines_coefficient_is_said_in_place_of_the_configs(coefficient):
+    batch = tiny_batch(LENGTHS)
+    want = build_engine(config(), model(coefficient=coefficient)).train_batch(batch, SFT())
+    for own in (1.0, 0.0):
+        built = build_engine(config(router_aux_loss_coef=coefficient), model(coefficient=own))
+        assert built.train_batch(batch, SFT()) == want
+    with pytest.raises(ValueError, match="router_aux_loss_coef is for models with experts, qwen3_5_text has none"):
+        build_engine(config(router_aux_loss_coef=coefficient), tiny_model("dense"))
 
 
 def test_rows_without_another_gradient_have_the_routers():

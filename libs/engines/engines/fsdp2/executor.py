@@ -1,6 +1,7 @@
 """The FSDP2 executor: every layer sharded over all ranks, micro-batches one after another."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,20 +10,41 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from engines.adapters.base import BASE, base_digest, check_base
+from engines.adapters.lora import (
+    is_adapter,
+    merged_tensors,
+    reset_adapters,
+    set_trainable,
+    whole,
+    without_adapters,
+)
+from engines.capability import No, Yes
 from engines.config import EngineConfig
+from engines.devices.choice import devices_of
+from engines.execution.ahead import MicroBatchesAhead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.optimizer import build_optimizer, clip_gradients
+from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm
+from engines.experts.placement import place_experts
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss, Routing
-from engines.loading import compute_dtype
+from engines.families.torch_operations import choose_torch_operations
+from engines.fast.layers import sequences_of, use_layer_functions
+from engines.fast.log_probs import fused_log_probs
+from engines.fsdp2.activations import recompute_layers
+from engines.loading import DTYPES, compute_dtype, device_of
+from engines.log_probs import token_log_probs
 from engines.packing.model import adapt_for_packing
 from engines.parallel.groups import ParallelGroups
 from engines.scorer import ModelScores, TokenScorer
+from engines.weights.disk import DiskWeights
 from engines.weights.model_weights import live_tensors
+
+PLAIN = No("not asked for")
 
 
 class FSDP2Executor:
@@ -34,41 +56,95 @@ class FSDP2Executor:
     """
 
     def __init__(
-        self, config: EngineConfig, groups: ParallelGroups, model: Any, inputs: InputBuilder, trainable: bool = True
+        self,
+        config: EngineConfig,
+        groups: ParallelGroups,
+        model: Any,
+        inputs: InputBuilder,
+        trainable: bool = True,
+        compiled: Yes | No = PLAIN,
+        disk: DiskWeights | None = None,
     ) -> None:
-        """Shard `model` (a transformers causal LM on `device`), which becomes the executor's."""
+        """Shard `model` (a transformers causal LM on the device, or empty), which becomes the executor's.
+
+        `compiled`: whether its layers and head run as compiled functions, and why not (`engines.fast.support`).
+        `disk`: where the values of an empty model are; each rank reads its rows after sharding.
+        """
         self.config = config
         self.groups = groups
         self.builder = inputs
         self.trainable = trainable
         self.model: Any = model
-        self.device = next(model.parameters()).device
+        self._digest: Tensor | None = None
+        self.device = device_of(config, model)
         if config.batching == "packed":
             adapt_for_packing(model)
+        else:
+            choose_torch_operations(model)
+        self.compiled = compiled
+        if compiled:
+            use_layer_functions(model)
         model.eval()
         if config.gradient_checkpointing:
-            _recompute_layers(model)
-        model.requires_grad_(trainable)
-        self.scorer: Any = TokenScorer(model, config.logit_chunk)
+            recompute_layers(model, config.activation_offload)
+        set_trainable(model, trainable)
+        tower = family_of(model.config).tower(model)
+        if tower is not None and config.vision == "frozen":
+            tower.requires_grad_(False)
+        log_probs = fused_log_probs if compiled else token_log_probs
+        self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, config.router_aux_loss_coef)
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
         self.adds_loss = self.router is not None
-        self._shard()
-        self.optimizer = build_optimizer(self.scorer, config) if trainable else None
+        self._shard(disk)
+        self.adapted = any(is_adapter(name) for name, _ in model.named_parameters())
+        if self.adapted:
+            reset_adapters(model, torch.initial_seed())
+        self.optimizer = self._build_optimizer() if trainable else None
 
-    def _shard(self) -> None:
+    def _build_optimizer(self) -> torch.optim.AdamW | None:
+        return build_optimizer(self.scorer, self.config)
+
+    def _shard(self, disk: DiskWeights | None) -> None:
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         dtype = compute_dtype(self.config, self.device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        free = self.config.reshard_after_forward
+        if self.config.expert_parallel > 1:
+            experts, rows = place_experts(self.model, self.config.expert_parallel, self.device.type)
+            for module in experts:
+                fully_shard(
+                    module,
+                    mesh=rows,
+                    mp_policy=policy,
+                    reshard_after_forward=free,
+                    shard_placement_fn=lambda _: Shard(1),
+                )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        for layer in family_of(self.model.config).layers(self.model):
-            fully_shard(layer, reshard_after_forward=self.config.reshard_after_forward, **options)
+        for layer in family_of(self.model.config).units(self.model):
+            fully_shard(layer, reshard_after_forward=free, **options)
         fully_shard(self.scorer, reshard_after_forward=False, **options)
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 # The loss is divided by global counts already: gradients are summed over ranks, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if disk is not None:
+            self.scorer.to_empty(device=self.device)
+            disk.fill(self.model)
+
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Let a thread pack, copy and prepare them while the device works; on a CPU there is nothing to overlap."""
+        if not devices_of(self.device).overlaps or isinstance(micro_batches, MicroBatchesAhead):
+            return micro_batches
+        return MicroBatchesAhead(micro_batches, self._inputs)
+
+    def _inputs(self, micro_batch: MicroBatch) -> ModelInputs:
+        """Build the model's inputs, and what compiled layers want to know of them."""
+        inputs = self.builder.inputs(micro_batch)
+        if self.compiled and inputs.context is not None:
+            sequences_of(inputs.context, self.model.config.get_text_config())
+        return inputs
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Run forward and backward of one micro-batch after another.
@@ -78,6 +154,7 @@ class FSDP2Executor:
         """
         self._optimizer.zero_grad(set_to_none=True)
         counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
+        micro_batches = self.ahead(micro_batches)
         for micro_batch in micro_batches:
             loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
 
@@ -86,7 +163,7 @@ class FSDP2Executor:
         """Forward passes of all micro-batches, for what the router chooses in them."""
         found = []
         for micro_batch in micro_batches:
-            inputs = self.builder.inputs(micro_batch)
+            inputs = micro_batch.inputs or self._inputs(micro_batch)
             routing = self.scorer(inputs, 1.0, False, routing=True).routing
             found.append(self._own_counts(routing, micro_batch, inputs))
         return self._summed(torch.stack(found).sum(0))
@@ -103,9 +180,10 @@ class FSDP2Executor:
     @torch.no_grad()
     def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
         """Run forward of one micro-batch after another."""
-        for micro_batch in micro_batches:
+        for micro_batch in self.ahead(micro_batches):
             take(micro_batch, self._scores(micro_batch, scoring))
-        self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
 
     def _scores(
         self,
@@ -114,7 +192,7 @@ class FSDP2Executor:
         router: RouterLoss | None = None,
         counts: RouterCounts | None = None,
     ) -> Scores:
-        inputs = self.builder.inputs(micro_batch)
+        inputs = micro_batch.inputs or self._inputs(micro_batch)
         found: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=router is not None)
         auxiliary = None
         if router is not None and found.routing is not None:
@@ -124,38 +202,54 @@ class FSDP2Executor:
             self.builder.collect(found.log_probs, inputs),
             None if found.entropy is None else self.builder.collect(found.entropy, inputs),
             auxiliary,
+            found.load,
         )
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip, and let AdamW update where the norm is finite."""
-        norm = clip_gradients(self.scorer, self.config.grad_clip, self.groups.world)
-        if norm < float("inf"):
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+        norm = gradient_norm(self.scorer, loss, self.groups.world)
+        clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather one tensor after another."""
+        """Gather one tensor after another, adapters added to what they are for."""
+        if self.adapted:
+            yield from merged_tensors(self.model, DTYPES[self.config.master_dtype])
+            return
         for name, tensor in live_tensors(self.model).items():
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, _whole(tensor) if isinstance(tensor, DTensor) else tensor
 
     def state(self) -> dict[str, Any]:
-        """Return live shards by name (tied weights once); loading writes into them."""
+        """Return live shards by name (tied weights once); loading writes into them.
+
+        Of a model with adapters these alone, and the digest of the base that they belong to.
+        """
         saved = self.scorer.state_dict()
         tensors = dict(self.scorer.named_parameters()) | {
             name: value for name, value in self.scorer.named_buffers() if name in saved
         }
+        if self.adapted:
+            tensors = {name: t for name, t in tensors.items() if is_adapter(name)} | {BASE: self._base().clone()}
         state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
         if self.optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(self.scorer, self.optimizer)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hand the optimizer its states; the weights were read in place."""
+        """Hand the optimizer its states; the weights were read in place. ValueError for adapters of another base."""
+        if self.adapted:
+            check_base(state["model"][BASE], self._base(), self.config.model)
         if self.optimizer is not None:
             set_optimizer_state_dict(self.scorer, self.optimizer, state["optimizer"])
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the adapters, one tensor after another."""
+        return ((name, whole(p)) for name, p in self.model.named_parameters() if is_adapter(name))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """While it is open, the model is the base alone. ValueError where there is no adapter."""
+        return without_adapters(self.model)
 
     def move(self, device: torch.device) -> None:
         """Move weights and the optimizer's moments."""
@@ -164,18 +258,20 @@ class FSDP2Executor:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     state[key] = value.to(device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        devices_of(self.device).release()
+
+    def _base(self) -> Tensor:
+        """u8[16]: which weights the adapters are for. They never change."""
+        if self._digest is None:
+            self._digest = base_digest(self.model, self.groups.world)
+        return self._digest
 
     @property
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> torch.optim.AdamW:
         assert self.optimizer is not None, "the engine refuses to train without an optimizer"
         return self.optimizer
 
 
-def _recompute_layers(model: Any) -> None:
-    """Switch gradient checkpointing on, under the name this transformers release has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    for layer in family_of(model.config).layers(model):
-        layer.training = True  # the layer alone: what is inside of it stays in evaluation mode
+def _whole(tensor: DTensor) -> Tensor:
+    """The tensor of all shards; on one rank its shard is that, and no gather copies it."""
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()

@@ -1,1 +1,1 @@
-"""Packed sequences through a transformers model: contexts, layers and the change of one model instance."""
+"""Packed sequences through a transformers model of a registered family."""

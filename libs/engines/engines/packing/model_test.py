@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engines.packing.context import PackedContext
-from engines.packing.model import adapt_for_packing, packed_hidden, packed_logits
+from engines.packing.model import adapt_for_packing, packed_logits
 from engines.tiny import tiny_batch, tiny_model
+from seqpack.adapters.context import PackedContext
+from seqpack.adapters.model import packed_hidden
 from seqpack.batches.packed import pack_sequences
 from seqpack.testing import assert_packing_isolated
 

@@ -6,6 +6,7 @@ and gradients are FSDP's, the same number of collectives on every rank, because 
 there are steps.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,12 +27,14 @@ from dyncp.sharding.layout import Sharding
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.inputs import ModelInputs, PackedInputs
 from engines.execution.micro_batches import MicroBatch
-from engines.packing.context import PackedContext, positions_of
+from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows, StepPlan
+from seqpack.adapters.context import PackedContext, positions_of
+from seqpack.batches.schema import ROUTED_EXPERTS
 
 
 class ShardedOps:
-    """The operations that mix tokens, over one group's shards: `engines.packing.context.PackedOps`."""
+    """The operations that mix tokens, over one group's shards: `seqpack.adapters.context.PackedOps`."""
 
     def __init__(self, sharding: Sharding, group: dist.ProcessGroup, method: Method) -> None:
         self.sharding = sharding
@@ -73,6 +76,8 @@ class ContextParallel:
     cost: CostModel
     layout: Layout
     method: Method
+    tensor_parallel: int = 1
+    """What the tokens of each rank are a multiple of: its tensor-parallel ranks take a part each between layers."""
 
     @staticmethod
     def of(config: EngineConfig, model_config: Any, plan_size: int) -> "ContextParallel":
@@ -86,22 +91,27 @@ class ContextParallel:
             plan_size,
             cost,
             "contiguous" if cost.delta_layers else "zigzag",
-            "ulysses" if cost.query_heads % plan_size == 0 else "ring",
+            "ulysses" if cost.query_heads // config.tensor_parallel % plan_size == 0 else "ring",
+            config.tensor_parallel,
         )
 
 
 class ContextParallelPlanner:
     """Groups of ranks share long sequences; short ones stay whole on one rank: `engines.parallel.planning.Planner`."""
 
-    def __init__(self, settings: ContextParallel) -> None:
+    def __init__(self, settings: ContextParallel, groups: ParallelGroups | None = None) -> None:
+        """`groups`: the run's, where more than one plane of ranks obeys the same plan."""
         self.settings = settings
         self.topology = Topology()
         self.groups = ProcessGroups()
+        if groups is not None and groups.layout.plan_size < groups.layout.world_size:
+            planes = sorted({groups.layout.plan_ranks(rank) for rank in range(groups.layout.world_size)})
+            self.groups = ProcessGroups(planes=planes, plane=groups.plan)
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Plan steps of groups; a rank's micro-batches are its groups' samples."""
         chosen = self.settings
-        shared: dict[str, Any] = {"method": chosen.method, "layout": chosen.layout}
+        shared: dict[str, Any] = {"method": chosen.method, "layout": chosen.layout, "align": chosen.tensor_parallel}
         common = (chosen.cost, self.topology)
         if chosen.size == "dynamic":
             made = plan(lengths, chosen.plan_size, chosen.max_tokens, *common, **shared)
@@ -133,6 +143,7 @@ class ShardedInputs(PackedInputs):
     plan_index: int = 0
     layout: Layout = "contiguous"
     method: Method = "ring"
+    tensor_parallel: int = 1
 
     def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
         """Hidden state t - 1 scores token t, on whichever rank it is."""
@@ -140,7 +151,7 @@ class ShardedInputs(PackedInputs):
         if group is None:
             return super().inputs(micro_batch)
         place = ranks.index(self.plan_index)
-        sharding, source = shard_stream(packed.lengths, place, len(ranks), self.layout)
+        sharding, source = shard_stream(packed.lengths, place, len(ranks), self.layout, self.tensor_parallel)
         device = packed.cu_seqlens.device
         real = torch.as_tensor(source >= 0, device=device)
         index = torch.as_tensor(np.maximum(source, 0), device=device)
@@ -158,7 +169,15 @@ class ShardedInputs(PackedInputs):
         )
         slots = following[rows]
         positions = positions_of(packed.values, packed.position_ids)[..., index]
-        return ModelInputs(ids[index], positions, rows, ids[slots], slots, packed.num_tokens, real, context)
+        seen = self.seen(micro_batch)
+        if seen is not None and self.vision is not None:
+            seen = seen.shard(index, real, packed.num_tokens, self.vision)
+        experts = packed.values[ROUTED_EXPERTS][index] if self.replay else None
+        return ModelInputs(
+            *(ids[index], positions, rows, ids[slots], slots, packed.num_tokens, real, context),
+            vision=seen,
+            experts=experts,
+        )
 
     def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
         """Scores at their slots, those of the group's other ranks added: the whole f32[T] on each of them."""
@@ -172,8 +191,13 @@ class ShardedInputs(PackedInputs):
         return value if group is None else _SumOverGroup.apply(value, group)
 
 
-def shard_stream(lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Layout) -> tuple[Sharding, np.ndarray]:
-    """(sharding of the padded stream, for each local token its place in the unpadded stream or -1 for padding)."""
+def shard_stream(
+    lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Layout, multiple: int = 1
+) -> tuple[Sharding, np.ndarray]:
+    """(sharding of the padded stream, for each local token its place in the unpadded stream or -1 for padding).
+
+    `multiple`: what the tokens of each rank are a multiple of.
+    """
     align = sequence_align(cp_size, layout)
     bounds, source, start = [0], [], 0
     for length in lengths:
@@ -181,7 +205,7 @@ def shard_stream(lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Lay
         bounds.append(bounds[-1] + padded)
         source += [np.arange(start, start + length), np.full(padded - length, -1)]
         start += length
-    tail = -bounds[-1] % cp_size
+    tail = -bounds[-1] % math.lcm(align, cp_size * multiple)
     if tail:
         bounds.append(bounds[-1] + tail)
         source.append(np.full(tail, -1))

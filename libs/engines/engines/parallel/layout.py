@@ -18,9 +18,10 @@ class ParallelLayout:
     """Sizes of data, context, tensor, pipeline and expert parallelism.
 
     Rank numbers run over tp fastest, then cp, dp, and pp slowest (Megatron's order): world size = dp * cp * tp * pp.
-    Experts are spread over the ranks of a pipeline stage, so ep divides dp * cp * tp. The rows of a batch are split
-    over the dp * cp ranks of a plan plane (`plan_ranks`), which is why nobody takes the world size for the number of
-    data-parallel ranks. ValueError for a size below 1, or an ep that does not divide.
+    Experts are spread over the ranks of a pipeline stage, `etp` fastest, then `ep`: etp ranks share the matrices of an
+    expert, so ep * etp divides dp * cp * tp. The rows of a batch are split over the dp * cp ranks of a plan plane
+    (`plan_ranks`), which is why nobody takes the world size for the number of data-parallel ranks. ValueError for a
+    size below 1, or an ep * etp that does not divide.
     """
 
     dp: int = 1
@@ -28,19 +29,22 @@ class ParallelLayout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{field.name} must be an integer of at least 1, got {size!r}")
-        if self.dp * self.cp * self.tp % self.ep:
-            raise ValueError(
-                f"ep={self.ep} must divide dp * cp * tp = {self.dp * self.cp * self.tp}, the ranks of a pipeline stage"
-            )
+        stage, experts = self.dp * self.cp * self.tp, self.ep * self.etp
+        if stage % experts:
+            sizes = f"ep={self.ep}" if self.etp == 1 else f"ep * etp = {self.ep} * {self.etp}"
+            raise ValueError(f"{sizes} must divide dp * cp * tp = {stage}, the ranks of a pipeline stage")
 
     @classmethod
-    def of_world(cls, world_size: int, *, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1) -> "ParallelLayout":
+    def of_world(
+        cls, world_size: int, *, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
+    ) -> "ParallelLayout":
         """Make the layout of `world_size` ranks: dp is what is left. ValueError where it does not divide."""
         copy = cls(1, cp, tp, pp).world_size
         if world_size < 1 or world_size % copy:
@@ -48,7 +52,7 @@ class ParallelLayout:
                 f"cp={cp}, tp={tp} and pp={pp} need a multiple of {copy} ranks, this run has {world_size}: start "
                 "another number of processes, or choose other sizes"
             )
-        return cls(world_size // copy, cp, tp, pp, ep)
+        return cls(world_size // copy, cp, tp, pp, ep, etp)
 
     @property
     def world_size(self) -> int:

@@ -57,6 +57,7 @@ def test_of_world_leaves_dp(layout):
         (lambda: ParallelLayout(tp=2.0), "tp must be an integer of at least 1, got 2.0"),
         (lambda: ParallelLayout(pp=True), "pp must be an integer"),
         (lambda: ParallelLayout(dp=2, tp=2, ep=3), "ep=3 must divide dp \\* cp \\* tp = 4"),
+        (lambda: ParallelLayout(dp=2, tp=2, ep=2, etp=4), "ep \\* etp = 2 \\* 4 must divide dp"),
         (lambda: ParallelLayout.of_world(6, tp=4), "need a multiple of 4 ranks, this run has 6"),
         (lambda: ParallelLayout.of_world(0), "this run has 0"),
         (lambda: ParallelLayout(dp=2).check_world(3), "is for 2 ranks, this run has 3"),

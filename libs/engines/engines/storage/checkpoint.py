@@ -1,61 +1,109 @@
-"""Checkpoints of a sharded state in torch's distributed format: written in a temporary place, then put in place."""
+"""Checkpoints of a sharded state in torch's distributed format: written in a temporary place, then put in place.
 
-import json
-from collections.abc import Mapping
+To write one:
+
+1. Rank 0 makes the temporary directory.
+2. Every rank writes its shards (torch's distributed checkpoint) and its random state, and hashes the files it wrote.
+3. Rank 0 writes the manifest with the hashes of all ranks, last, and puts the directory in place.
+
+After each part the ranks tell each other whether it failed, so that an error of one is an error of all. To read one,
+the manifest and all files are checked first; nothing is changed by a checkpoint that is refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from engines.storage.directories import existing, fresh_temporary, replace_directory, temporary_of
+from engines.devices.choice import accelerators_here
+from engines.storage.directories import existing, fresh_temporary, repeat_directory, replace_directory, temporary_of
+from engines.storage.manifest import check_files, hash_files, read_manifest, write_manifest
 
-_FACTS = "engine.json"
+Group = dist.ProcessGroup | None
 
 
-def save_checkpoint(directory: Path, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
+def save_checkpoint(
+    directory: Path,
+    state: dict[str, Any],
+    facts: Mapping[str, Any],
+    random: Mapping[str, Any] | None = None,
+    group: Group = None,
+    also: Sequence[Path] = (),
+) -> None:
     """Write `state` (nested dicts with "model" and perhaps "optimizer"), random states and `facts` (plain JSON).
 
-    Collective. The directory appears, or is replaced, only when everything is on disk.
+    Collective. The directory appears, or is replaced, only when everything is on disk. `random`: what `random_state`
+    gave, by default now. `group`: the ranks, on a backend of the CPU where another thread has collectives of its own.
+    `also`: directories that hold the same afterwards; each appears when those before it are whole.
+    RuntimeError where a rank cannot write.
     """
-    if _rank() == 0:
-        fresh_temporary(directory)
-    _barrier()
+    rank, size = _rank(), _world_size()
     temporary = temporary_of(directory)
-    dcp.save(state, checkpoint_id=str(temporary))
-    torch.save(_random_state(), temporary / f"random_{_rank()}.pt")
-    _barrier()
-    if _rank() == 0:
-        own = {"world_size": _world_size(), "optimizer": "optimizer" in state}
-        (temporary / _FACTS).write_text(json.dumps({**facts, **own}))
-        replace_directory(temporary, directory)
-    _barrier()
+    _together(group, lambda: fresh_temporary(directory) if rank == 0 else None)
+    with _own_errors():
+        dcp.save(state, checkpoint_id=str(temporary), process_group=group)
+    hashes = _together(group, lambda: _write_own(temporary, random or random_state()))
+    files = {name: entry for own in hashes for name, entry in own.items()}
+    own = {"world_size": size, "optimizer": "optimizer" in state}
+
+    def finish() -> None:
+        if rank == 0:
+            write_manifest(temporary, {**facts, **own}, files)
+            replace_directory(temporary, directory)
+            for further in also:
+                repeat_directory(directory, further)
+
+    _together(group, finish)
 
 
-def load_checkpoint(directory: Path, state: dict[str, Any], parts: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def load_checkpoint(directory: Path, state: dict[str, Any], parts: Group = None) -> dict[str, Any]:
     """Read into `state` in place what `save_checkpoint` wrote, and return its facts. Collective.
 
     Weights and optimizer fit any world size; random states are restored on the same one. `parts`: the ranks whose
     states together hold the model (the stages of a pipeline), where one rank's does not. ValueError for a directory
-    that is no checkpoint, or one whose tensors are not those of the model.
+    that is no checkpoint, is damaged, or whose tensors are not those of the model; `state` is then as it was.
     """
     found = existing(directory)
-    if not (found / _FACTS).is_file():
-        raise ValueError(f"{directory} is not a checkpoint of an engine: it has no {_FACTS} (was the writer killed?)")
-    facts: dict[str, Any] = json.loads((found / _FACTS).read_text())
+    facts, files = read_manifest(found)
     if "optimizer" in state and not facts["optimizer"]:
         raise ValueError(f"{directory} holds no optimizer: load it into an engine built with trainable=False")
-    _check_tensors(found, _shapes(state["model"], parts))
-    dcp.load(state, checkpoint_id=str(found))
+    names = sorted(files)[_rank() :: _world_size()]  # each rank reads some of them
+    for problem in _gathered(None, check_files(found, files, names)):
+        if problem is not None:
+            raise ValueError(problem)
+    _check_tensors(found, state, _shapes(state["model"], parts))
+    with _own_errors():
+        dcp.load(state, checkpoint_id=str(found))
     if facts["world_size"] == _world_size():
-        _set_random_state(torch.load(found / f"random_{_rank()}.pt"))
-    _barrier()
+        _set_random_state(torch.load(found / _random_file()))
+    _gathered(None, None)
     return facts
 
 
-def _shapes(model: Mapping[str, torch.Tensor], parts: dist.ProcessGroup | None) -> dict[str, tuple[int, ...]]:
+def random_state() -> dict[str, Any]:
+    """Return the states of torch's generators on this rank."""
+    return {"cpu": torch.get_rng_state()} | {devices.kind: devices.random_state() for devices in accelerators_here()}
+
+
+def _write_own(temporary: Path, random: Mapping[str, Any]) -> dict[str, dict[str, int | str]]:
+    """Write this rank's random state; the hashes of all files that it wrote."""
+    torch.save(dict(random), temporary / _random_file())
+    written = [path.name for path in temporary.glob(f"__{_rank()}_*")]
+    shared = [".metadata"] if _rank() == 0 else []
+    return hash_files(temporary, [*written, _random_file(), *shared])
+
+
+def _random_file() -> str:
+    return f"random_{_rank()}.pt"
+
+
+def _shapes(model: Mapping[str, torch.Tensor], parts: Group) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of the model, by name."""
     own = {name: tuple(tensor.shape) for name, tensor in model.items()}
     if parts is None:
@@ -65,39 +113,78 @@ def _shapes(model: Mapping[str, torch.Tensor], parts: dist.ProcessGroup | None) 
     return {name: shape for shapes in every for name, shape in shapes.items()}
 
 
-def _check_tensors(directory: Path, model: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError naming the first tensor that checkpoint and model do not share, or whose shapes differ."""
+def _check_tensors(directory: Path, state: Mapping[str, Any], model: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError naming the first tensor that checkpoint and model do not share, or whose shape or dtype differs."""
     entries = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
     saved = {
-        name.removeprefix("model."): tuple(entry.size)
+        name.removeprefix("model."): entry
         for name, entry in entries.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
+    other = f"{directory} is a checkpoint of another model"
+    build = "build the engine from the model that was trained"
     for name in sorted(saved.keys() ^ model.keys()):
         sides = ("the checkpoint", "this model") if name in saved else ("this model", "the checkpoint")
-        raise ValueError(
-            f"{directory} is a checkpoint of another model: {name} is in {sides[0]} and not in {sides[1]}; build the "
-            "engine from the model that was trained"
-        )
+        raise ValueError(f"{other}: {name} is in {sides[0]} and not in {sides[1]}; {build}")
     for name, shape in model.items():
-        if saved[name] != shape:
+        if (size := tuple(saved[name].size)) != shape:
+            raise ValueError(f"{other}: {name} has shape {size} in the checkpoint and {shape} in this model; {build}")
+    if "optimizer" not in state:
+        return  # a reference may well be kept in a smaller dtype
+    for name, tensor in state["model"].items():
+        if (dtype := saved[name].properties.dtype) != tensor.dtype:
             raise ValueError(
-                f"{directory} is a checkpoint of another model: {name} has shape {saved[name]} in the checkpoint and "
-                f"{shape} in this model; build the engine from the model that was trained"
+                f"{directory}: {name} is {dtype} in the checkpoint and {tensor.dtype} here: set master_dtype to what "
+                "it was trained with"
             )
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    for name, moments in state["optimizer"].get("state", {}).items():
+        for key in moments:
+            if f"optimizer.state.{name}.{key}" not in entries:
+                raise ValueError(f"{directory} has no {key} of {name}: other parameters were trained; {build}")
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for devices in accelerators_here():
+        if devices.kind in state:
+            devices.set_random_state(state[devices.kind])
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Turn torch's CheckpointException, which is no Exception, into a RuntimeError."""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause in error.failures.values():
+            if isinstance(cause[0], (KeyboardInterrupt, SystemExit)):
+                raise  # somebody ended the program
+        raise RuntimeError(f"torch's distributed checkpoint failed: {error}") from error
+
+
+def _together(group: Group, work: Callable[[], Any]) -> list[Any]:
+    """Do this rank's part; the results of all ranks, or the error of one on every rank."""
+    result, error = None, None
+    try:
+        result = work()
+    except (OSError, RuntimeError) as caught:
+        error = caught
+    answers = _gathered(group, (result if error is None else None, error and f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(answers):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} cannot write the checkpoint: {text}")
+    return [result for result, _ in answers]
+
+
+def _gathered(group: Group, value: Any) -> list[Any]:
+    """The values of all ranks, once all have come here."""
+    if _world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * _world_size()
+    dist.all_gather_object(every, value, group=group)
+    return every
 
 
 def _rank() -> int:
@@ -106,8 +193,3 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

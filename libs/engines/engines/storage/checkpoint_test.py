@@ -6,19 +6,14 @@ import pytest
 import torch
 
 from engines import EngineConfig, build_engine
-from engines.launch import ensure_group
+from engines.storage import checkpoint
+from engines.storage.checkpoint import load_checkpoint, save_checkpoint
+from engines.testing.facts import edit_facts
+from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import SFT
 
 LENGTHS = [7, 3, 12, 5, 9, 2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cpu")
-    yield
-    if made:
-        torch.distributed.destroy_process_group()
 
 
 def engine(seed=0, trainable=True, **changes):
@@ -64,6 +59,69 @@ def test_a_reference_reads_the_weights_alone(tmp_path):
     reference.save(tmp_path / "scored")
     with pytest.raises(ValueError, match="holds no optimizer"):
         built.load(tmp_path / "scored")
+
+
+def small(value=0.0, **more):
+    return {"model": {"layers.0.weight": torch.full((2, 3), value), "norm": torch.full((4,), value)}, **more}
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    save_checkpoint(tmp_path / "one", small(), {"step": 1})
+    want = torch.rand(5)
+    assert load_checkpoint(tmp_path / "one", small()) == {"step": 1, "world_size": 1, "optimizer": False}
+    assert torch.equal(torch.rand(5), want)
+
+
+def test_random_numbers_of_another_world_size_are_left_alone(tmp_path):
+    save_checkpoint(tmp_path / "one", small(2.0), {})
+    (tmp_path / "one" / "random_0.pt").unlink()
+    edit_facts(tmp_path / "one", lambda facts: facts.update(world_size=2))
+    state = small()
+    torch.manual_seed(5)
+    load_checkpoint(tmp_path / "one", state)
+    assert torch.equal(state["model"]["norm"], torch.full((4,), 2.0))
+    got = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(got, torch.rand(3))
+
+
+def test_random_numbers_of_the_device_are_kept_beside(tmp_path, monkeypatch):
+    """A stand-in for CUDA's generator: saved and restored with one, passed over without."""
+    restored = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(3))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: restored.append(state.tolist()))
+    saved = checkpoint.random_state()
+    assert set(saved) == {"cpu", "cuda"}
+    checkpoint._set_random_state(saved)
+    assert restored == [[0, 1, 2]]
+    checkpoint._set_random_state({"cpu": saved["cpu"]})  # it was written without a device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checkpoint._set_random_state(saved)
+    assert restored == [[0, 1, 2]]
+    assert set(checkpoint.random_state()) == {"cpu"}
+
+
+def test_an_optimizer_is_a_fact(tmp_path):
+    optimizer = {"exp_avg": torch.full((2, 3), 7.0), "step": torch.tensor(3.0)}
+    save_checkpoint(tmp_path / "with", small(optimizer=optimizer), {})
+    save_checkpoint(tmp_path / "without", small(), {})
+    state = small(optimizer={"exp_avg": torch.zeros(2, 3), "step": torch.tensor(0.0)})
+    assert load_checkpoint(tmp_path / "with", state)["optimizer"] is True
+    assert torch.equal(state["optimizer"]["exp_avg"], optimizer["exp_avg"])
+    assert load_checkpoint(tmp_path / "with", small())["optimizer"] is True  # a reference reads the weights alone
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        load_checkpoint(tmp_path / "without", state)
+
+
+def test_the_parts_of_a_model_are_looked_at_together(tmp_path):
+    save_checkpoint(tmp_path / "one", small(1.0), {})
+    state = small()
+    load_checkpoint(tmp_path / "one", state, parts=torch.distributed.group.WORLD)
+    assert float(state["model"]["norm"].sum()) == 4.0
+    state["model"]["norm"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"norm has shape \(4,\) in the checkpoint and \(5,\) in this model"):
+        load_checkpoint(tmp_path / "one", state, parts=torch.distributed.group.WORLD)
 
 
 def test_saving_replaces_and_leaves_nothing_beside(tmp_path):

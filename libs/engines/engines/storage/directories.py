@@ -51,6 +51,23 @@ def replace_directory(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def repeat_directory(source: Path, target: Path) -> None:
+    """Put the files of `source` at `target` too: further names of the same files, copies where the disk has no links.
+
+    A reader of `target` finds what was there or the new ones, as with `replace_directory`. Neither may be changed in
+    place afterwards; deleting one leaves the other.
+    """
+    made = fresh_temporary(target)
+    for path in source.iterdir():
+        try:
+            os.link(path, made / path.name)
+        except OSError as error:
+            if error.errno not in (*_NOT_THERE, errno.EPERM, errno.EMLINK):
+                raise
+            shutil.copy2(path, made / path.name)
+    replace_directory(made, target)
+
+
 def existing(target: Path) -> Path:
     """Return where the last whole directory is: `target`, or what a killed writer had put aside."""
     old = _old_of(target)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.optimizer import finite_everywhere
 from engines.parallel.groups import ParallelGroups
 
 
@@ -37,6 +38,10 @@ class BigramExecutor:
         self.places: list[torch.device] = []
         self.auxiliary: float | None = None
 
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Do nothing ahead of time."""
+        return micro_batches
+
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Sum up the micro-batches' losses, and run one backward pass."""
         self.model.zero_grad()
@@ -59,15 +64,17 @@ class BigramExecutor:
         auxiliary = None if self.auxiliary is None else self.auxiliary * self.model.table.sum()
         return Scores(log_probs, entropy if scoring.entropy else None, auxiliary)
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Make one step of gradient descent."""
+        if not finite_everywhere(loss, self.groups.world):
+            return torch.tensor(torch.nan)
         gradient = self.model.table.grad
         assert gradient is not None
         norm = float(gradient.norm())
         if norm < float("inf"):
             with torch.no_grad():
                 self.model.table.sub_(gradient, alpha=lr * min(1.0, self.clip / max(norm, 1e-30)))
-        return norm
+        return torch.tensor(norm)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the table."""

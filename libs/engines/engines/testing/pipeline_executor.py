@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.optimizer import finite_everywhere
 from engines.parallel.groups import ParallelGroups
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -59,6 +60,10 @@ class PipelineExecutor:
             betas=config.betas,
             eps=config.eps,
         )
+
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Do nothing ahead of time."""
+        return micro_batches
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Run all forwards, then all backwards in the opposite order."""
@@ -118,8 +123,10 @@ class PipelineExecutor:
         entropy = torch.where(wanted, -(table.exp() * table).sum(-1).roll(1), 0.0)
         return Scores(log_probs, entropy if scoring.entropy else None)
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip by the norm over all stages."""
+        if not finite_everywhere(loss, self.groups.world):
+            return torch.tensor(torch.nan)
         square = sum((p.grad.double().square().sum() for p in self.own.values()), torch.zeros((), dtype=torch.float64))
         dist.all_reduce(square, group=self.groups.pipeline)
         norm = float(square.sqrt())
@@ -131,7 +138,7 @@ class PipelineExecutor:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        return norm
+        return torch.tensor(norm)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Hand each parameter from the stage that owns it to the others."""

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from engines.config import EngineConfig
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.optimizer import finite_everywhere
 from engines.families.registry import family_of
+from engines.families.torch_operations import choose_torch_operations
 from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
@@ -44,6 +46,7 @@ class PlainExecutor:
         self.config = config
         self.groups = groups
         self.trainable = trainable
+        choose_torch_operations(model)
         self.model = model.eval().requires_grad_(trainable)
         self.device = next(model.parameters()).device
         self.root = nn.ModuleDict({"model": model})  # so that checkpoints have the names of the other executors
@@ -55,6 +58,10 @@ class PlainExecutor:
             betas=config.betas,
             eps=config.eps,
         )
+
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Do nothing ahead of time."""
+        return micro_batches
 
     def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
         """Row by row, and the sum of all ranks' gradients."""
@@ -85,15 +92,17 @@ class PlainExecutor:
         found = [torch.where(micro_batch.wanted, torch.cat(rows), 0.0) for rows in (log_probs, entropies)]
         return Scores(found[0], found[1] if scoring.entropy else None)
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip and update with torch's own functions."""
+        if not finite_everywhere(loss, self.groups.world):
+            return torch.tensor(torch.nan)
         limit = float("inf") if self.config.grad_clip is None else self.config.grad_clip
         norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
         if norm < float("inf"):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        return norm
+        return torch.tensor(norm)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers as they are."""

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from engines import EngineConfig, build_engine
 from engines.families.cases import CASES
 from engines.launch import ensure_group, launch
+from engines.testing.assembled import assemble
 from engines.tiny import tiny_batch
-from engines.weights.pieces import assemble
 from objectives import SFT
 
 MTP = {"mtp.fc.weight": torch.ones(32, 64), "mtp.norm.weight": torch.arange(32).bfloat16()}

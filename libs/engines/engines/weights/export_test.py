@@ -14,6 +14,7 @@ from engines import EngineConfig
 from engines.families.cases import CASES, Case
 from engines.families.registry import family_of
 from engines.loading import load
+from engines.weights.directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights, live_tensors
 from engines.weights.saving import save_configuration, save_weights
 
@@ -218,7 +219,7 @@ def checkpoint(tmp_path, monkeypatch):
     def too_late(*args, **kwargs):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", too_late)
+    monkeypatch.setattr(ModelDirectory, "rows", too_late)
     return tmp_path / "stock"
 
 

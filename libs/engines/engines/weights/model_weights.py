@@ -44,7 +44,7 @@ class ModelWeights:
         names = DiskNames.of(source.tensors)
         dtypes = _check_present(names, live, source)
         tied = {p.name for n, t in model.state_dict().items() if n not in live for p in names.parts(n, t.shape)}
-        carried = tuple(name for name in source.tensors if _matches(name, family.carried))
+        carried = tuple(name for name in source.tensors if _matches(name, family.carried) and name not in dtypes)
         for name in source.tensors:
             if name not in dtypes and name not in tied and name not in carried:
                 raise ValueError(

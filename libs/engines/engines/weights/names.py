@@ -1,9 +1,10 @@
 """Live name <-> names on disk: which tensors of a checkpoint a tensor of the live model is made of.
 
 Two things differ. The text model of a vision-language checkpoint lies under `model.language_model.` on disk and under
-`model.` in memory. Experts that are one tensor in memory (`experts.gate_up_proj` [E, 2 I, H], `experts.down_proj`
-[E, H, I]) may be three tensors an expert on disk (`experts.0.gate_proj.weight` [I, H], ...). Which of them holds is
-read off the checkpoint that a model came from, and an export goes back to the same form.
+`model.` in memory, unless the vision-language model itself is trained. Experts that are one tensor in memory
+(`experts.gate_up_proj` [E, 2 I, H], `experts.down_proj` [E, H, I]) may be three tensors an expert on disk
+(`experts.0.gate_proj.weight` [I, H], ...). Which of them holds is read off the checkpoint that a model came from, and
+an export goes back to the same form.
 """
 
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-_BASE, _TEXT = "model.", "model.language_model."
+_BASE, _TEXT, _TOWER = "model.", "model.language_model.", "model.visual."
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _ONE_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
 
@@ -28,8 +29,17 @@ class DiskPart:
 
 
 @dataclass(frozen=True)
+class DiskRead:
+    """Of the tensor `name` on disk these rows (None: all of it) are `own[index]`, own being some rows of a live one."""
+
+    name: str
+    rows: slice | None
+    index: Index = ()
+
+
+@dataclass(frozen=True)
 class DiskNames:
-    """How one checkpoint names what the live model holds; `split` and `merge` are inverses."""
+    """How one checkpoint names what the live model holds; what `split` gives `reads` reads back."""
 
     text_prefix: bool = False
     """Whether the model lies under `model.language_model.`."""
@@ -45,7 +55,8 @@ class DiskNames:
 
     def parts(self, name: str, shape: Sequence[int]) -> tuple[DiskPart, ...]:
         """The tensors on disk that a live tensor of this shape is made of."""
-        disk = _TEXT + name.removeprefix(_BASE) if self.text_prefix and name.startswith(_BASE) else name
+        moved = self.text_prefix and name.startswith(_BASE) and not name.startswith((_TEXT, _TOWER))
+        disk = _TEXT + name.removeprefix(_BASE) if moved else name
         experts = _EXPERTS.fullmatch(disk)
         if experts is None or not self.split_experts:
             return (DiskPart(disk),)
@@ -63,7 +74,12 @@ class DiskNames:
         for part in self.parts(name, tensor.shape):
             yield part.name, tensor[part.index] if part.index else tensor
 
-    def merge(self, name: str, live: Tensor, disk: dict[str, Tensor]) -> None:
-        """Fill a live tensor from tensors on disk."""
-        for part in self.parts(name, live.shape):
-            (live[part.index] if part.index else live).copy_(disk[part.name])
+    def reads(self, name: str, shape: Sequence[int], rows: slice) -> Iterator["DiskRead"]:
+        """What these rows (dimension 0) of a live tensor of this shape are read from; nothing for no rows."""
+        if rows.start == rows.stop:
+            return
+        for part in self.parts(name, shape):
+            if not part.index:
+                yield DiskRead(part.name, rows)
+            elif isinstance(part.index[0], int) and rows.start <= part.index[0] < rows.stop:
+                yield DiskRead(part.name, None, (part.index[0] - rows.start, *part.index[1:]))

@@ -5,7 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.weights.pieces import assemble, pieces
+from engines.testing.assembled import assemble
+from engines.weights.pieces import pieces
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

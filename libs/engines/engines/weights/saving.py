@@ -48,7 +48,7 @@ def save_configuration(weights: ModelWeights, model: Any, directory: Path, dtype
     """
     if weights.source is None:
         config = copy.deepcopy(model.config)
-        config.architectures = [weights.family.architecture]
+        config.architectures = [type(model).__name__]
         config.dtype = dtype or _most_common(weights.dtypes)
         config.save_pretrained(directory)
         if model.can_generate():

@@ -1,40 +1,116 @@
 """For tests: a tiny hybrid Qwen3.5 made from a configuration, with weights large enough to tell tokens apart."""
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
-def tiny_model(vocab: int = 48, layers: int = 4, seed: int = 0) -> PreTrainedModel:
-    """Gated-delta-net and full-attention layers by turns, hidden size 32, float32, eval mode."""
-    config = Qwen3_5TextConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        full_attention_interval=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        max_position_embeddings=256,
+def tiny_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Gated-delta-net and full-attention layers by turns, hidden size 32, float32, eval mode; `changes` its config."""
+    config = Qwen3_5TextConfig(**_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes)
+    torch.manual_seed(seed)
+    return _with_large_weights(Qwen3_5ForCausalLM(config))
+
+
+def tiny_mixture(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The same with six experts in each layer, two of them a token."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = {**_SIZES, **experts, "shared_expert_intermediate_size": 32} | changes
+    sizes.pop("intermediate_size", None)
+    config = Qwen3_5MoeTextConfig(**sizes | {"vocab_size": vocab, "num_hidden_layers": layers})
+    torch.manual_seed(seed)
+    model = _with_large_weights(Qwen3_5MoeForCausalLM(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name or name.endswith("mlp.gate.weight"):
+                parameter.normal_(0, 0.25)
+    return model
+
+
+def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0) -> PreTrainedModel:
+    """The same with a vision tower: patches of 2 x 2 pixels and 2 frames, four of them a token; image token 44."""
+    tower = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3_5Config(
+        text_config=_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers},
+        vision_config=tower,
         tie_word_embeddings=True,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-        pad_token_id=0,
-        eos_token_id=1,
+        image_token_id=44,
+        video_token_id=45,
+        vision_start_token_id=46,
+        vision_end_token_id=47,
     )
     torch.manual_seed(seed)
-    model = Qwen3_5ForCausalLM(config)
+    model = _with_large_weights(Qwen3_5ForConditionalGeneration(config))
+    with torch.no_grad():
+        for parameter in model.model.visual.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("proj.weight", "proj_qkv.weight", "embed_tokens.weight")):
                 parameter.normal_(0, 0.25)  # the default 0.02 leaves every token about equally likely
     return model.eval()
+
+
+# Heads of a size that vLLM can compute on a CPU.
+SERVED: dict[str, Any] = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+"""Changes to `tiny_model`'s config."""

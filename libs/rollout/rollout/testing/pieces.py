@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from rollout.sync import BucketPiece
+from rollout.sync.pieces import BucketPiece
 
 
 def pieces_of(tensors: Iterable[tuple[str, Tensor]], max_elements: int | None = None) -> Iterator[BucketPiece]:

@@ -1,10 +1,23 @@
 """For tests of environments and apps: an engine that says what it is told to, with no model behind it."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rollout.engine import Completion, PauseMode, Sampling
-from rollout.sync import Piece
+from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket, Piece
+from seqpack.capability import No, Yes
+
+
+async def stream(done: Completion, on_tokens: OnTokens | None) -> None:
+    """Tell a completion token by token, a turn of the event loop each."""
+    if on_tokens is None:
+        return
+    for token, log_prob in zip(done.ids, done.log_probs, strict=True):
+        on_tokens((token,), (log_prob,))
+        await asyncio.sleep(0)
 
 
 class ScriptedEngine:
@@ -16,7 +29,7 @@ class ScriptedEngine:
 
     def __init__(self, reply: Callable[[list[int], int], Sequence[int]], version: int = 0) -> None:
         self._reply = reply
-        self._version = version
+        self._version = self._before = self._coming = version
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
 
@@ -25,16 +38,58 @@ class ScriptedEngine:
         """The number of the weights in use."""
         return self._version
 
+    def supports(self, feature: str) -> Yes | No:
+        """Nothing: it is no engine for runs."""
+        return No(f"a scripted engine has no {feature}")
+
+    def load(self) -> Load:
+        """Nothing runs between calls, and nobody waits."""
+        return Load(0, 0)
+
     async def generate(
-        self, prompt_ids: list[int], sampling: Sampling, media: Mapping[str, Any] | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        media: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """The next answer of the script."""
-        del media
-        ids = tuple(self._reply(list(prompt_ids), len(self.prompts)))[: sampling.max_new_tokens]
+        """The next answer of the script, streamed token by token; past its deadline, nothing."""
+        del media, request_id
+        turn = len(self.prompts)
         self.prompts.append(list(prompt_ids))
         self.samplings.append(sampling)
+        if deadline is not None and time.monotonic() >= deadline:
+            return Completion((), (), "deadline", ())
+        ids = tuple(self._reply(list(prompt_ids), turn))[: sampling.max_new_tokens]
         stopped = bool(ids) and ids[-1] in sampling.stop_token_ids
-        return Completion(ids, (-0.5,) * len(ids), "stop" if stopped else "length", (self._version,) * len(ids))
+        done = Completion(ids, (-0.5,) * len(ids), "stop" if stopped else "length", (self._version,) * len(ids))
+        await stream(done, on_tokens)
+        return done
+
+    async def cancel(self, request_id: str) -> bool:
+        """Nothing is ever waiting here."""
+        del request_id
+        return False
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Take the number that is coming."""
+        self._coming = manifest.version
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Take it as the last one."""
+        del bucket
+        return 0
+
+    async def commit(self, version: int) -> None:
+        """Take the number."""
+        self._before, self._version = self._version, version
+
+    async def abort(self) -> None:
+        """Go back to the number before."""
+        self._version = self._before
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
         """Take the number and read the pieces to their end."""
@@ -47,3 +102,4 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         """Nothing was held back."""
+        self._before = self._version

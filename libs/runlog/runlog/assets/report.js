@@ -22,58 +22,16 @@
     root.dataset.theme = chosen || (system.matches ? "dark" : "light");
   }
   applyTheme();
-  system.addEventListener("change", () => { applyTheme(); drawAll(); });
+  system.addEventListener("change", () => { applyTheme(); showDetail(); });
   $("theme").addEventListener("click", () => {
     chosen = root.dataset.theme === "dark" ? "light" : "dark";
     applyTheme();
-    drawAll();
+    showDetail();
   });
 
   // ---- curves ---------------------------------------------------------------------------------------------------
   const plots = [];
-  function extent(values, margin) {
-    const low = Math.min(...values), high = Math.max(...values);
-    const room = (high - low || Math.abs(high) || 1) * margin;
-    return [low - room, high + room];
-  }
-  function tickFormat(chart) {
-    if (chart.percent) return ".0%";
-    const most = Math.max(...chart.y.map(Math.abs));
-    return most && most < 1e-3 ? ".1~e" : most >= 1e4 ? "~s" : ".4~g";
-  }
-  function figure(chart) {
-    const accent = css("--accent"), dim = css("--dim"), line = css("--line"), card = css("--card");
-    const traces = [];
-    const few = chart.marks || chart.x.length < 12;
-    traces.push({
-      x: chart.x, y: chart.y, mode: few ? "lines+markers" : "lines", name: chart.name,
-      line: { color: accent, width: few ? 2 : chart.smooth.length ? 1 : 1.6 }, marker: { size: 7, color: accent },
-      opacity: chart.smooth.length ? 0.32 : 1, hovertemplate: "step %{x}: %{y:.5~g}<extra></extra>",
-    });
-    if (chart.smooth.length) {
-      traces.push({ x: chart.x, y: chart.smooth, mode: "lines", name: "smoothed", line: { color: accent, width: 2.2 }, hoverinfo: "skip" });
-    }
-    const notes = [], shapes = [], range = extent(chart.y, chart.marks ? 0.24 : 0.06);
-    if (chart.marks && chart.x.length > 1) {
-      const last = chart.x.length - 1, rising = chart.y[last] >= chart.y[0] ? 1 : -1;
-      notes.push({ x: chart.x[0], y: chart.y[0], text: "before " + chart.first, xanchor: "left", yshift: -14 * rising, xshift: -4 });
-      notes.push({ x: chart.x[last], y: chart.y[last], text: "after " + chart.last, xanchor: "right", yshift: 14 * rising, xshift: 4 });
-      shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.y[0], y1: chart.y[0], line: { color: dim, width: 1, dash: "dot" } });
-    }
-    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { size: 11, color: dim }, automargin: true, fixedrange: false };
-    return [traces, {
-      margin: { l: 44, r: 10, t: 8, b: 28 }, showlegend: false, paper_bgcolor: card, plot_bgcolor: card, hovermode: "x",
-      font: { family: "system-ui, sans-serif", size: 12, color: css("--text") },
-      hoverlabel: { bgcolor: card, bordercolor: line, font: { color: css("--text") } },
-      xaxis: { ...axis, showgrid: false, nticks: 6 }, yaxis: { ...axis, nticks: 5, range, tickformat: tickFormat(chart) },
-      shapes, annotations: notes.map((n) => ({ ...n, showarrow: false, font: { size: 11, color: css("--text") } })),
-    }];
-  }
-  function draw(plot) {
-    const [traces, layout] = figure(plot.chart);
-    Plotly.react(plot.node, traces, layout, { displayModeBar: false, responsive: true });
-  }
-  function drawAll() { plots.forEach((p) => { if (p.drawn) draw(p); }); }
+  function draw(plot) { Charts.draw(plot.node, plot.chart); }
   // A chart is drawn when it comes near the screen: a page of fifty opens as fast as a page of five.
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -81,6 +39,7 @@
       if (entry.isIntersecting && !plot.drawn) { plot.drawn = true; draw(plot); seen.unobserve(entry.target); }
     }
   }, { rootMargin: "400px" });
+  addEventListener("resize", () => plots.forEach((p) => { if (p.drawn) draw(p); }));
   function addChart(parent, chart) {
     const card = el("div", "chart");
     const head = el("div", "head");
@@ -93,14 +52,15 @@
     plots.push({ node, chart, drawn: false });
     seen.observe(node);
   }
-  const others = data.charts.filter((c) => !c.known);
-  data.charts.filter((c) => c.known).forEach((c) => addChart($("charts"), c));
+  const front = (c) => c.known && !c.rounding;
+  const others = data.charts.filter((c) => !front(c));
+  data.charts.filter(front).forEach((c) => addChart($("charts"), c));
   const box = others.length > 6 || $("charts").children.length === 0 ? $("more-charts") : $("charts");
-  others.forEach((c) => addChart(box, c));
+  others.forEach((c) => addChart(c.rounding ? $("more-charts") : box, c));
   if ($("more-charts").children.length) {
     $("more").hidden = false;
     $("more").open = $("charts").children.length === 0;
-    $("more").querySelector("summary").textContent = "All other metrics (" + others.length + ")";
+    $("more").querySelector("summary").textContent = "Other metrics (" + $("more-charts").children.length + ")";
   }
 
   // ---- episodes -------------------------------------------------------------------------------------------------
@@ -114,7 +74,7 @@
     return el("span", "pill" + tone, reward === null ? "no reward" : short(reward));
   }
   for (const e of data.episodes) {
-    e.plain = e.tokens.length ? e.tokens.join("") : e.messages.map((m) => m.content).join("\n");
+    e.plain = (e.tokens.length ? e.tokens.join("") : e.messages.map((m) => m.content).join("\n")) + "\n" + (e.expected || "");
     e.answer = lastTurn(e);
   }
   function lastTurn(e) {
@@ -128,11 +88,13 @@
     const worst = limit("reward-min", -Infinity), best = limit("reward-max", Infinity);
     const bounded = $("reward-min").value !== "" || $("reward-max").value !== "";
     const text = $("search").value.toLowerCase();
+    const split = $("split").value;
     const [key, direction] = $("sort").value.split("-");
     const sign = direction === "asc" ? 1 : -1;
     return data.episodes
       .filter((e) => e.step >= low && e.step <= high)
       .filter((e) => !bounded || (e.reward !== null && e.reward >= worst && e.reward <= best))
+      .filter((e) => !split || e.split === split)
       .filter((e) => !text || e.plain.toLowerCase().includes(text))
       .sort((a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity)) || a.id - b.id);
   }
@@ -149,13 +111,41 @@
     if (state.shown.length > PAGE) list.append(el("p", "empty", "The first " + PAGE + " are listed; narrow the filters for the rest."));
     if (!state.shown.includes(state.selected)) select(state.shown[0] || null);
   }
+  function place(e, joint) {
+    const parts = ["step " + e.step];
+    if (e.split !== "training") parts.push(e.split);
+    if (e.environment) parts.push(e.environment);
+    if (e.group !== null && e.group !== undefined) parts.push((e.split === "training" ? "group " : "task ") + e.group);
+    return parts.join(joint);
+  }
+  // The episodes of one group stand side by side: what one did, the others can be held against.
+  const groupKey = (e) => JSON.stringify([e.step, e.split, e.environment, e.group]);
+  const groups = new Map();
+  for (const e of data.episodes) {
+    if (e.group === null || e.group === undefined) continue;
+    groups.set(groupKey(e), [...(groups.get(groupKey(e)) || []), e]);
+  }
+  function siblings(e) {
+    const all = groups.get(groupKey(e)) || [];
+    if (all.length < 2) return null;
+    const node = el("div", "siblings");
+    node.append(el("span", "fact", "Its group of " + all.length + ":"));
+    for (const other of all) {
+      const button = el("button", other === e ? "here" : "");
+      button.type = "button";
+      button.title = other.answer.trim().slice(0, 200);
+      button.append(pill(other.reward));
+      button.addEventListener("click", () => select(other));
+      node.append(button);
+    }
+    return node;
+  }
   function row(e) {
     const node = el("div", "row");
     node.setAttribute("role", "option");
     node.setAttribute("aria-selected", String(e === state.selected));
     node.dataset.id = e.id;
-    const where = "step " + e.step + (e.group === null || e.group === undefined ? "" : " \u00b7 group " + e.group);
-    node.append(el("span", "where", where), el("span", "size", e.length + " tokens"), pill(e.reward), el("span", "text", e.answer.trim() || "(empty answer)"));
+    node.append(el("span", "where", place(e, " \u00b7 ")), el("span", "size", e.length + " tokens"), pill(e.reward), el("span", "text", e.answer.trim() || "(empty answer)"));
     node.addEventListener("click", () => select(e));
     return node;
   }
@@ -241,18 +231,30 @@
     }
     return node;
   }
+  function named(name, value) {
+    const node = el("div", "named");
+    node.append(el("b", "", name), " ", el("span", "", value));
+    return node;
+  }
   function showDetail() {
     const pane = $("detail"), e = state.selected;
     pane.replaceChildren();
     if (!e) { pane.append(el("p", "empty", "Nothing selected.")); return; }
     const heading = el("div", "heading");
-    heading.append(el("strong", "", "Step " + e.step + (e.group === null || e.group === undefined ? "" : ", group " + e.group)), pill(e.reward));
+    const name = place(e, ", ");
+    heading.append(el("strong", "", name[0].toUpperCase() + name.slice(1)), pill(e.reward));
     const facts = [e.length + " tokens"];
     if (e.trained !== null) facts.push(e.trained + " trained");
     if (e.calls && !("tool_calls" in e.metadata)) facts.push(e.calls + (e.calls === 1 ? " tool call" : " tool calls"));
     for (const [name, value] of Object.entries(e.metadata)) facts.push(name.replaceAll("_", " ") + " " + value);
     facts.forEach((f) => heading.append(el("span", "fact", f)));
     pane.append(heading);
+    const others = siblings(e);
+    if (others) pane.append(others);
+    if (e.error) pane.append(el("div", "error", "Failed: " + e.error));
+    if (e.expected !== null) pane.append(named("Expected answer", e.expected));
+    const parts = Object.entries(e.parts).map(([part, value]) => part + " " + short(value));
+    if (parts.length) pane.append(named("Reward", parts.join(" \u00b7 ")));
     if (e.tokens.length) {
       const bar = el("div", "colouring"), modes = el("div", "modes");
       const keys = Object.keys(COLOURS).filter((k) => usable(e, k));
@@ -276,7 +278,5 @@
   $("filters").addEventListener("input", refresh);
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   $("filters").addEventListener("reset", () => setTimeout(refresh));
-  const draws = drawAll;
-  $("theme").addEventListener("click", () => { draws(); showDetail(); });
   refresh();
 })();

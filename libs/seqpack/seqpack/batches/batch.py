@@ -9,7 +9,7 @@ from torch import Tensor
 from seqpack.batches.dicts import build, is_tensordict, leaves, size_of
 from seqpack.batches.jagged import Ragged, is_jagged, jagged, ragged
 from seqpack.batches.layout import parts_of
-from seqpack.batches.schema import MEDIA_KEYS, SAMPLE_KEYS, TOKEN_KEYS
+from seqpack.batches.schema import MEDIA_KEYS, ROUTED_EXPERTS, SAMPLE_KEYS, TOKEN_KEYS
 from seqpack.batches.view import BatchView
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def make_batch(samples: Sequence[Mapping[str, Any]]) -> "TensorDict":
     """Build the batch of the given samples: one mapping each, all with the same keys, `input_ids` among them.
 
     Tensors (or lists of numbers, for keys of the schema) of one or more dimensions are per token along their last
-    dimension and as long as `input_ids`, but media keys, which are jagged along their first. Numbers and scalar
-    tensors become one dense value a sample, everything else (text, messages) stays as it is. Raises ValueError
-    naming the sample and key that do not fit.
+    dimension and as long as `input_ids`; `routed_experts` is so along its first; media keys are jagged along theirs,
+    with lengths of their own. Numbers and scalar tensors become one dense value a sample, everything else (text,
+    messages) stays as it is. Raises ValueError naming the sample and key that do not fit.
     """
     columns = columns_of(samples)
     batch = build(columns, len(samples))
@@ -144,6 +144,8 @@ def _check_entry(key: str, value: Any, sizes: list[int]) -> None:
         _check_positions(parts.values)
     elif key in TOKEN_KEYS and parts.values.dim() != 1:
         raise ValueError(f"{key} must be (B, j), got samples of {parts.values.dim()} dimensions")
+    elif key == ROUTED_EXPERTS:
+        _check_experts(tensor, parts.dim)
     if parts.lengths != sizes:
         index = next(i for i, (own, length) in enumerate(zip(parts.lengths, sizes, strict=True)) if own != length)
         raise ValueError(f"sample {index} has {parts.lengths[index]} values of {key} for {sizes[index]} input_ids")
@@ -153,6 +155,14 @@ def _check_positions(values: Tensor) -> None:
     if values.dim() > 2 or (values.dim() == 2 and values.shape[0] not in (3, 4)):
         raise ValueError(
             f"position_ids must be (B, j), (B, 3, j) or (B, 4, j), got values of shape {tuple(values.shape)}"
+        )
+
+
+def _check_experts(values: Tensor, dim: int) -> None:
+    if values.dtype != torch.int16 or values.dim() != 3 or dim:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} must be int16 (B, j, layers, k), jagged along a sample's first dimension, got "
+            f"{values.dtype} samples of {values.dim()} dimensions, ragged along dimension {dim}"
         )
 
 
@@ -180,13 +190,15 @@ def _column(key: str, values: list[Any]) -> Any:
 
 def _ragged_column(key: str, values: list[Tensor]) -> Tensor:
     try:
-        return jagged(values, 0 if key in MEDIA_KEYS else -1)
+        return jagged(values, 0 if key in MEDIA_KEYS or key == ROUTED_EXPERTS else -1)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 
 
 def _tensor(key: str, index: int, value: Any, dtype: torch.dtype) -> Tensor:
     """Turn a value of a schema key into its type; floats never become integers silently."""
+    if isinstance(value, Tensor) and value.dtype == dtype:
+        return value
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -161,3 +161,22 @@ def test_old_tensordict_is_refused_with_the_reason(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.15.0", "0.15.3", "0.16", "1.0.0"])
 def test_new_tensordict_is_taken(version: str) -> None:
     check_version(version)
+
+
+@pytest.mark.parametrize("lengths", [[4, 2, 7], [3, 3], [2], [2, 2, 2]])
+def test_routed_experts_lie_along_the_tokens(lengths: list[int]) -> None:
+    """Also where a sample has as many tokens as layers, or as experts a token, or all lengths are equal."""
+    chosen = [torch.randint(-1, 9, (n, 2, 3), dtype=torch.int16) for n in lengths]
+    batch = make_batch([sample(n, routed_experts=c) for n, c in zip(lengths, chosen, strict=True)])
+    backwards = list(range(len(lengths)))[::-1]
+    packed = pack_sequences(pickle.loads(pickle.dumps(batch)), backwards, align=4)
+    assert packed.values["routed_experts"].shape == (packed.num_tokens, 2, 3)
+    back = samples_of(unpack_tokens(packed, packed.values["routed_experts"], packed.token_dims["routed_experts"]))
+    assert all(torch.equal(found, chosen[i]) for i, found in zip(backwards, back, strict=True))
+
+
+def test_routed_experts_of_another_shape_are_refused() -> None:
+    good = torch.zeros(3, 2, 2, dtype=torch.int16)
+    for wrong in (good.int(), good[:2], good[:, 0], good.transpose(0, 1).repeat(1, 2, 1)):
+        with pytest.raises(ValueError, match="routed_experts"):
+            make_batch([sample(3, routed_experts=wrong)])

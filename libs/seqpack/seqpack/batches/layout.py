@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpack.batches.jagged import Ragged, flattened, is_jagged, jagged_from_values, ragged, settled
-from seqpack.batches.schema import MEDIA_KEYS, TOKEN_KEYS
+from seqpack.batches.schema import MEDIA_KEYS, ROUTED_EXPERTS, TOKEN_KEYS
 
 
 def token_lengths(batch: Any) -> list[int] | None:
@@ -20,7 +20,7 @@ def parts_of(key: str, value: Tensor, lengths: Sequence[int] | None) -> Ragged:
     parts = ragged(value)
     if lengths is None or key in MEDIA_KEYS:
         return parts
-    return settled(parts, lengths, -1 if key in TOKEN_KEYS else None)
+    return settled(parts, lengths, -1 if key in TOKEN_KEYS else 0 if key == ROUTED_EXPERTS else None)
 
 
 def laid_out(key: str, value: Tensor, lengths: Sequence[int] | None) -> Tensor:

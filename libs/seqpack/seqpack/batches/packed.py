@@ -62,9 +62,7 @@ class PackedBatch:
     def token_mask(self) -> Tensor:
         """Bool (T,): True on true tokens, False on alignment and bucket padding."""
         mask = torch.zeros(self.num_tokens, dtype=torch.bool)
-        for start, length in zip(self.geometry.cu_seqlens, self.lengths, strict=False):
-            mask[start : start + length] = True
-        return mask.to(self.cu_seqlens.device)
+        return mask.index_fill_(0, _places(self.geometry), True).to(self.cu_seqlens.device)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return this row with every tensor on `device`."""
@@ -193,21 +191,31 @@ def unpack_sequences(packed: PackedBatch) -> "TensorDict":
 
 
 def _tokens(parts: Ragged, rows: list[int], geometry: PackedGeometry, fill: float) -> tuple[Tensor, int]:
-    """Concatenate the chosen samples along their ragged dimension, each followed by its padding."""
-    pieces = []
-    for row, aligned in zip(rows, geometry.aligned, strict=True):
-        pieces.append(parts.values.narrow(parts.dim, parts.starts[row], parts.lengths[row]))
-        if aligned > parts.lengths[row]:
-            pieces.append(_filler(parts.values, parts.dim, aligned - parts.lengths[row], fill))
-    if geometry.padding or not pieces:
-        pieces.append(_filler(parts.values, parts.dim, geometry.padding, fill))
-    return torch.cat(pieces, dim=parts.dim), parts.dim
+    """Concatenate the chosen samples along their ragged dimension, each followed by its padding.
 
-
-def _filler(values: Tensor, dim: int, count: int, fill: float) -> Tensor:
+    One gather for all samples: a step's micro-batch may hold hundreds of short ones.
+    """
+    values, dim = parts.values, parts.dim
+    source = _spans([parts.starts[row] for row in rows], geometry.lengths)
+    taken = values.index_select(dim, source.to(values.device))
+    if taken.shape[dim] == geometry.total:
+        return taken, dim
     shape = list(values.shape)
-    shape[dim] = count
-    return values.new_full(shape, fill)
+    shape[dim] = geometry.total
+    return values.new_full(shape, fill).index_copy(dim, _places(geometry).to(values.device), taken), dim
+
+
+def _places(geometry: PackedGeometry) -> Tensor:
+    """i64[sum of lengths]: where the true tokens lie in the row."""
+    return _spans(geometry.cu_seqlens[: len(geometry.lengths)], geometry.lengths)
+
+
+def _spans(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """i64[sum of lengths]: starts[0], starts[0] + 1, ..., `lengths[0]` of them, then those from starts[1] on."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    ends = sizes.cumsum(0)
+    shift = torch.tensor(starts, dtype=torch.int64) - (ends - sizes)
+    return torch.repeat_interleave(shift, sizes) + torch.arange(int(sizes.sum()))
 
 
 def _media(parts: Ragged, rows: list[int]) -> tuple[Tensor, tuple[int, ...]]:

@@ -20,8 +20,18 @@ TOKEN_KEYS: dict[str, torch.dtype] = {
 }
 """Jagged along the last dimension, one value a token."""
 
-SAMPLE_KEYS: dict[str, torch.dtype] = {"reward": torch.float32, "group": torch.int64}
-"""Dense, one value a sample."""
+ROUTED_EXPERTS = "routed_experts"
+"""int16 (B, j, layers, k), jagged along a sample's first dimension: the experts that a token went to in the sampler,
+by routed layer in the order of the model; -1 in all of a token's entries where that is not known."""
+
+SAMPLE_KEYS: dict[str, torch.dtype] = {
+    "reward": torch.float32,
+    "group": torch.int64,
+    "episode": torch.int64,
+    "episode_tokens": torch.int64,
+}
+"""Dense, one value a sample. Samples of one `episode` share its reward, its group and the number of its trained tokens;
+a group, and a mean over answers, counts it once."""
 
 MEDIA_KEYS = frozenset(
     {

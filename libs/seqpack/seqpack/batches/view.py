@@ -21,25 +21,32 @@ class Totals:
     """Counts of a whole global batch, the same on every rank and for every micro-batch.
 
     `tokens`: trained tokens (`loss_mask` True, a sequence's first token never counted). `sequences` and `groups`:
-    those with at least one trained token; `groups` is 0 where the batch has no key `group`.
+    those with at least one trained token; `groups` is 0 where the batch has no key `group`. `episodes`: how many
+    episodes the sequences are of, None where the batch has no key `episode`.
     """
 
     tokens: int
     sequences: int
     groups: int = 0
+    episodes: int | None = None
+
+    @property
+    def answers(self) -> int:
+        """What a mean over answers divides by: the episodes, or where they are not known the sequences."""
+        return self.sequences if self.episodes is None else self.episodes
 
     @staticmethod
     def of(batch: "TensorDict | BatchView") -> "Totals":
-        """Count a batch (jagged `loss_mask`, optional `group`). ValueError when it has no `loss_mask`.
+        """Count a batch (jagged `loss_mask`, optional `group` and `episode`). ValueError when it has no `loss_mask`.
 
-        Only these two keys are read and the schema is not checked; a view counts itself once (`BatchView.totals`).
+        Only these keys are read and the schema is not checked; a view counts itself once (`BatchView.totals`).
         """
         if isinstance(batch, BatchView):
             return batch.totals
         if "loss_mask" not in batch.keys():  # noqa: SIM118 (a TensorDict iterates over its samples)
             raise ValueError("the batch has no key 'loss_mask', so there is nothing to count")
-        group = leaf(batch, "group") if "group" in batch.keys() else None  # noqa: SIM118
-        return _count(ragged(batch["loss_mask"]), group)
+        group, episode = (leaf(batch, key) if key in batch.keys() else None for key in ("group", "episode"))  # noqa: SIM118
+        return _count(ragged(batch["loss_mask"]), group, episode)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class BatchView:
     @cached_property
     def totals(self) -> Totals:
         """The counts of this batch; of a selection, those of the selection. ValueError without a `loss_mask`."""
-        return _count(self.parts("loss_mask"), self.columns.get("group"))
+        return _count(self.parts("loss_mask"), self.columns.get("group"), self.columns.get("episode"))
 
     @cached_property
     def trained(self) -> Tensor:
@@ -127,9 +134,11 @@ def _trained(mask: Ragged) -> Tensor:
     return flat.index_fill(0, firsts, False)
 
 
-def _count(mask: Ragged, group: Any) -> Totals:
+def _count(mask: Ragged, group: Any, episode: Any) -> Totals:
     rows = torch.repeat_interleave(torch.tensor(mask.lengths, dtype=torch.int64))
     trained = torch.bincount(rows[_trained(mask).cpu()], minlength=len(mask.lengths)).tolist()
-    groups = [] if group is None else group.tolist()
-    used = {name for name, count in zip(groups, trained, strict=False) if count}
-    return Totals(tokens=sum(trained), sequences=sum(count > 0 for count in trained), groups=len(used))
+    groups, episodes = (
+        None if names is None else len({name for name, count in zip(names.tolist(), trained, strict=True) if count})
+        for names in (group, episode)
+    )
+    return Totals(sum(trained), sum(count > 0 for count in trained), groups or 0, episodes)

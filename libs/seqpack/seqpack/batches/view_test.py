@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,6 +40,12 @@ def test_totals_count_what_a_loop_counts(masks: list[list[bool]], data: st.DataO
     expected = Totals(sum(counts), sum(count > 0 for count in counts), len(used))
     batch = batch_of(masks, groups)
     assert Totals.of(batch) == Totals.of(view_batch(batch)) == expected
+    assert expected.answers == expected.sequences
+    batch["episode"] = batch["group"]  # episodes of several rows are counted as groups are
+    whole = replace(expected, episodes=len(used))
+    assert Totals.of(batch) == Totals.of(view_batch(batch)) == whole
+    assert whole.answers == len(used)
+    del batch["episode"]
     # A first token in the mask is refused by the schema's check and never counted.
     batch["loss_mask"] = jagged([torch.tensor(mask) for mask in masks])
     assert Totals.of(batch) == expected

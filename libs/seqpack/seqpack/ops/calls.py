@@ -46,6 +46,7 @@ class DeltaStep:
     state: Tensor
     scale: float
     l2norm_qk: bool
+    inplace: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,18 @@ def causal_conv1d_state(x: Tensor, cu_seqlens: Tensor, kernel: int, initial_stat
 
     Sequences shorter than K - 1 are filled up from `initial_state`, or with zeros.
     """
-    out, start = [], 0
-    for index, length in enumerate(lengths_of(cu_seqlens, x.shape[0])):
-        past = x.new_zeros(kernel - 1, x.shape[1]) if initial_state is None else initial_state[index].t().to(x.dtype)
-        recent = x[max(start, start + length - kernel + 1) : start + length]
-        out.append(torch.cat([past, recent])[recent.shape[0] :].t())
-        start += length
-    return torch.stack(out) if out else x.new_zeros(0, x.shape[1], kernel - 1)
+    gap, total = kernel - 1, x.shape[0]
+    lengths = torch.tensor(lengths_of(cu_seqlens, total), dtype=torch.int64, device=x.device)[:, None]
+    n = lengths.shape[0]
+    column = torch.arange(gap, device=x.device)
+    before = lengths.cumsum(0) - gap + column  # the token of each place, if its sequence is that long
+    past = torch.arange(n, device=x.device)[:, None] * gap + lengths + column + total
+    if initial_state is None:
+        source = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        past = torch.full_like(before, total)
+    else:
+        source = torch.cat([x, initial_state.transpose(1, 2).reshape(n * gap, -1).to(x.dtype)])
+    return source[torch.where(column >= gap - lengths, before, past)].transpose(1, 2)
 
 
 def causal_conv1d_step(
@@ -152,12 +157,15 @@ def causal_conv1d_step(
     _check(x, weight, bias, activation)
     if conv_state.shape != (*x.shape, weight.shape[1] - 1):
         raise ValueError(f"conv_state must be {(*x.shape, weight.shape[1] - 1)}, got {tuple(conv_state.shape)}")
-    window = torch.cat([conv_state.to(x.dtype), x[..., None]], dim=-1)
+    # Channels last inside, and in the memory of the state that is returned: the sum over K is then over whole rows.
+    window = torch.cat([conv_state.transpose(1, 2).to(x.dtype), x.unsqueeze(1)], dim=1)
     compute = _compute_dtype(x, weight)
-    y = (window.to(compute) * weight.to(compute)).sum(-1)
+    y = (window.to(compute) * weight.t().to(compute)).sum(1)
     if bias is not None:
         y = y + bias.to(compute)
-    return (silu(y) if activation == "silu" else y).to(x.dtype), window[..., 1:]
+    return (silu(y) if activation == "silu" else y).to(x.dtype), window.narrow(1, 1, weight.shape[1] - 1).transpose(
+        1, 2
+    )
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> None:

@@ -8,6 +8,9 @@ For every head a state S [Dk, Dv] is faded, corrected and read, one token at a t
 `gated_delta_rule_naive` is these two lines; `gated_delta_rule_torch` is the chunkwise form (see `delta_rule_chunks`).
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -81,6 +84,7 @@ def gated_delta_rule_step(
     scale: float | None = None,
     l2norm_qk: bool = True,
     backend: str = "auto",
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Advance n sequences by one token.
 
@@ -90,10 +94,11 @@ def gated_delta_rule_step(
         v: [n, Hv, Dv].
         g: [n, Hv].
         beta: [n, Hv].
-        state: [n, Hv, Dk, Dv]; not modified.
+        state: [n, Hv, Dk, Dv].
         scale: as in `gated_delta_rule`.
         l2norm_qk: as in `gated_delta_rule`.
         backend: "auto", "torch" or "fla".
+        inplace: write the next state into `state` (decoding, without gradients) instead of returning another tensor.
 
     Returns:
         (o [n, Hv, Dv] in the dtype of v, the next state [n, Hv, Dk, Dv] in the dtype of the state).
@@ -102,22 +107,41 @@ def gated_delta_rule_step(
     expected = (v.shape[0], v.shape[1], k.shape[2], v.shape[2])
     if state.shape != expected:
         raise ValueError(f"state must be [n, Hv, Dk, Dv] = {expected}, got {tuple(state.shape)}")
-    run = choose(Request.of("gated_delta_rule_step", q, k, v, g, beta, state, **_sizes(k, v, None)), backend)
-    return run(DeltaStep(q, k, v, g, beta, state, k.shape[2] ** -0.5 if scale is None else scale, l2norm_qk))
+    request = Request.of("gated_delta_rule_step", q, k, v, g, beta, state, **_sizes(k, v, None))
+    if inplace and request.grad:
+        raise ValueError("inplace=True keeps no state for a backward pass; call it under torch.no_grad()")
+    factor = k.shape[2] ** -0.5 if scale is None else scale
+    return choose(request, backend)(DeltaStep(q, k, v, g, beta, state, factor, l2norm_qk, inplace))
 
 
 def gated_delta_rule_step_torch(step: DeltaStep) -> tuple[Tensor, Tensor]:
-    """Advance one token in plain torch."""
+    """Advance one token in plain torch: S^T q and S^T k of the faded state by one product, then
+    o = scale (S^T q + (q . k) u) with the write u, so that the state is read once and written once.
+    """
     v, dtype = step.v, _compute_dtype(step.v)
-    q, k = (x.to(dtype).repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (step.q, step.k))
+    qk = torch.stack([step.q, step.k], dim=2).to(dtype)  # [n, Hk, 2, Dk]
     if step.l2norm_qk:
-        q, k = _l2norm(q), _l2norm(k)
-    with torch.autocast(v.device.type, enabled=False):
-        faded = step.state.to(dtype) * step.g.to(dtype).exp()[..., None, None]
-        error = v.to(dtype) - (k[:, :, None] @ faded)[:, :, 0]
-        after = faded + k[..., None] * (error * step.beta.to(dtype)[..., None])[:, :, None]
-        o = (q[:, :, None] @ after)[:, :, 0] * step.scale
+        qk = _l2norm(qk)
+    if v.shape[1] != qk.shape[1]:
+        qk = qk.repeat_interleave(v.shape[1] // qk.shape[1], dim=1)
+    q, k = qk.select(2, 0), qk.select(2, 1)  # cheaper than unbind, which counts where a step is a few small calls
+    fade = step.g.to(dtype).exp().unsqueeze(-1).unsqueeze(-1)
+    own = step.inplace and step.state.dtype == dtype
+    with _without_autocast(v.device.type):
+        faded = step.state.mul_(fade) if own else step.state.to(dtype) * fade
+        reads = torch.matmul(qk, faded)
+        write = (v.to(dtype) - reads.select(2, 1)) * step.beta.to(dtype).unsqueeze(-1)
+        outer = (k.unsqueeze(-1), write.unsqueeze(2))
+        after = faded.addcmul_(*outer) if own else torch.addcmul(faded, *outer)
+        o = torch.addcmul(reads.select(2, 0), (q * k).sum(-1, keepdim=True), write) * step.scale
+    if step.inplace:
+        return o.to(v.dtype), after if own else step.state.copy_(after)
     return o.to(v.dtype), after.to(step.state.dtype)
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Switch autocast off where it is on; entering its context costs more than a small product."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def gated_delta_rule_naive(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
@@ -158,7 +182,7 @@ def gated_delta_rule_torch(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=1), k.repeat_interleave(groups, dim=1)
     state = None if call.initial_state is None else call.initial_state.to(dtype)
-    with torch.autocast(v.device.type, enabled=False):
+    with _without_autocast(v.device.type):
         o, final = chunked(q, k, v, g, beta, lengths, state, call.output_final_state, call.chunk_size)
     return o.to(call.v.dtype), final
 

@@ -148,6 +148,26 @@ def test_steps_equal_the_packed_call():
     torch.testing.assert_close(state, final, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("kind", "width"), [(torch.float64, torch.float64), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_a_step_in_place_is_the_step(kind, width, l2norm):
+    *operands, state = (x.detach().to(kind) for x in inputs([1, 1, 1], 2, 2))
+    state = state.to(width)
+    o, after = gated_delta_rule_step(*operands, state, l2norm_qk=l2norm)
+    own = state.clone()
+    again, returned = gated_delta_rule_step(*operands, own, l2norm_qk=l2norm, inplace=True)
+    assert returned.data_ptr() == own.data_ptr()
+    assert torch.equal(own, after)
+    assert torch.equal(o, again)
+    assert after.dtype == width
+
+
+def test_a_step_in_place_is_refused_where_a_gradient_flows():
+    *operands, state = inputs([1, 1, 1], 2, 2)
+    with pytest.raises(ValueError, match="no_grad"):
+        gated_delta_rule_step(*operands, state.detach(), inplace=True)
+
+
 def test_nothing_crosses_a_boundary_not_even_nan():
     lengths = [20, 3, 33]
     *operands, _ = inputs(lengths, dtype=torch.float32)

@@ -133,7 +133,7 @@ def gated_delta_rule_step_fla(step: DeltaStep) -> tuple[Tensor, Tensor]:
         output_final_state=True,
         use_qk_l2norm_in_kernel=step.l2norm_qk,
     )
-    return o[:, 0], after.to(step.state.dtype)
+    return o[:, 0], step.state.copy_(after) if step.inplace else after.to(step.state.dtype)
 
 
 def attention_varlen(call: AttentionCall) -> Tensor:

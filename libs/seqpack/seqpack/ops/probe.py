@@ -54,8 +54,13 @@ class _Backend:
     automatic: bool = True
 
     def load(self) -> Callable[..., Any]:
-        module, name = self.target.split(":")
-        return getattr(import_module(module), name)
+        return _loaded(self.target)
+
+
+@cache
+def _loaded(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    return getattr(import_module(module), name)
 
 
 def _accept(_: Request) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, TypeVar
 
 Plan = TypeVar("Plan")
@@ -10,7 +10,8 @@ Plan = TypeVar("Plan")
 
 def to_json(plan: Any) -> str:
     """Return the plan, a dataclass of plain values, as JSON; `kind` names its class."""
-    return json.dumps({"kind": type(plan).__name__, **asdict(plan)}, separators=(",", ":"), allow_nan=False)
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return json.dumps({"kind": type(plan).__name__, **values}, separators=(",", ":"), allow_nan=False)
 
 
 def plan_hash(text: str) -> int:

@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from seqpack.testing.isolation import IsolationReport as IsolationReport
-    from seqpack.testing.isolation import Tolerance as Tolerance
+    from seqpack.testing.account import IsolationReport as IsolationReport
+    from seqpack.testing.account import Tolerance as Tolerance
     from seqpack.testing.isolation import assert_packing_isolated as assert_packing_isolated
     from seqpack.testing.isolation import check_packing as check_packing
 
 _EXPORTS = {
-    "IsolationReport": "seqpack.testing.isolation",
-    "Tolerance": "seqpack.testing.isolation",
+    "IsolationReport": "seqpack.testing.account",
+    "Tolerance": "seqpack.testing.account",
     "assert_packing_isolated": "seqpack.testing.isolation",
     "check_packing": "seqpack.testing.isolation",
 }

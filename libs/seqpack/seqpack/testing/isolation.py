@@ -15,7 +15,6 @@ What is measured, each by itself enough for a verdict:
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from seqpack.batches.packed import PackedBatch
 from seqpack.planning.geometry import packed_geometry
+from seqpack.testing.account import HALF, IsolationReport, Tolerance
 from seqpack.testing.embedding import input_embedding, reach, rounded_anew, watched
 from seqpack.testing.trace import Origin, find_origin, relative_error
 
@@ -34,101 +34,12 @@ AloneForward = Callable[[nn.Module, Tensor], Tensor]
 LENGTHS = (17, 1, 70, 6, 34, 3)
 """Sequences that span, begin within and begin at a chunk of 64 tokens. 131 in all, a prime: a dimension of this size is
 the token dimension."""
-HALF = (torch.bfloat16, torch.float16)
 NOISE = 8.0
 """Rounding may differ by so many times what one unit in the last place of the embedded tokens changes."""
 ROUNDINGS = 2
 """Ways of rounding the embedded tokens anew that are tried, of which the worst counts."""
 MOST = (0.5, 1.0)
 """No bound on logits and on gradients grows beyond these."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Largest relative error (norm of the difference over norm of the value) that counts as rounding.
-
-    `logits`: packed against alone. `grads`: likewise, each parameter. `moved`: logits of a sequence when another one is
-    changed; the shapes are the same in both runs, so hardly anything may move. `reached`: the gradient of a sequence's
-    logits at another sequence's tokens over that at its own, which is exactly zero without a leak.
-    """
-
-    logits: float
-    grads: float
-    moved: float
-    reached: float = 1e-12
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> "Tolerance":
-        """Return the defaults for a parameter dtype."""
-        return cls(0.02, 0.1, 5e-3) if dtype in HALF else cls(1e-4, 1e-3, 1e-5)
-
-
-@dataclass(frozen=True)
-class IsolationReport:
-    """What was measured. `isolated` is the verdict, `str()` the account.
-
-    `logits`: relative error of each sequence; `logit_bound`: what it may be. `worst_grad`: (parameter, relative error),
-    None where gradients were not compared; `grad_bound`: what that error may be. `moved`: (changed sequence, sequence
-    that moved, relative error), worst first. `reached`: (sequence, sequence whose logits depend on it, relative
-    gradient), worst first. `origin`: the module that leaks first.
-    """
-
-    logits: tuple[float, ...]
-    worst_grad: tuple[str, float] | None
-    moved: tuple[tuple[int, int, float], ...]
-    origin: Origin | None
-    tolerance: Tolerance
-    reached: tuple[tuple[int, int, float], ...] = ()
-    logit_bound: float = 0.0
-    grad_bound: float = 0.0
-
-    @property
-    def logits_equal(self) -> bool:
-        """Packed logits are those of the sequences alone."""
-        return max(self.logits) <= self.logit_bound
-
-    @property
-    def grads_equal(self) -> bool:
-        """Packed gradients are those of the sequences alone."""
-        return self.worst_grad is None or self.worst_grad[1] <= self.grad_bound
-
-    @property
-    def isolated(self) -> bool:
-        """All of it holds."""
-        return self.logits_equal and self.grads_equal and not self.moved and not self.reached
-
-    def _verdict(self) -> str:
-        if self.isolated:
-            return "packing is isolated"
-        if self.moved or self.reached:
-            return "packing LEAKS between sequences"
-        return "packed is NOT the same as alone, although no sequence moves another's logits"
-
-    def __str__(self) -> str:
-        bounds, worst = self.tolerance, max(range(len(self.logits)), key=self.logits.__getitem__)
-        lines = [self._verdict()]
-        lines.append(
-            f"  logits, packed against alone: sequence {worst} off by {self.logits[worst]:.1e} "
-            f"(bound {self.logit_bound:.0e})"
-        )
-        if self.worst_grad:
-            name, error = self.worst_grad
-            lines.append(f"  gradients: {name} off by {error:.1e} (bound {self.grad_bound:.0e})")
-        if self.moved:
-            changed, other, error = self.moved[0]
-            lines.append(
-                f"  changing sequence {changed} moves sequence {other} by {error:.1e} (bound {bounds.moved:.0e}), "
-                f"{len(self.moved)} such pairs"
-            )
-        if self.reached:
-            source, other, size = self.reached[0]
-            lines.append(
-                f"  logits of sequence {other} have a gradient at tokens of sequence {source}, {size:.1e} of that at "
-                f"their own (without a leak: 0), {len(self.reached)} such pairs"
-            )
-        if self.origin:
-            lines.append(f"  first seen at {self.origin}")
-        return "\n".join(lines)
 
 
 def position_reset_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -191,12 +102,7 @@ def check_packing(
         rounded = rows.rounded(ids, weights if grads else None, seed) if first.dtype in HALF else []
         logit_bound = _logit_bound(bounds.logits, apart, [logits for logits, _ in rounded])
         reached = rows.reached(ids, weights, bounds.reached) if grads else ()
-        again, _ = rows.packed(ids, None)
-        noise = max(relative_error(a, b) for a, b in zip(again, together, strict=True))
-        if noise > bounds.moved:
-            raise ValueError(
-                f"the same row run twice gives logits that differ by {noise:.1e}: make the model deterministic"
-            )
+        rows.check_repeats(ids, together, bounds.moved)
         moved = rows.moved(ids, others, together, bounds.moved)
         errors = tuple(relative_error(a, b) for a, b in zip(together, apart, strict=True))
         origin = None
@@ -281,6 +187,14 @@ class _Rows:
             parts = [flat[start : start + length] for start, length in self.spans]
             grads = self.grads([_loss(p, w) for p, w in zip(parts, weights, strict=True)]) if weights else {}
         return [p.detach() for p in parts], grads
+
+    def check_repeats(self, ids: Sequence[Tensor], before: Sequence[Tensor], bound: float) -> None:
+        """Refuse (ValueError) a model that gives other logits when the row is run again."""
+        noise = max(relative_error(a, b) for a, b in zip(self.packed(ids, None)[0], before, strict=True))
+        if noise > bound:
+            raise ValueError(
+                f"the same row run twice gives logits that differ by {noise:.1e}: make the model deterministic"
+            )
 
     def alone(self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Run each sequence by itself; gradients are summed."""

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from seqpack.testing.isolation import LENGTHS, Tolerance, assert_packing_isolated, check_packing
+from seqpack.testing.account import Tolerance
+from seqpack.testing.isolation import LENGTHS, assert_packing_isolated, check_packing
 
 
 class Mixer(nn.Module):

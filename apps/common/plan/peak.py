@@ -1,0 +1,180 @@
+"""The most memory that a training step takes on a rank, from sizes alone, by what is alive at its fullest moments.
+
+1. `States`: weights, gradients and moments, which are there between steps too.
+2. Activations: what a layer keeps for its backward pass, by the kind of its mixer and its MLP; under recomputation one
+   row of hidden states a layer, and one layer's activations at a time.
+3. Moments of a step at which something else is there as well: the head's chunk of logits, a layer's gathered weights
+   and gradients (FSDP2), the outermost weights' gradients before they are shared out (FSDP2), the update.
+
+The peak is the largest of these moments, not their sum. Every figure counts elements that the code keeps; nothing is
+fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, and what
+a compiler saves or fuses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apps.common.plan.grid import Grid
+from apps.common.plan.memory import Held, held_by_stage
+from apps.common.plan.model_shape import ModelShape, count_parameters
+from engines import EngineConfig
+
+WIDE = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on a rank: what stays between steps, and at each full moment of a step."""
+
+    states: float
+    moments: dict[str, float]
+    """By name: everything that is alive then, states among it."""
+
+    @property
+    def bytes(self) -> float:
+        """The largest."""
+        return max(self.moments.values())
+
+    @property
+    def when(self) -> str:
+        """Which moment that is."""
+        return max(self.moments, key=lambda name: self.moments[name])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch on one rank: all of them, and those whose log-probs train."""
+
+    all: int
+    trained: int
+
+
+def mixer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
+    """Elements a token that attention, or a gated delta net, keeps for its backward pass."""
+    if not linear:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        before = queries * (2 if shape.gated_attention else 1) + 2 * keys
+        turned = 2 * (queries + keys)  # normed, and turned by rotary positions
+        out = queries * (2 if shape.gated_attention else 1)
+        return (before + turned + out) / tp
+    head, values = shape.linear_head_dim, shape.linear_value_heads * shape.linear_head_dim
+    mixed = 2 * shape.linear_key_heads * head + values
+    # Before and after the convolution; gate; q and k normed and for each value head; chunks of 64 with their state.
+    chunked = 2 * values + shape.linear_value_heads * (64 + head * head / 64)
+    return (2 * mixed + 3 * values + chunked + 4 * shape.linear_value_heads) / tp
+
+
+def mlp_elements(shape: ModelShape, tp: int = 1) -> float:
+    """Elements a token that a layer's MLP, or its experts, keep: gate, up, their product; rows of experts twice."""
+    if not shape.experts:
+        return 4 * shape.intermediate / tp
+    routed = shape.experts_per_token * (4 * shape.expert_intermediate + 2 * shape.hidden)
+    return routed + 4 * shape.shared_expert_intermediate / tp + 2 * shape.experts
+
+
+def layer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
+    """Elements a token that a layer keeps: two norms' inputs and outputs, and what its two halves keep."""
+    return 4 * shape.hidden / tp + mixer_elements(shape, linear, tp) + mlp_elements(shape, tp)
+
+
+def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: bool, width: int, tp: int = 1) -> float:
+    """Of `layers` layers at the end of a forward pass, the one that is computed again among them."""
+    kinds = [False] * shape.full_attention_layers + [True] * shape.linear_layers
+    each = [layer_elements(shape, linear, tp) for linear in kinds]
+    if recompute:
+        return width * tokens * (layers * shape.hidden / tp + max(each))
+    return width * tokens * sum(each) * layers / shape.layers
+
+
+def logit_bytes(shape: ModelShape, rows: int, width: int, tp: int = 1) -> float:
+    """Of the head's backward pass: logits of a chunk, four float32 matrices made of them, gradients of the head."""
+    vocabulary = shape.vocab / tp
+    return rows * vocabulary * (width + 4 * WIDE) + vocabulary * shape.hidden * (WIDE + width)
+
+
+def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Tokens, width: int) -> Peak:
+    """Of FSDP2 with sharded weights; `width`: bytes of what layers compute in."""
+    count = count_parameters(shape)
+    master = WIDE if engine.master_dtype == "float32" else 2
+    shard = count.total * master / ranks
+    states = shard if engine.optimizer_on_host else 3 * shard
+    root = count.embeddings + shape.hidden
+    held = width * root  # gathered from the first layer on, until the last gradient is there
+    kept = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
+    rows = min(tokens.trained, engine.logit_chunk)
+    backward = max(_backward(shape, engine, ranks, tokens.all, width, master, left) for left in (1, 2, shape.layers))
+    return Peak(
+        states,
+        {
+            "head": states + held + kept + logit_bytes(shape, rows, width),
+            "layers": states + held + width * shape.vocab * shape.hidden + backward,
+            "outermost": states + shard + held + (width + WIDE) * root,
+            "update": states + shard,
+        },
+    )
+
+
+def _backward(
+    shape: ModelShape, engine: EngineConfig, ranks: int, tokens: int, width: int, master: int, left: int
+) -> float:
+    """While the gradients of layer `left` (from the first, 1) are made, and while they are shared out.
+
+    Later layers have theirs. The layer before is gathered already, and the gradients of the layer after are still on
+    their way in float32.
+    """
+    count = count_parameters(shape)
+    layer = (count.dense + count.experts) / shape.layers
+    gathered = width * layer * (min(left, 2) if engine.reshard_after_forward else shape.layers)
+    there = master * layer * (shape.layers - left) / ranks + gathered + width * layer
+    making = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
+    making += WIDE * layer * (left < shape.layers)
+    remain = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
+    remain -= activation_bytes(shape, 1, tokens, engine.gradient_checkpointing, width)
+    return there + max(making, remain + WIDE * layer * (1 + 1 / ranks))
+
+
+def peak_of(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], ranks: int) -> Peak:
+    """Of a run whose micro-batches are full, every token of which trains."""
+    width = WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
+    tokens = Tokens(engine.max_tokens_per_rank, engine.max_tokens_per_rank)
+    if engine.backend == "megatron":
+        return megatron_peak(shape, engine, grid, layers, tokens, width)
+    return fsdp_peak(shape, engine, ranks, tokens, width)
+
+
+def megatron_peak(
+    shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], tokens: Tokens, width: int
+) -> Peak:
+    """Of the fullest stage; every stage keeps as many micro-batches as stages come after it, and its own."""
+    held = held_by_stage(shape, grid, layers)
+    peaks = [_stage_peak(shape, engine, grid, layers, stage, held[stage], tokens, width) for stage in range(len(held))]
+    return max(peaks, key=lambda peak: peak.bytes)
+
+
+def _stage_peak(
+    shape: ModelShape,
+    engine: EngineConfig,
+    grid: Grid,
+    layers: Sequence[int],
+    stage: int,
+    held: Held,
+    tokens: Tokens,
+    width: int,
+) -> Peak:
+    own = 3 * WIDE if width < WIDE else 2 * WIDE  # masters are the weights themselves where these are float32
+    sharers = (grid.dp * grid.cp, grid.edp) if engine.distributed_optimizer else (1, 1)
+    share = 0.0 if engine.optimizer_on_host else float(own)
+    states = held.dense * (width + WIDE + share / sharers[0]) + held.experts * (width + WIDE + share / sharers[1])
+    flying = len(layers) - stage
+    recompute = engine.gradient_checkpointing
+    kept = activation_bytes(shape, layers[stage], tokens.all, recompute, width, grid.tp)
+    others = activation_bytes(shape, layers[stage], tokens.all, False, width, grid.tp)
+    if recompute:
+        others = width * tokens.all * layers[stage] * shape.hidden / grid.tp
+    kept += (flying - 1) * others
+    rows = min(tokens.trained, engine.logit_chunk)
+    last = stage == len(layers) - 1
+    head = logit_bytes(shape, rows, width, grid.tp) if last else 0.0
+    layer = (held.dense + held.experts) / max(1, layers[stage])
+    return Peak(states, {"head": states + kept + head, "layers": states + kept + width * layer, "update": states})

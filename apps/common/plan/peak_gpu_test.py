@@ -1,0 +1,28 @@
+"""Planned peak memory against what a GPU's allocator counted; two devices by `plan_vs_memory --ranks 2`."""
+
+import gc
+
+import pytest
+import torch
+
+from apps.common.plan.plan_vs_memory import BOUND, CASES, measure
+from engines.launch import launch
+from engines.megatron.groups import release
+
+pytestmark = pytest.mark.gpu
+
+
+def measured(case):
+    found = measure(case, "cuda")
+    if case.settings.get("backend") == "megatron":
+        release()
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.ranks == 1], ids=str)
+def test_the_plan_is_within_a_tenth(case):
+    found = launch(measured, (case,), 1, "cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(found)
+    assert abs(found.error) < BOUND, str(found)

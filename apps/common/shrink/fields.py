@@ -1,0 +1,172 @@
+"""Which settings may differ in a shrunk run, and to what; all others stay as they are.
+
+1. Sizes (tokens, rows, steps) become small; those that are bound to each other keep their ratio.
+2. Sizes of parallelism that are above one become two, so that none is left out; the ranks follow from them.
+3. The device becomes the CPU, and settings that speak of a device's memory or graphs have nothing to speak of.
+
+Invariants, tested over all recipes: only fields that a `Change` names differ; what was above one stays above one (data
+parallelism as far as the processes go); a shrunk recipe shrinks to itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from apps.common.flags import changed, flag
+from apps.common.plan.cluster import Cluster
+from engines import EngineConfig
+from engines.config import parse_context_parallel
+
+C = TypeVar("C")
+Kind = Literal["size", "ranks", "device", "flag"]
+RANKS = 8
+"""Processes of a shrunk run, at most."""
+MANY = 64
+"""More processes than two ranks of each parallelism need: for what is only planned."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field that a shrunk run has another value of: its dotted path, what is said to differ, and the value."""
+
+    path: str
+    kind: Kind
+    value: Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field that differs."""
+
+    path: str
+    kind: Kind
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.kind:<7}{flag(self.path)}  {self.before} -> {self.after}"
+
+
+def apply_changes(config: C, changes: Sequence[Change]) -> tuple[C, tuple[Difference, ...]]:
+    """The configuration with the changes made at once, and those of them that changed something."""
+    found = tuple(
+        Difference(change.path, change.kind, before, change.value)
+        for change in changes
+        if (before := value_at(config, change.path)) != change.value
+    )
+    return _with(config, {difference.path: difference.after for difference in found}), found
+
+
+def by_flag(config: Any, recipe: Any) -> tuple[Difference, ...]:
+    """The fields that flags changed before anything is shrunk, but for where the run writes."""
+    found = [path for path in changed(config, recipe) if path != "run_dir"]
+    return tuple(Difference(path, "flag", value_at(recipe, path), value_at(config, path)) for path in found)
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a field by its dotted path."""
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config
+
+
+@dataclass(frozen=True)
+class Small:
+    """The layout of a shrunk run: sizes of parallelism, ranks, and the tokens of a rank's micro-batch."""
+
+    sizes: dict[str, Any]
+    """Fields of `EngineConfig`."""
+    ranks: int
+    stages: int
+    tokens: int
+
+    @staticmethod
+    def of(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> "Small":
+        """For a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of `short`.
+
+        Raises:
+            ValueError: `most_ranks` are too few for two ranks of each parallelism.
+        """
+        sizes: dict[str, Any] = {name: min(2, getattr(engine, name)) for name in _PARALLEL}
+        sizes["pipeline_parallel"] = stages = _stages(engine)
+        sizes |= {f"{end}_stage_layers": 1 for end in ("first", "last") if getattr(engine, f"{end}_stage_layers")}
+        copy, copies = sizes["tensor_parallel"] * stages, engine.tensor_parallel * engine.pipeline_parallel
+        tokens = -(-short * engine.max_tokens_per_rank // longest)
+        shared = parse_context_parallel(engine.context_parallel)
+        if shared == "dynamic":  # as many ranks as the longest sequence takes, and at least two
+            together = min(max(2, -(-short // tokens)), max(2, most_ranks // copy), max(1, ranks // copies))
+            dp = 1
+        else:
+            together = min(2, shared)
+            sizes |= {"context_parallel": f"static:{together}"} if shared > 1 else {}
+            dp = 2 if ranks >= 2 * copies * shared and most_ranks >= 2 * copy * together else 1
+        small = copy * together * dp
+        if small > most_ranks:
+            raise ValueError(f"two ranks of each parallelism are {small} processes: allow them by --shrink={small}")
+        if small // stages % (sizes["expert_parallel"] * sizes["expert_tensor_parallel"]):
+            raise ValueError(
+                f"{small} processes leave {small // stages} a stage, too few for two ranks of each parallelism of "
+                f"experts: allow more by --shrink={2 * small}"
+            )
+        return Small(sizes, small, stages, max(tokens, -(-short // together)))
+
+
+def engine_changes(small: Small, cluster: Cluster) -> list[Change]:
+    """How the ranks and the engine of a run differ."""
+    return [
+        Change("processes", "ranks", small.ranks),
+        Change("engine.device", "device", "cpu"),
+        Change("engine.max_tokens_per_rank", "size", small.tokens),
+        *(Change(f"engine.{name}", "ranks", value) for name, value in small.sizes.items()),
+        *_cluster_changes(cluster),
+    ]
+
+
+def steps_changes(engine: EngineConfig, steps: int) -> list[Change]:
+    """How a schedule of the learning rate becomes one of `steps` steps."""
+    changes = [Change("engine.warmup_steps", "size", min(1, engine.warmup_steps))]
+    if engine.total_steps is not None:
+        changes.append(Change("engine.total_steps", "size", min(steps, engine.total_steps)))
+    return changes
+
+
+_PARALLEL = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+)
+
+
+def _stages(engine: EngineConfig) -> int:
+    """Two, or as many as keep a stage between a first and a last one of their own sizes."""
+    own = (engine.first_stage_layers is not None) + (engine.last_stage_layers is not None)
+    return min(engine.pipeline_parallel, max(2, 1 + own))
+
+
+def _cluster_changes(cluster: Cluster) -> list[Change]:
+    pools, rollout = cluster.pools, cluster.rollout
+    tp, dp = min(2, rollout.tp), min(2, rollout.dp)
+    return [
+        Change("cluster.pools.nodes", "ranks", 1),
+        Change("cluster.pools.rollout_nodes", "ranks", min(1, pools.rollout_nodes)),
+        Change("cluster.pools.device_memory_gib", "device", None),
+        Change("cluster.rollout.tp", "ranks", tp),
+        Change("cluster.rollout.dp", "ranks", dp),
+        Change("cluster.rollout.ep", "ranks", tp * dp if rollout.ep > 1 else 1),
+        Change("cluster.rollout.memory_share", "device", 0.0),
+        Change("cluster.rollout.cuda_graph_sizes", "device", ()),
+    ]
+
+
+def _with(config: C, values: dict[str, Any]) -> C:
+    here: dict[str, Any] = {}
+    for item in fields(config):  # type: ignore[arg-type]
+        name, value = item.name, getattr(config, item.name)
+        below = {path[len(name) + 1 :]: new for path, new in values.items() if path.startswith(f"{name}.")}
+        if name in values:
+            here[name] = values[name]
+        elif below and is_dataclass(value):
+            here[name] = _with(value, below)
+    return replace(config, **here)  # type: ignore[type-var]

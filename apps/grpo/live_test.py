@@ -1,0 +1,120 @@
+"""What the progress line says while a step samples: held by the order of what is shown, not by time."""
+
+import asyncio
+import threading
+
+import pytest
+
+from apps.grpo import live as module
+from apps.grpo.live import CountedEngine, CountedFactory, Live
+from rollout import Chat, Opening, Outcome, Sampling, Score, TaskRow, run_group
+from rollout.engine import Load
+from rollout.episodes.playing import together
+from rollout.failure import EpisodeFailed
+from rollout.testing.chat import tiny_tokenizer
+from rollout.testing.scripted import ScriptedEngine
+from rollout.tools.workers import instant
+
+CHAT = Chat(tiny_tokenizer())
+
+
+class Gated:
+    """A turn that takes a permit to open and one to end."""
+
+    opens: threading.Semaphore
+    ends: threading.Semaphore
+
+    async def open(self, context):
+        self.opens.acquire()
+        return Opening([{"role": "user", "content": "x"}])
+
+    async def step(self, reply):
+        self.ends.acquire()
+        return Outcome()
+
+    async def finish(self, end):
+        return Score(1.0)
+
+    async def close(self):
+        pass
+
+
+class Busy(ScriptedEngine):
+    """Tells a load of its own."""
+
+    now = Load(0, 0)
+
+    def load(self):
+        return self.now
+
+
+def test_the_line_follows_episodes_from_their_opening_to_their_close(monkeypatch) -> None:
+    monkeypatch.setattr(module, "EVERY", 0.001)
+    Gated.opens, Gated.ends = threading.Semaphore(0), threading.Semaphore(0)
+    shown: list = []
+    live = Live(show=lambda values: shown.append(dict(values)))
+    engine = Busy(lambda prompt, turn: [CHAT.end_of_turn_id])
+
+    async def until(text, requests="0 running, 0 waiting"):
+        while not shown or shown[-1] != {"episodes": text, "requests": requests}:
+            await asyncio.sleep(0.001)
+
+    async def main():
+        async with live.step(2):
+            counted = CountedEngine(engine, live)
+            made, sampling = CountedFactory(Gated, live), Sampling(max_new_tokens=4)
+            jobs = together(run_group(made, counted, CHAT, sampling, size=1, row=TaskRow(name)) for name in "ab")
+            playing = asyncio.ensure_future(jobs)
+            await until("0/2, 2 in flight")
+            Gated.opens.release(2)
+            engine.now = Load(2, 3)
+            await until("0/2, 2 in flight", "2 running, 3 waiting")
+            engine.now = Load(0, 0)
+            Gated.ends.release()
+            await until("1/2, 1 in flight")
+            Gated.ends.release()
+            await playing
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    episodes = [value["episodes"] for value in shown]
+    order = ["0/2, 0 in flight", "0/2, 1 in flight", "0/2, 2 in flight", "1/2, 1 in flight", "2/2, 0 in flight"]
+    assert [order.index(value) for value in episodes] == sorted(order.index(value) for value in episodes)
+    assert shown[-1] == {"episodes": "2/2, 0 in flight", "requests": "0 running, 0 waiting"}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_agents_group_is_counted_whatever_becomes_of_it(broken) -> None:
+    live = Live()
+    seen = []
+
+    class Agents:
+        async def run_group(self, *arguments, size, **options):
+            seen.append(live.values()["episodes"])
+            if broken:
+                raise EpisodeFailed("gone", retryable=False)
+            return []
+
+        def __call__(self):
+            raise AssertionError
+
+    async def main():
+        async with live.step(4):
+            await run_group(CountedFactory(Agents(), live), ScriptedEngine(lambda p, t: []), CHAT, Sampling(), size=4)
+
+    if broken:
+        with pytest.raises(EpisodeFailed):
+            asyncio.run(main())
+    else:
+        asyncio.run(main())
+    assert seen == ["0/4, 4 in flight"]
+    assert live.values()["episodes"] == "4/4, 0 in flight"
+
+
+def test_a_counted_factory_is_marked_as_its_own_is() -> None:
+    class Slow(Gated):
+        timeout = 3.0
+
+    counted = CountedFactory(Slow, Live())
+    assert (counted.timeout, hasattr(counted, "instant"), hasattr(counted, "score_group")) == (3.0, False, False)
+    assert CountedFactory(instant(Slow), Live()).instant
+    assert counted.__qualname__ == Slow.__qualname__

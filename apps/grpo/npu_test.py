@@ -1,0 +1,80 @@
+"""Whole runs of both apps on device npu, by the stand-in that computes on the CPU (docs/ascend.md).
+
+Steps, checkpoints, evaluation, export, and the native sampler of GRPO: each figure and each weight is the CPU's.
+"""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from apps.grpo.main import run
+from apps.grpo.testing import RECIPE
+from apps.sft.main import run as supervised
+from apps.sft.recipes import quickstart
+from engines import EngineConfig
+from engines.testing.forked import launch_forked
+from engines.testing.npu.build import reason_against
+from engines.testing.npu.path import stand_in_on_path
+
+pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
+RUNS = {"grpo": (run, RECIPE), "sft": (supervised, quickstart.RECIPE)}
+SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+APPS = {1: ["grpo"], 2: ["grpo", "sft"]}
+
+
+def whole_runs(device, folder):
+    for app in APPS[dist.get_world_size()]:
+        whole_run(app, device, folder / app / device)
+
+
+def whole_run(app, device, run_dir):
+    """What torchrun's ranks run; by the same attention everywhere, as the CPU has a kernel that no device has."""
+    world = str(dist.get_world_size())
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody connects: the group is there
+    function, recipe = RUNS[app]
+    config = recipe.config
+    data = {"demonstrations": 64} if app == "sft" else {"eval_prompts": 8}
+    engine = EngineConfig(device=device, dtype="float32", lr=3e-3)
+    config = replace(config, run_dir=run_dir, engine=engine, data=replace(config.data, **data), **SHORT)
+    with sdpa_kernel(SDPBackend.MATH):
+        function(replace(config, processes=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
+
+
+def rows_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def figures(run_dir):
+    """What every step told, but for times and memory."""
+    timed = ("time", "seconds", "memory", "per_second")
+    rows = rows_of(run_dir)
+    return [{name: value for name, value in row.items() if not any(part in name for part in timed)} for row in rows]
+
+
+@pytest.mark.parametrize("ranks", APPS)
+def test_runs_equal_the_cpus(ranks, tmp_path):
+    launch_forked(whole_runs, ("cpu", tmp_path), ranks)
+    with stand_in_on_path():
+        launch_forked(whole_runs, ("npu", tmp_path), ranks, device="npu")
+    for app in APPS[ranks]:
+        same(tmp_path / app)
+
+
+def same(folder):
+    here, there = (figures(folder / device) for device in ("cpu", "npu"))
+    for left, right in zip(here, there, strict=True):
+        assert {name: (value, right.get(name)) for name, value in left.items() if right.get(name) != value} == {}
+        assert right.keys() == left.keys()
+    for row in rows_of(folder / "npu"):  # the CPU's have none
+        assert 0 < row["memory/allocated_gib"] <= row["memory/peak_gib"] == 64 * row["memory/peak_share"]
+    weights = [load_file(folder / device / "export" / "model.safetensors") for device in ("cpu", "npu")]
+    assert [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])] == []
+    before = load_file(folder / "npu" / "model" / "model.safetensors")
+    assert max((value.float() - before[name].float()).abs().max() for name, value in weights[1].items()) > 1e-3

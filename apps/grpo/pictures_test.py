@@ -1,0 +1,127 @@
+"""Pictures end to end: what is drawn is asked, a small run of quickstart-image, and a file laid out as geo3k."""
+
+import io
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from apps.grpo.config import DataConfig, WarmStart
+from apps.grpo.main import configure, run
+from apps.grpo.picture_tasks import make_tasks
+from apps.grpo.registry import recipes
+from apps.quickstart.shapes import BAR, CELL, CELLS, INK, draw, is_held_out, picture_problems
+
+RECIPE = recipes()["quickstart-image"].config
+SHAPE_OF = {"squares?": "s", "discs?": "d"}
+SMALL_GAP = 1e-3
+"""Between the sampler's log-probs and the trainer's: both see the same image in the same place, or it is far larger."""
+
+
+def some(count, held_out=False, seed=3):
+    return list(itertools.islice(picture_problems(random.Random(seed), held_out), count))
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_what_is_drawn_is_what_is_asked(held_out):
+    """Read back from the pixels: the ink in the middle of a cell, the height of a bar."""
+    for problem in some(60, held_out):
+        assert is_held_out(problem) == held_out
+        picture = draw(problem.drawn)
+        if problem.question.startswith("bar"):
+            column = (int(problem.question[4]) - 1) * CELL + CELL // 2
+            filled = sum(picture.getpixel((column, y)) == BAR for y in range(CELLS * CELL))
+            assert str(filled * 2 / CELL) == f"{problem.answer}.0"
+            continue
+        found = 0
+        for y, x in itertools.product(range(CELLS), repeat=2):
+            middle, corner = (picture.getpixel((x * CELL + at, y * CELL + at)) for at in (CELL // 2, 1))
+            if middle in INK and (corner in INK) == (SHAPE_OF[problem.question] == "s"):
+                found += 1
+        assert str(found) == problem.answer
+
+
+def test_the_two_sides_never_meet_and_seeds_differ():
+    trained, held_out = some(500), some(200, held_out=True)
+    assert not {(p.drawn, p.question) for p in trained} & {(p.drawn, p.question) for p in held_out}
+    assert some(5, seed=1) != some(5, seed=2)
+    assert {p.answer for p in trained} == set("01234567")
+
+
+def test_what_has_no_effect_is_refused():
+    for change, problem in (
+        ({"data": DataConfig(digits=3)}, "--digits goes with"),
+        ({"max_turns": 2}, "--max-turns has no effect"),
+        ({"engine": replace(RECIPE.engine, vision="off")}, "the tasks are pictures"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make_tasks(replace(RECIPE, **change), None)
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("pictures") / "run"
+    warm = WarmStart(steps=2, eval_every=2, eval_prompts=4, batch_size=6, warmup_steps=0)
+    sizes = {"steps": 2, "prompts": 3, "group_size": 4, "eval_every": 2, "save_every": 2}
+    data = replace(RECIPE.data, eval_prompts=4)
+    run(replace(RECIPE, run_dir=run_dir, warm_start=warm, data=data, **sizes))
+    return run_dir
+
+
+def test_a_run_samples_and_trains_on_the_same_pictures(finished):
+    for row in rows(finished)[1:]:
+        assert row["log_prob_difference_max"] < SMALL_GAP
+    before, after = (load_file(finished / name / "model.safetensors") for name in ("model", "warm-start/export"))
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not before[name].equal(after[name])]
+    assert any(name.startswith("model.visual.blocks.0.attn") for name in moved)
+    assert (finished / "export/preprocessor_config.json").is_file()
+
+
+def geo3k(path, count=24, broken=None):
+    """A Parquet file as hiyouga/geometry3k lays it out: images as bytes, <image> where they stand in the problem."""
+    out = []
+    for number, problem in enumerate(some(count)):
+        png = io.BytesIO()
+        draw(problem.drawn).resize((48, 40)).save(png, format="PNG")
+        data = b"no picture" if number == broken else png.getvalue()
+        images = [{"bytes": data, "path": f"{number}.png"}]
+        out.append({"images": images, "problem": f"<image>{problem.question}", "answer": problem.answer})
+    pq.write_table(pa.Table.from_pylist(out), path)
+    return path
+
+
+def flags(finished, data, run_dir, *more):
+    small = "--steps 1 --prompts 3 --group-size 4 --max-turns 1 --eval-prompts 2 --sampling.max-new-tokens 4"
+    engine = "--engine.device cpu --max-prompt-tokens 200 --max-episode-tokens 256"
+    paths = ["--model", str(finished / "export"), "--data", str(data), "--run-dir", str(run_dir), "--preset", "geo3k"]
+    return configure([*paths, *small.split(), *engine.split(), *more])
+
+
+def test_a_file_laid_out_as_geo3k_runs_through_the_same_flags(finished, tmp_path):
+    data = geo3k(tmp_path / "train.parquet")
+    run(flags(finished, data, tmp_path / "run", "--engine.vision", "frozen"))
+    assert rows(tmp_path / "run")[1]["log_prob_difference_max"] < SMALL_GAP
+    before, after = (load_file(at / "export/model.safetensors") for at in (finished, tmp_path / "run"))
+    tower = [name for name in before if name.startswith("model.visual.")]
+    assert tower
+    assert all(before[name].equal(after[name]) for name in tower)
+
+
+def test_files_that_cannot_be_asked_are_refused_by_row(finished, tmp_path):
+    data = geo3k(tmp_path / "broken.parquet", broken=4)
+    with pytest.raises(ValueError, match=r"broken\.parquet, row 5: picture 0: it cannot be read"):
+        run(flags(finished, data, tmp_path / "run", "--engine.vision", "trained"))
+    with pytest.raises(
+        ValueError, match=r"row 1 holds images or other media: leave such rows out, or set --engine\.vision"
+    ):
+        run(flags(finished, geo3k(tmp_path / "good.parquet"), tmp_path / "run"))

@@ -1,0 +1,36 @@
+"""Environments of one's own: --environment FILE.py:NAME, with --model DIR, or with a tiny model to try them on."""
+
+from transformers import PreTrainedTokenizerBase
+
+from apps.grpo.config import GrpoConfig
+from apps.grpo.opening import SystemPrompt
+from apps.grpo.own_tasks import OwnTasks, own_tasks
+from apps.grpo.recipe import Recipe
+from apps.quickstart.model import ensure_tiny_model
+from engines import EngineConfig
+from rollout import Sampling
+
+
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> OwnTasks:
+    """The tasks of the environments named, each opened after the system prompt, where there is one."""
+    del tokenizer
+    text = config.own.system_prompt
+    return own_tasks(config, None if text is None else SystemPrompt(text))
+
+
+RECIPE = Recipe(
+    config=GrpoConfig(
+        recipe="environment",
+        steps=200,
+        prompts=32,
+        group_size=8,
+        max_turns=8,
+        max_episode_tokens=2048,
+        eval_every=20,
+        save_every=20,
+        engine=EngineConfig(lr=1e-6, warmup_steps=5, gradient_checkpointing=True),
+        sampling=Sampling(max_new_tokens=512),
+    ),
+    make_tasks=make_tasks,
+    make_model=ensure_tiny_model,
+)

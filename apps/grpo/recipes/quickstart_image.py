@@ -1,0 +1,34 @@
+"""Pictures drawn on the spot: a tiny model that sees learns to count shapes and to read a plot, on two CPU cores.
+
+Held-out answers rise from 34.4 to 57.8 % (`pictures_learning_test`). At twice the learning rate they were no higher
+after 120 steps, and the policy had less entropy left.
+"""
+
+from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
+from apps.grpo.picture_tasks import demonstrations, make_tasks
+from apps.grpo.recipe import Recipe
+from apps.quickstart.vision import ensure_seeing_model
+from engines import EngineConfig
+from rollout import Sampling
+
+RECIPE = Recipe(
+    config=GrpoConfig(
+        recipe="quickstart-image",
+        data=DataConfig(eval_prompts=192),
+        steps=120,
+        prompts=48,
+        group_size=8,
+        max_turns=1,
+        max_episode_tokens=64,
+        eval_every=20,
+        save_every=60,
+        warm_start=WarmStart(
+            steps=400, until_accuracy=0.3, eval_every=10, eval_prompts=96, batch_size=48, lr=4e-3, warmup_steps=30
+        ),
+        engine=EngineConfig(device="cpu", vision="trained", lr=8e-4),
+        sampling=Sampling(max_new_tokens=5),
+    ),
+    make_tasks=make_tasks,
+    make_model=ensure_seeing_model,
+    demonstrations=demonstrations,
+)

@@ -1,0 +1,21 @@
+"""The quickstart's sums, sampled by vLLM in a process and an environment of its own; all else is the same."""
+
+import functools
+from dataclasses import replace
+
+from apps.common.plan.cluster import Cluster, RolloutLayout
+from apps.grpo.recipe import Recipe
+from apps.grpo.recipes import quickstart
+from apps.quickstart.model import ensure_tiny_model, served_config
+
+RECIPE = Recipe(
+    config=replace(
+        quickstart.RECIPE.config,
+        recipe="quickstart-vllm",
+        warm_start=replace(quickstart.RECIPE.config.warm_start, until_accuracy=0.3),  # these heads learn in leaps
+        cluster=Cluster(rollout=RolloutLayout(engine="vllm")),
+    ),
+    make_tasks=quickstart.make_tasks,
+    make_model=functools.partial(ensure_tiny_model, make_config=served_config),
+    demonstrations=quickstart.RECIPE.demonstrations,
+)

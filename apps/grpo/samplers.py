@@ -1,0 +1,138 @@
+"""The sampler of a run, as `--cluster.rollout` asks for it, and the proof that it has the trainer's weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apps.grpo.config import GrpoConfig
+from apps.grpo.session import Session
+from engines import TrainEngine
+from rollout import Completion, Episode, RolloutConfig, VllmEngine
+from rollout.episodes.playing import together
+from seqpack.batches.batch import make_batch
+
+PROBES = 4
+"""Prompts of the step that are asked again after a hand-over."""
+PROBE_TOKENS = 16
+"""Tokens of an answer to a probe, at most."""
+BOUNDS = {"bfloat16": 0.05, "float16": 0.02, "float32": 1e-3}
+"""Mean distance between the log-probs of a sampler that computes in this dtype and of the trainer. The largest is told,
+not bounded: where two answers are nearly equal, bfloat16 moves single tokens by 1 and more, in any implementation."""
+
+
+def rollout_config(config: GrpoConfig) -> RolloutConfig:
+    """The settings of the sampler that the configuration names, where it is vLLM."""
+    layout = config.cluster.rollout
+    return RolloutConfig(
+        backend="vllm",
+        max_length=layout.max_model_tokens or config.max_episode_tokens,
+        prefill_tokens=layout.max_batched_tokens or RolloutConfig.prefill_tokens,
+        seed=config.seed,
+        routed_experts=config.engine.routing_replay,
+    )
+
+
+def vllm_engine(config: GrpoConfig, model: Path, version: int) -> VllmEngine:
+    """vLLM, started from the weights in `model`; to be closed."""
+    return VllmEngine(model, rollout_config(config), version)
+
+
+class WeightsNotTakenError(RuntimeError):
+    """What the sampler says is not what the trainer's weights say."""
+
+
+def prove_weights(session: Session, engine: TrainEngine, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Ask some of the step's prompts again and hold the log-probs of the answers to the trainer's.
+
+    Every rank asks its own sampler; collective. A native one runs the module that is trained and needs no proof. The
+    metrics say how far apart they are, and what the hand-over cost.
+
+    Raises:
+        WeightsNotTakenError: they are further apart than the sampler's arithmetic explains.
+    """
+    sampler = session.sampler
+    if not isinstance(sampler, VllmEngine):
+        return {}
+    prompts = probes_of(episodes)
+    answers = session.runner.run(answered(session, prompts))
+    found = hold_to_trainer(engine, prompts, answers, sampler.facts["dtype"], sampler.version)
+    return found | transfer_metrics(sampler)
+
+
+def probes_of(episodes: Sequence[Episode]) -> list[list[int]]:
+    """The first prompts of some of the groups."""
+    firsts = {episode.group: episode.segments[0] for episode in episodes if episode.segments}
+    prompts = [list(segment.ids[: segment.loss_mask.index(True)]) for segment in firsts.values() if segment.sampled]
+    return prompts[:PROBES]
+
+
+async def answered(session: Session, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    """A short answer to each probe, as training's answers are sampled."""
+    sampling = session.config.sampling
+    how = replace(
+        sampling,
+        max_new_tokens=min(PROBE_TOKENS, sampling.max_new_tokens),
+        stop_token_ids=(*sampling.stop_token_ids, *session.chat.stop_ids),
+        seed=0,
+    )
+    return await together([session.sampler.generate(prompt, how) for prompt in prompts])
+
+
+def hold_to_trainer(
+    engine: TrainEngine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion], dtype: str, version: int
+) -> dict[str, float]:
+    """The distance of the answers' log-probs from the trainer's present weights, which the sampler has as `version`.
+
+    Weights that are stale by one small step are within bfloat16 of the new ones; those that stay so are soon found.
+
+    Raises:
+        WeightsNotTakenError: they are further apart than arithmetic in `dtype` explains, or of another version.
+    """
+    samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    told = engine.forward(make_batch(samples))["log_probs"].unbind()
+    distance = torch.cat(
+        [
+            (log_probs[sample["loss_mask"]] - sample["rollout_log_probs"][sample["loss_mask"]]).abs()
+            for log_probs, sample in zip(told, samples, strict=True)
+        ]
+    )
+    mean, allowed = distance.mean().item(), BOUNDS[dtype]
+    versions = {v for answer in answers for v in answer.policy_versions}
+    if not (mean <= allowed and versions == {version}):
+        raise WeightsNotTakenError(
+            f"after version {version} was handed over, the sampler's log-probs, of version "
+            f"{', '.join(map(str, sorted(versions)))}, are {mean:.3g} from the trainer's on average ({allowed} is what "
+            f"{dtype} explains): it does not sample from the trainer's weights"
+        )
+    return {"weights/probe/abs": mean, "weights/probe/abs/max": distance.max().item()}
+
+
+def transfer_metrics(sampler: VllmEngine) -> dict[str, float]:
+    """What the last hand-over cost."""
+    transfer = sampler.transfer
+    if transfer is None:
+        return {}
+    return {
+        "weights/pause_ms": 1000 * transfer.paused_s,
+        "weights/staging_ms": 1000 * transfer.staged_s,
+        "weights/link_share": transfer.link_share,
+    }
+
+
+def _sample(prompt: Sequence[int], answer: Completion) -> dict[str, Any]:
+    """A row of a batch as the trainer scores it."""
+    ids = torch.tensor([*prompt, *answer.ids], dtype=torch.int64)
+    mask = torch.arange(len(ids)) >= len(prompt)
+    sampled = torch.zeros(len(ids))
+    sampled[mask] = torch.tensor(answer.log_probs)
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(len(ids)),
+        "loss_mask": mask,
+        "rollout_log_probs": sampled,
+        "reward": 0.0,
+        "group": 0,
+    }

@@ -1,0 +1,257 @@
+"""Samplers in actors of a Ray cluster: how a run finds the cluster, and plays its episodes there.
+
+1. A step's tasks are dealt to the samplers in turn, one call each; a sampler plays its groups beside its engine and
+   sends back episodes. Seeds come from tasks, so that the tokens are those of a run without Ray.
+2. Weights go to all samplers or to none (`rollout.sync.transfer_weights`).
+3. A sampler that dies ends the pool. Another pool gets the trainer's present weights under the version number that the
+   lost one had or was being given (they are no older than that), and the tasks that it was asked for begin again.
+"""
+
+import asyncio
+import importlib
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from apps.common.interrupts import Runner
+from apps.grpo.config import GrpoConfig
+from apps.grpo.schedule_generator import generate, generating_handlers, sampling_handlers
+from apps.grpo.session import Session, hand_over
+from apps.grpo.tasks import Tasks
+from engines import TrainEngine
+from rollout import Episode, Sampling, TaskRow
+from rollout.episodes.codec import decode_episodes
+from rollout.workers.demand import Demand
+from rollout.workers.process import WorkerDied, WorkerProcess
+from rollout.workers.protocol import Workers
+from rollout.workers.serve import Handler
+
+T = TypeVar("T")
+RESTARTS = 3
+"""Pools that may die one after the other before a run gives up."""
+
+
+def ray_module(name: str) -> Any:
+    """A module that needs ray, which is imported by name as other runs do without it.
+
+    Raises:
+        ValueError: it is not there; the text says how to get it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"--cluster.rollout.ray-workers needs ray ({error}): with Bazel, run //apps/grpo:ray, which brings it; "
+            "else pip install 'tessera-rollout[ray]'"
+        ) from error
+
+
+@contextmanager
+def in_cluster(config: GrpoConfig) -> Iterator[None]:
+    """Be connected to the run's cluster; nothing where it asks for none. Who is connected already stays so.
+
+    A cluster that is started here lives on loopback, without a dashboard and without usage statistics.
+    """
+    layout = config.cluster.rollout
+    if not layout.ray_workers:
+        yield
+        return
+    ray = ray_module("ray")
+    if ray.is_initialized():
+        yield
+        return
+    address = layout.ray_address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        with _seen_by_children({"PYTHONPATH": _paths()}):
+            ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", configure_logging=False)
+    else:
+        ray.init(address=address, configure_logging=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def open_pool(config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], args: tuple[Any, ...]) -> Workers:
+    """The samplers that a configuration asks for, once all of them have begun; `target(*args)` makes the handlers.
+
+    Raises:
+        ValueError: the cluster has no room for them; the text has the numbers.
+        WorkerDied: one of them could not begin.
+    """
+    layout = config.cluster.rollout
+    variables = dict(entry.split("=", 1) for entry in config.cluster.environment)
+    variables |= {"PYTHONPATH": _paths(), "OMP_NUM_THREADS": str(config.threads)}
+    demand = Demand(layout.ray_workers, cpus=layout.ray_cpus)
+    pool: Workers = ray_module("rollout.workers.ray_pool").RayPool(target, args, demand, environment=variables)
+    begun = False
+    try:
+        pool.ready.result()
+        begun = True
+    finally:
+        if not begun:
+            pool.close()
+    return pool
+
+
+def start_generating(
+    config: GrpoConfig, tasks: Tasks, model: Path, version: int, place: Mapping[str, Any] | None
+) -> Workers:
+    """The sampling process of a fully asynchronous run, or its samplers in Ray's actors, once they have begun.
+
+    The arguments are those of `generating_handlers`.
+    """
+    arguments = (config, tasks, model, version, place)
+    if config.cluster.rollout.ray_workers:
+        return open_pool(config, generating_handlers, arguments)
+    worker = WorkerProcess(generate, arguments)
+    worker.ready.result()
+    return worker
+
+
+class RaySamplers:
+    """A pool that plays tasks, and is replaced when it dies; for one rank. To be closed.
+
+    `version`: the number that the weights in `model` count as.
+    """
+
+    def __init__(self, config: GrpoConfig, tasks: Tasks, model: Path, version: int) -> None:
+        self._config, self._tasks, self._model = config, tasks, model
+        self._engine: TrainEngine | None = None
+        self._deaths = 0
+        self.version = version
+        self._pool = self._open(version)
+
+    def __enter__(self) -> "RaySamplers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.close()
+
+    async def played(
+        self,
+        rows: Sequence[TaskRow],
+        places: Sequence[int],
+        sampling: Sampling,
+        size: int,
+        heard: Callable[[int], None],
+    ) -> list[list[Episode]]:
+        """A group of `size` episodes of each row, under the numbers of `places`; `heard` is told how many came back.
+
+        Raises:
+            WorkerDied: a sampler did; see `revive`.
+        """
+        count = min(self._config.cluster.rollout.ray_workers, len(rows))
+
+        async def part(first: int) -> list[list[Episode]]:
+            asked = self._pool.call(
+                "sample",
+                rows=rows[first::count],
+                places=list(places[first::count]),
+                sampling=asdict(sampling),
+                size=size,
+            )
+            _, payload = await asyncio.wrap_future(asked)
+            episodes = decode_episodes(payload)
+            heard(len(episodes))
+            return [episodes[at : at + size] for at in range(0, len(episodes), size)]
+
+        parts = await asyncio.gather(*map(part, range(count)), return_exceptions=True)
+        for found in parts:
+            if isinstance(found, BaseException):
+                raise found
+        self._deaths = 0
+        dealt = cast(list[list[list[Episode]]], parts)
+        return [dealt[at % count][at // count] for at in range(len(rows))]
+
+    def take(self, engine: TrainEngine, runner: Runner) -> int:
+        """Give all samplers the engine's present weights as the next version; the bytes handed over."""
+        self._engine = engine
+        self.version += 1
+        try:
+            return self._push(runner)
+        except RuntimeError:
+            if self._pool.alive:
+                self.version -= 1
+                raise
+        return self.revive(runner)
+
+    def revive(self, runner: Runner) -> int:
+        """Begin another pool with the trainer's present weights; the bytes handed over. The trainer is not at work.
+
+        Raises:
+            WorkerDied: pool after pool has died.
+        """
+        while True:
+            self._deaths += 1
+            if self._deaths > RESTARTS:
+                raise WorkerDied(f"Ray's samplers died {self._deaths} times in a row: see their messages above")
+            self._pool.close()
+            self._pool = self._open(self.version if self._engine is None else self.version - 1)
+            if self._engine is None:
+                return 0
+            try:
+                return self._push(runner)
+            except RuntimeError:
+                if self._pool.alive:
+                    raise
+
+    def _push(self, runner: Runner) -> int:
+        assert self._engine is not None
+        # The native engine runs the module that is trained: its names are the module's.
+        return hand_over(self._engine, self._pool, self.version, runner, live=True)
+
+    def _open(self, version: int) -> Workers:
+        return open_pool(self._config, sampling_handlers, (self._config, self._tasks, self._model, version))
+
+
+@dataclass(frozen=True)
+class RaySession(Session):
+    """A session whose episodes are played by Ray's samplers; what breaks with one of them is played again."""
+
+    sampler: RaySamplers  # type: ignore[assignment]  # it answers with episodes, where an engine does with tokens
+
+    def sync(self, engine: TrainEngine) -> int:
+        """See `RaySamplers.take`."""
+        return self.sampler.take(engine, self.runner)
+
+    def asked(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What the coroutine answers; made anew after each death."""
+        while True:
+            try:
+                return self.runner.run(make())
+            except WorkerDied:
+                self.sampler.revive(self.runner)
+
+    async def playing(
+        self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int
+    ) -> list[list[Episode]]:
+        """A group of `size` episodes of each row, under the numbers of `places`."""
+        async with self.live.step(len(rows) * size):
+            self.live.count(begun=len(rows) * size)
+            return await self.sampler.played(rows, places, sampling, size, lambda count: self.live.count(ended=count))
+
+
+def _paths() -> str:
+    """Where this process imports from: whole, as Bazel and virtual environments say it in ways of their own."""
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+@contextmanager
+def _seen_by_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have environment variables while processes are started."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

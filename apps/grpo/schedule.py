@@ -1,0 +1,91 @@
+"""Who waits for whom between sampling and training: the face of a schedule, and the plain one, in turn."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from apps.common.ranks import from_rank_0, rank_and_world
+from apps.grpo.config import GrpoConfig
+from apps.grpo.cursors import load_cursor, save_cursor
+from apps.grpo.session import Evaluation, Session
+from apps.grpo.step import StepResult, grpo_step
+from apps.grpo.tasks import Tasks
+from engines import TrainEngine
+
+
+class Schedule(Protocol):
+    """What the loop of a run asks of its schedule; a context manager. Every rank has one."""
+
+    def __enter__(self) -> "Schedule":
+        """Begin."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs."""
+        ...
+
+    def step(self, step: int) -> StepResult:
+        """Do step number `step`, from 0; steps are asked for in order."""
+        ...
+
+    def evaluate(self) -> Evaluation:
+        """Answers to the held-out tasks by the weights of the last step that was done."""
+        ...
+
+    def saving(self, step: int) -> None:
+        """A checkpoint of `step` steps is about to be saved: keep beside it what the run needs besides weights.
+
+        Every checkpoint that was begun earlier is whole by then.
+        """
+        ...
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of `step` steps is whole; later steps may have been done meanwhile."""
+        ...
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Sample, then train, then hand over the weights: nothing is ever stale."""
+
+    config: GrpoConfig
+    session: Session
+    engine: TrainEngine
+    run_dir: Path
+    done: int
+
+    def __post_init__(self) -> None:
+        restore_tasks(self.session.tasks, self.run_dir, self.done)
+
+    def __enter__(self) -> "InTurn":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing runs between steps."""
+
+    def step(self, step: int) -> StepResult:
+        """See `grpo_step`."""
+        return grpo_step(self.config, self.session, self.engine, step)
+
+    def evaluate(self) -> Evaluation:
+        """See `Session.evaluate`."""
+        return self.session.evaluate()
+
+    def saving(self, step: int) -> None:
+        """Where the tasks are."""
+        if rank_and_world()[0] == 0:
+            save_cursor(self.run_dir, step, self.session.tasks.cursor(), self.config.keep_checkpoints)
+
+    def saved(self, step: int) -> None:
+        """Nothing is kept."""
+
+
+def restore_tasks(tasks: Tasks, run_dir: Path, done: int) -> None:
+    """Bring the tasks to where they were at the checkpoint of `done` steps; every rank calls it."""
+    if done:
+        tasks.restore(from_rank_0(load_cursor(run_dir, done) if rank_and_world()[0] == 0 else {}))

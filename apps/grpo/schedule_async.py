@@ -1,0 +1,400 @@
+"""Fully asynchronous: a process samples, this one trains, and `StalenessController` says who may do what.
+
+1. Groups are numbered in the order of the run's tasks. Every decision and every event goes through `_tell`, under one
+   lock, and into the ledger before it is obeyed: a group before it is sampled, its episodes before they are counted, a
+   step's groups before it is trained.
+2. The thread that hears the sampling process begins new groups, also while this one trains. Training and handing over
+   weights wait in a queue for this thread, in `step`.
+3. A sampling process that dies loses what it was sampling, nothing else: another one is started with the present
+   weights, and those groups begin again. It is given up after `RESTARTS` deaths without a group between them.
+4. A run that goes on from a checkpoint first trains the recorded steps after it again, on the recorded episodes, and
+   takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from apps.common.interrupts import Runner, held
+from apps.grpo.config import GrpoConfig
+from apps.grpo.cursors import load_cursor, save_cursor
+from apps.grpo.live import EVERY, Show
+from apps.grpo.samplers import hold_to_trainer, probes_of
+from apps.grpo.samplers_ray import start_generating
+from apps.grpo.schedule_rows import NumberedRows
+from apps.grpo.session import Evaluation, environment_of, hand_over
+from apps.grpo.step import StepResult, advantages_of, episode_advantages, rollout_metrics, train_on
+from apps.grpo.tasks import Tasks
+from apps.grpo.timeline import Timeline
+from engines import TrainEngine
+from rollout import Completion, Episode, RolloutLedger, StalenessController, failures, to_batch
+from rollout.control.settings import StalenessSettings
+from rollout.control.staleness import (
+    Begin,
+    Begun,
+    ControlState,
+    Event,
+    Failed,
+    Finished,
+    Sync,
+    Synced,
+    SyncFailed,
+    Train,
+    Trained,
+)
+from rollout.episodes.codec import decode_episodes
+from rollout.workers.channel import Message
+from rollout.workers.process import WorkerDied
+from rollout.workers.protocol import Workers
+
+RESTARTS = 3
+
+
+def settings_of(config: GrpoConfig) -> StalenessSettings:
+    """The bounds of a fully asynchronous run."""
+    schedule = config.cluster.schedule
+    return StalenessSettings(
+        groups_per_step=config.prompts,
+        total_steps=config.steps,
+        staleness_threshold=schedule.staleness_threshold,
+        parameter_sync_step=schedule.parameter_sync_step,
+        required_batches=schedule.required_batches,
+        partial_rollout=schedule.partial_rollout,
+    )
+
+
+class FullyAsync:
+    """See the head of this file. `done`: steps that the checkpoint holds which the run goes on from."""
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        tasks: Tasks,
+        engine: TrainEngine,
+        model: Path,
+        run_dir: Path,
+        done: int,
+        runner: Runner,
+        show: Show,
+    ) -> None:
+        self._config, self._tasks, self._engine, self._model = config, tasks, engine, model
+        self._run_dir, self._runner, self._show = run_dir, runner, show
+        self._settings = settings_of(config)
+        self._served = config.cluster.rollout.engine == "vllm"
+        self._ledger = RolloutLedger(run_dir / "ledger.bin", done)
+        place = load_cursor(run_dir, done) if done else None
+        self._rows = NumberedRows(tasks, config.prompts, place)
+        self._replay = dict(self._ledger.state.batches)
+        self._controller = StalenessController(self._settings, self._state(done))
+        self._lock = threading.Lock()
+        self._queue: queue.Queue[Train | Sync | BaseException] = queue.Queue()
+        self._restarts = 0
+        self._closing = False
+        self._version = self._settings.version_of(done)  # of the sampler's weights
+        self._begun: dict[int, float] = {}
+        self._sampling_since: float | None = None
+        self._timeline = Timeline(run_dir)
+        self._worker: Workers | None = None
+
+    def __enter__(self) -> "FullyAsync":
+        begun = False
+        try:
+            self._start()
+            if not self._replay:
+                self._open()
+            begun = True
+        finally:
+            if not begun:
+                self._end()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._closing = True
+        if self._worker is not None:
+            self._worker.close()
+        self._ledger.close()
+
+    def step(self, step: int) -> StepResult:
+        """Wait for the groups of the step, train on them, and hand over weights where that is due."""
+        begun = time.perf_counter()
+        if step + 1 in self._replay:
+            result = self._train(Train(step + 1, self._replay.pop(step + 1), 0), begun)
+            if (step + 1) % self._settings.parameter_sync_step == 0 or not self._replay:
+                self._push(self._settings.version_of(step + 1))
+            if not self._replay:
+                self._open()
+            return result
+        decision = self._next(Train)
+        assert isinstance(decision, Train)
+        assert decision.step == step + 1
+        result = self._train(decision, begun)
+        self._tell(Trained())
+        if (step + 1) % self._settings.parameter_sync_step == 0 or step + 1 == self._settings.total_steps:
+            result.metrics.update(self._synced())
+            result.metrics.update(self._proven(result.episodes))
+        ended = time.perf_counter()
+        result.metrics["time/step_s"] = ended - begun
+        result.metrics["tokens_per_second"] = result.metrics["rollout/tokens"] / (ended - begun)
+        return result
+
+    def evaluate(self) -> Evaluation:
+        """Greedy answers to the held-out tasks by the sampling process, beside what it samples."""
+        begun = time.perf_counter()
+        while True:
+            worker = self._living()
+            try:
+                _, payload = worker.call("evaluate").result()
+                break
+            except WorkerDied:
+                continue
+        episodes, rows = decode_episodes(payload), self._tasks.held_out()
+        if all(episode.score is None for episode in episodes):
+            raise ValueError(f"none of {len(rows)} held-out prompts could be scored: {next(iter(failures(episodes)))}")
+        self._timeline.add("trainer", "evaluate", begun, time.perf_counter())
+        return Evaluation(rows, episodes, lambda task: environment_of(self._tasks, task))
+
+    def saving(self, step: int) -> None:
+        """From where the tasks must be asked that the checkpoint does not hold."""
+        with self._lock:
+            place = self._rows.place(self._oldest())
+        save_cursor(self._run_dir, step, place, self._config.keep_checkpoints)
+
+    def saved(self, step: int) -> None:
+        """The ledger need not keep what the checkpoint holds."""
+        with self._lock:
+            self._ledger.saved(step)
+            self._rows.forget(self._oldest())
+
+    def _oldest(self) -> int:
+        """The lowest group that is not trained."""
+        state = self._controller.state
+        under_way = [g.group for g in (*state.running, *state.ready, *state.training)]
+        return min([*state.again, *under_way, *(g for groups in self._replay.values() for g in groups), state.next])
+
+    # -- the controller's thread-safe side -------------------------------------------------------------------------
+
+    def _state(self, done: int) -> ControlState:
+        """Where the run stands once the recorded steps are trained again."""
+        state = self._ledger.state
+        step = done + len(state.batches)
+        ready = [Begun(g, found.version) for g, found in state.sampled.items() if g not in state.taken]
+        synced = step - step % self._settings.parameter_sync_step
+        return ControlState(step, synced, state.next, tuple(state.missing()), (), tuple(ready))
+
+    def _open(self) -> None:
+        """Let the controller decide for the first time."""
+        with self._lock:
+            self._obey(self._controller.begin())
+
+    def _tell(self, event: Event) -> None:
+        with held(), self._lock:
+            self._obey(self._controller.handle(event))
+
+    def _obey(self, decisions: Sequence[Begin | Train | Sync]) -> None:
+        """Record, then do; the caller holds the lock."""
+        for decision in decisions:
+            if isinstance(decision, Begin):
+                self._ledger.begun(decision.group, decision.version)
+                self._play(decision.group)
+            else:
+                if isinstance(decision, Train):
+                    self._ledger.train(decision.step, decision.groups)
+                self._queue.put(decision)
+
+    def _play(self, group: int) -> None:
+        assert self._worker is not None
+        now = time.perf_counter()
+        if not self._begun:
+            self._sampling_since = now
+        self._begun[group] = now
+        state = self._controller.state
+        oldest = min([*state.again, *(g.group for g in state.running), state.next])
+        future = self._worker.call("play", group=group, oldest=oldest)
+        future.add_done_callback(lambda found: self._ended(group, found))
+
+    def _ended(self, group: int, found: "Future[Message]") -> None:
+        """A group is sampled, or its process died; in the thread that hears it."""
+        error = found.exception()
+        if isinstance(error, WorkerDied):
+            if not self._closing:
+                self._queue.put(error)
+            return
+        if error is not None:
+            self._queue.put(error)
+            return
+        if self._closing:
+            return
+        try:
+            with self._lock:
+                self._restarts = 0
+                self._count_out(group)
+                self._ledger.finished(group, found.result()[1])
+                self._obey(self._controller.handle(Finished(group)))
+        except BaseException as broken:  # a future keeps what its callbacks raise to itself
+            self._queue.put(broken)
+            raise
+
+    def _count_out(self, group: int) -> None:
+        del self._begun[group]
+        if not self._begun and self._sampling_since is not None:
+            self._timeline.add("sampler", "sample", self._sampling_since, time.perf_counter())
+
+    # -- this thread ----------------------------------------------------------------------------------------------
+
+    def _next(self, kind: type[Train] | type[Sync]) -> Train | Sync:
+        """The next decision of that kind; a dead process is replaced on the way, any other error is raised."""
+        while True:
+            try:
+                found = self._queue.get(timeout=EVERY)
+            except queue.Empty:
+                self._tell_live()
+                continue
+            if isinstance(found, WorkerDied):
+                self._living()
+            elif isinstance(found, BaseException):
+                raise found
+            else:
+                assert isinstance(found, kind), f"{found} while waiting for {kind.__name__}"
+                return found
+
+    def _tell_live(self) -> None:
+        with self._lock:
+            state, staleness = self._controller.state, self._controller.staleness
+        self._show({"queue": len(state.ready), "sampling": len(state.running), "staleness": staleness})
+
+    def _train(self, decision: Train, begun: float) -> StepResult:
+        """One step on the recorded episodes of its groups, in the order of the tasks."""
+        config = self._config
+        ready = time.perf_counter()
+        episodes: list[Episode] = []
+        for place, group in enumerate(decision.groups):
+            with self._lock:
+                payload = self._ledger.payload(group)
+            episodes += [replace(episode, group=place) for episode in decode_episodes(payload)]
+        with self._lock:
+            rows = [self._rows[group] for group in decision.groups]
+            version = self._controller.version
+        batch = to_batch(episodes)
+        batch["advantages"] = advantages_of(batch, config, decision.step - 1)
+        metrics = train_on(batch, config, self._engine)
+        trained = time.perf_counter()
+        self._timeline.add("trainer", "train", ready, trained)
+        metrics |= rollout_metrics(episodes, lambda task: environment_of(self._tasks, task))
+        metrics |= self._schedule_metrics(episodes, version, decision.staleness)
+        metrics |= {
+            "time/wait_for_rollout_s": ready - begun,
+            "time/train_s": trained - ready,
+            "time/step_s": trained - begun,
+        }
+        metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
+        return StepResult(episodes, episode_advantages(batch, len(episodes)), metrics, rows)
+
+    def _schedule_metrics(self, episodes: Sequence[Episode], version: int, staleness: int) -> dict[str, float]:
+        """How old the step's tokens are, and what waits behind it."""
+        segments = [s for episode in episodes for s in episode.segments]
+        ages = [version - v for s in segments for v, on in zip(s.policy_versions, s.loss_mask, strict=True) if on]
+        mixed = sum(len({v for v, on in zip(s.policy_versions, s.loss_mask, strict=True) if on}) > 1 for s in segments)
+        with self._lock:
+            state = self._controller.state
+        return {
+            "schedule/staleness": float(staleness),
+            "schedule/token_staleness": sum(max(0, age) for age in ages) / max(1, len(ages)),
+            "schedule/stale_tokens": sum(age > 0 for age in ages) / max(1, len(ages)),
+            "schedule/interrupted_answers": mixed / max(1, len(segments)),
+            "schedule/queue": float(len(state.ready)),
+            "schedule/running": float(len(state.running)),
+        }
+
+    def _synced(self) -> dict[str, float]:
+        """Hand over the weights as soon as the controller says so; a transfer that fails is tried again."""
+        begun, tries = time.perf_counter(), 0
+        while True:
+            decision = self._next(Sync)
+            assert isinstance(decision, Sync)
+            waited = time.perf_counter()
+            try:
+                size = self._hand_over(decision.version, decision.interrupt)
+            except RuntimeError:
+                tries += 1
+                if tries > RESTARTS:
+                    raise
+                self._living()
+                self._tell(SyncFailed())
+                continue
+            break
+        ended = time.perf_counter()
+        self._timeline.add("weights", "sync", waited, ended)
+        self._version = decision.version
+        self._tell(Synced())
+        return {
+            "weights/version": float(decision.version),
+            "weights/bytes": float(size),
+            "time/wait_for_sync_s": waited - begun,
+            "time/export_and_update_weights_s": ended - waited,
+        }
+
+    def _proven(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """That vLLM samples from the weights it was handed, beside whatever it samples; see `hold_to_trainer`."""
+        prompts = probes_of(episodes)
+        while self._served and prompts:
+            version = self._version
+            try:
+                found = self._living().call("probe", prompts=prompts).result()[0]["answer"]
+            except WorkerDied:
+                continue
+            answers = [Completion(tuple(i), tuple(x), why, tuple(v)) for i, x, why, v in found["answers"]]
+            proof = hold_to_trainer(self._engine, prompts, answers, found["dtype"], version)
+            return proof | found["metrics"]
+        return {}
+
+    def _hand_over(self, version: int, interrupt: bool) -> int:
+        pause = "abort" if interrupt else None
+        worker = self._living()
+        live = not self._served  # vLLM reads a checkpoint's names
+        return hand_over(self._engine, worker, version, self._runner, live=live, pause=pause)  # type: ignore[arg-type]
+
+    # -- the sampling process --------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start a process that has the weights of the samplers' version."""
+        with self._lock:
+            place = self._rows.place(self._oldest())
+        arguments = (self._config, self._tasks, self._model, max(0, self._version - 1), place)
+        self._worker = start_generating(*arguments)
+        self._push(self._version)
+
+    def _push(self, version: int) -> None:
+        """Give the process the present weights, as number `version`: they are no older than what they are called."""
+        self._version = version
+        if version:
+            assert self._worker is not None
+            hand_over(self._engine, self._worker, version, self._runner, live=not self._served)
+
+    def _living(self) -> Workers:
+        """The process; one that died is replaced, and what it was sampling begins again."""
+        assert self._worker is not None
+        while not self._worker.alive:
+            self._restarts += 1
+            if self._restarts > RESTARTS:
+                raise RuntimeError(f"the sampling process died {self._restarts} times in a row: see its messages above")
+            self._worker.close()
+            with self._lock:
+                lost = sorted(self._begun)
+                for group in lost:
+                    self._count_out(group)
+            self._start()
+            with self._lock:
+                for group in lost:
+                    self._ledger.again(group)
+                    self._obey(self._controller.handle(Failed(group)))
+        return self._worker

@@ -1,0 +1,120 @@
+"""Who samples for a run from outside its own process: an engine, the tasks and their environments.
+
+The sampling process of a fully asynchronous run, or an actor of a Ray cluster in any schedule. The engine is the native
+one, or vLLM in a process of its own; the two end together, and the run starts others.
+"""
+
+import os
+import signal
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from apps.common.interrupts import Runner
+from apps.common.ranks import init_rank
+from apps.common.tokens import load_tokenizer, quiet_libraries
+from apps.grpo.config import GrpoConfig
+from apps.grpo.native_sampler import native_engine
+from apps.grpo.samplers import answered, transfer_metrics, vllm_engine
+from apps.grpo.schedule_rows import NumberedRows
+from apps.grpo.session import Session, chat_of, likeliest
+from apps.grpo.tasks import Tasks
+from rollout import NativeEngine, Sampling, VllmEngine
+from rollout.continued import ContinuedEngine
+from rollout.episodes.codec import encode_episodes
+from rollout.workers.serve import Handler, serve, weight_handlers
+
+
+def generate(
+    connection: "Connection[Any, Any]",
+    config: GrpoConfig,
+    tasks: Tasks,
+    model: Path,
+    version: int,
+    place: Mapping[str, Any] | None,
+) -> None:
+    """Answer what `generating_handlers` does until the run is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's: it ends this process
+    serve(connection, generating_handlers(config, tasks, model, version, place))
+
+
+def generating_handlers(
+    config: GrpoConfig, tasks: Tasks, model: Path, version: int, place: Mapping[str, Any] | None
+) -> dict[str, Handler]:
+    """Of a fully asynchronous run: "play" (a group by its number), "evaluate", what hands over weights and, for vLLM,
+    "probe" (answers that prove them).
+
+    `version`: the number that the weights of `model` count as. `place`: of `NumberedRows`.
+    """
+    init_rank(config.threads, config.seed)
+    quiet_libraries()
+    tokenizer = load_tokenizer(model)
+    sampler: NativeEngine | VllmEngine
+    if config.cluster.rollout.engine == "vllm":
+        sampler = vllm_engine(config, model, version)
+    else:
+        sampler = native_engine(config, model, tokenizer, version, admit="any_step")
+    engine = ContinuedEngine(sampler)
+    session = Session(config, tasks, chat_of(config, tokenizer, model), engine, Runner())
+    handlers = weight_handlers(engine) | _players(config, session, NumberedRows(tasks, config.prompts, place))
+    if isinstance(sampler, VllmEngine):
+        handlers["probe"] = _prober(session, sampler)
+        handlers = {name: _ending_with(sampler, handler) for name, handler in handlers.items()}
+    return handlers
+
+
+def sampling_handlers(config: GrpoConfig, tasks: Tasks, model: Path, version: int) -> dict[str, Handler]:
+    """Of a sampler that is told which tasks to play: "sample", and what hands over weights. The engine is native."""
+    init_rank(config.threads, config.seed)
+    quiet_libraries()
+    tokenizer = load_tokenizer(model)
+    engine = native_engine(config, model, tokenizer, version)
+    session = Session(config, tasks, chat_of(config, tokenizer, model), engine, Runner())
+
+    async def sample(call: dict[str, Any]) -> bytes:
+        groups = await session.playing(call["rows"], call["places"], Sampling(**call["sampling"]), call["size"])
+        return encode_episodes([episode for group in groups for episode in group])
+
+    return weight_handlers(engine) | {"sample": sample}
+
+
+def _players(config: GrpoConfig, session: Session, rows: NumberedRows) -> dict[str, Handler]:
+    async def play(call: dict[str, Any]) -> bytes:
+        rows.forget(int(call["oldest"]))
+        group = int(call["group"])
+        groups = await session.playing([rows[group]], [group], session.sampling, config.group_size)
+        return encode_episodes(groups[0])
+
+    async def evaluate(call: dict[str, Any]) -> bytes:
+        del call
+        held_out = session.tasks.held_out()
+        groups = await session.playing(held_out, range(len(held_out)), likeliest(config), 1)
+        return encode_episodes([group[0] for group in groups])
+
+    return {"play": play, "evaluate": evaluate}
+
+
+def _prober(session: Session, sampler: VllmEngine) -> Handler:
+    async def probe(call: dict[str, Any]) -> dict[str, Any]:
+        answers = await answered(session, call["prompts"])
+        told = [[a.ids, a.log_probs, a.stop_reason, a.policy_versions] for a in answers]
+        return {"answers": told, "dtype": sampler.facts["dtype"], "metrics": transfer_metrics(sampler)}
+
+    return probe
+
+
+def _ending_with(sampler: VllmEngine, handler: Handler) -> Handler:
+    """The handler; where it fails because vLLM's process is gone, this one ends too."""
+
+    async def handle(call: dict[str, Any]) -> bytes | dict[str, Any] | None:
+        try:
+            return await handler(call)
+        except RuntimeError:
+            if not sampler.alive:
+                traceback.print_exc()
+                os._exit(1)
+            raise
+
+    return handle

@@ -1,0 +1,152 @@
+"""Samplers in actors of a real Ray cluster on this machine, in every schedule; also when one of them is killed.
+
+By hand: `bazel test //apps/grpo:schedule_ray_test`.
+"""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import ray
+
+from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo.main import run
+from apps.grpo.schedule_async import FullyAsync
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, rows, same_weights, small, watched
+from apps.grpo.session import Session
+from apps.grpo.testing import RECIPE
+from rollout.workers.ray_pool import RayPool
+
+SYNC = Schedule("sync")
+SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """One node with room for two samplers, on loopback; runs find this process connected."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+def in_ray(run_dir, schedule, workers=2, cpus=1.0, **changes):
+    config = small(run_dir, schedule, **changes)
+    layout = RolloutLayout(ray_workers=workers, ray_cpus=cpus)
+    return replace(config, cluster=replace(config.cluster, rollout=layout))
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The episodes that a run trains on, as they come to the trainer."""
+    found, plain = [], Session.gathered
+
+    def gathered(self, episodes):
+        found.append(plain(self, episodes))
+        return found[-1]
+
+    monkeypatch.setattr(Session, "gathered", gathered)
+    return found
+
+
+def streams(steps):
+    """Who answered what, without what depends on the clock or, in its last bits, on who else is in a forward pass."""
+    return [
+        [(e.task_id, e.group, e.reward, [(s.ids, s.loss_mask) for s in e.segments]) for e in step] for step in steps
+    ]
+
+
+def log_probs(steps):
+    return [x for step in steps for e in step for s in e.segments for x in s.log_probs]
+
+
+@pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
+def test_a_run_is_the_same_with_ray_as_without(tmp_path, sampled, schedule):
+    """Episode for episode, and the weights bit for bit."""
+    run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
+    plain, sampled[:] = list(sampled), []
+    accuracies = [row.get("eval/accuracy") for row in rows(tmp_path / "plain")]
+    assert len(plain) == 2
+    for workers in (1, 2):
+        run_dir = tmp_path / f"ray-{workers}"
+        run(in_ray(run_dir, schedule, workers, **SHORT), RECIPE)
+        assert streams(sampled) == streams(plain)
+        assert log_probs(sampled) == (log_probs(plain) if workers == 1 else pytest.approx(log_probs(plain), abs=1e-5))
+        assert same_weights(tmp_path / "plain", run_dir)
+        assert [r["weights/version"] for r in rows(run_dir)[1:]] == [1, 2]
+        assert [row.get("eval/accuracy") for row in rows(run_dir)] == accuracies
+        sampled[:] = []
+
+
+def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path):
+    """Its samplers begin with the checkpoint's weights, under the checkpoint's version."""
+    run(small(tmp_path / "plain", SYNC, save_every=2, eval_every=4), RECIPE)
+    run(in_ray(tmp_path / "run", SYNC, save_every=2, eval_every=4, steps=2), RECIPE)
+    run(in_ray(tmp_path / "run", SYNC, save_every=2, eval_every=4, resume=True), RECIPE)
+    assert same_weights(tmp_path / "plain", tmp_path / "run")
+    assert [row["weights/version"] for row in rows(tmp_path / "run")[1:]] == [1, 2, 3, 4]
+
+
+def kill_one(monkeypatch, name, which):
+    """SIGKILL for the process of one sampler at the pool's call number `which` of `name`; the pools, as they begin."""
+    pools, calls, plain = [], 0, RayPool._ask
+
+    def ask(self, index, asked, arguments, data=None):
+        nonlocal calls
+        if self not in pools:
+            pools.append(self)
+        calls += asked == name
+        found = plain(self, index, asked, arguments, data)
+        if asked == name and calls == which:
+            os.kill(ray.get(self._actors[index].process.remote()), signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(RayPool, "_ask", ask)
+    return pools
+
+
+@pytest.mark.parametrize(("schedule", "call", "which"), [(SYNC, "sample", 5), (ONE, "sample", 5), (SYNC, "commit", 3)])
+def test_a_killed_sampler_is_replaced_and_its_tasks_begin_again(tmp_path, monkeypatch, sampled, schedule, call, which):
+    """In turn what comes out is what would have; one step behind, the answers of one step are by newer weights."""
+    config = in_ray(tmp_path / "run", schedule, **SHORT, keep_checkpoints=0)
+    pools = kill_one(monkeypatch, call, which)
+    run(config, RECIPE)
+    assert len(pools) == 2
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
+    first = config.data.eval_prompts
+    assert [list(dict.fromkeys(e.task_id for e in step)) for step in sampled] == [
+        [f"number-{first + 4 * step + n}" for n in range(4)] for step in range(2)
+    ]
+    if schedule is SYNC:
+        monkeypatch.undo()
+        run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
+        assert same_weights(tmp_path / "plain", tmp_path / "run")
+
+
+def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(tmp_path, monkeypatch):
+    """Each of them plays some of the groups; the ledger's run against an independent log."""
+    run_dir = tmp_path / "run"
+    pools = kill_one(monkeypatch, "play", 9)
+    monkeypatch.setattr(FullyAsync, "_train", FullyAsync._train)  # `watched` replaces it; this brings it back
+    watched(run_dir)
+    note(run_dir, {"from": 0})
+    run(in_ray(run_dir, ASYNC), RECIPE)
+    assert len(pools) == 2
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
+    assert max(row["schedule/staleness"] for row in rows(run_dir)[1:]) <= 1
+
+
+def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_sampled(tmp_path):
+    for schedule in (SYNC, ONE, ASYNC):
+        with pytest.raises(ValueError, match=r"3 samplers of 1 CPU each find 2 places on 1 nodes"):
+            run(in_ray(tmp_path / schedule.mode, schedule, 3), RECIPE)
+        written = tmp_path / schedule.mode / "metrics.jsonl"
+        assert not written.exists() or not written.read_text()

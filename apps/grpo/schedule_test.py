@@ -1,0 +1,145 @@
+"""Schedules that sample ahead: what they train on, that stops and kills change nothing, and that nothing is lost."""
+
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+
+from apps.common.kills import in_child, kill_at_call
+from apps.grpo import schedule_async, schedule_one_step
+from apps.grpo.main import configure, run
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, rows, same_weights, small
+from apps.grpo.testing import RECIPE, make_troubled_tasks
+from rollout.workers.process import WorkerProcess
+from runlog.timeline import bubble_shares, read_timeline
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    run(small(run_dir, ONE), RECIPE)
+    return run_dir
+
+
+def test_one_step_off_trains_on_the_version_before(one_step):
+    logged = rows(one_step)
+    assert [row["step"] for row in logged] == [0, 1, 2, 3, 4]
+    assert [row["rollout/policy_version"] for row in logged[1:]] == [0, 0, 1, 2]
+    assert [row["schedule/staleness"] for row in logged[1:]] == [0, 1, 1, 1]
+    assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3, 4]
+    assert logged[1]["log_prob_difference"] < 1e-3 < logged[2]["log_prob_difference"]
+
+
+def test_one_step_off_shows_when_who_was_busy(one_step):
+    spans = read_timeline(one_step)
+    assert {(span.lane, span.kind) for span in spans} == {
+        ("trainer", "train"),
+        ("sampler", "sample"),
+        ("weights", "sync"),
+    }
+    assert set(bubble_shares(spans)) == {"trainer", "sampler", "weights"}
+    assert "Timeline" in (one_step / "report.html").read_text()
+
+
+def test_one_step_off_resumed_ends_with_the_same_bits(one_step, tmp_path):
+    """Also after a kill amid a step, with answers in the ledger that no checkpoint goes with."""
+    child = in_child(
+        go, tmp_path / "run", ONE, prepare=lambda: kill_at_call(schedule_one_step, "train_on", 4, "before")
+    )
+    assert child == -signal.SIGKILL
+    assert in_child(go, tmp_path / "run", ONE) == 0
+    assert same_weights(one_step, tmp_path / "run")
+    assert [row["reward"] for row in rows(tmp_path / "run")[1:]] == [row["reward"] for row in rows(one_step)[1:]]
+
+
+def test_one_step_off_on_two_ranks(one_step, tmp_path):
+    run(small(tmp_path / "two", ONE, processes=2), RECIPE)
+    for left, right in zip(rows(one_step)[1:], rows(tmp_path / "two")[1:], strict=True):
+        for name in ("reward", "rollout/tokens", "rollout/policy_version"):
+            assert right[name] == pytest.approx(left[name], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("async") / "run"
+    assert in_child(go, run_dir, ASYNC) == 0
+    return run_dir
+
+
+def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
+    config = small(asynchronous, ASYNC)
+    assert_nothing_lost(asynchronous, config)
+    logged = rows(asynchronous)
+    assert all(row["schedule/staleness"] <= 1 for row in logged[1:])
+    assert max(row["schedule/token_staleness"] for row in logged[1:]) > 0
+    assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3, 4]
+    assert logged[1]["log_prob_difference"] < 1e-3
+    assert {"eval/accuracy"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
+    assert {span.lane for span in read_timeline(asynchronous)} == {"trainer", "sampler", "weights"}
+    for row in logged[1:]:
+        assert row["train/grad_norm"] > 1e-4
+
+
+def test_a_kill_of_the_driver_loses_nothing(tmp_path):
+    """Before a finished group is recorded; more moments are `schedule_kills_test`'s. Its sampler ends with it."""
+    run_dir = tmp_path / "run"
+    kill = lambda: kill_at_call(schedule_async.RolloutLedger, "finished", 7, "before")  # noqa: E731
+    assert in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
+    assert in_child(go, run_dir, ASYNC) == 0
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
+
+
+def kill_worker(which):
+    """The sampling process ends, by SIGKILL, when it is asked for its `which`-th group."""
+    real, calls = WorkerProcess.call, 0
+
+    def call(self, name, **arguments):
+        nonlocal calls
+        calls += name == "play"
+        found = real(self, name, **arguments)
+        if name == "play" and calls == which:
+            os.kill(self.process.pid, signal.SIGKILL)
+        return found
+
+    WorkerProcess.call = call
+
+
+def test_engine_death_in_mid_generation(tmp_path):
+    """Another process takes over; the groups that were lost begin again."""
+    run_dir = tmp_path / "run"
+    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_worker(10)) == 0
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
+
+
+def test_hung_environment_and_tool_timeout(tmp_path):
+    """Neither wedges the run: a limit ends the episode, and the group is trained with what it has."""
+    config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=8.0)
+    config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
+    run(config, replace(RECIPE, make_tasks=make_troubled_tasks))
+    logged = rows(tmp_path / "run")
+    assert [row["step"] for row in logged] == [0, 1, 2, 3]
+    assert sum(row["response/truncated"] for row in logged[1:]) > 0  # those that hung ended by their deadline
+
+
+def test_ray_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
+    layout = configure(["--cluster.rollout.ray-workers", "2", "--cluster.rollout.ray-cpus", "0.5"])
+    assert layout.cluster.rollout.ray_workers == 2
+    monkeypatch.setitem(sys.modules, "rollout.workers.ray_pool", None)
+    with pytest.raises(ValueError, match=r"ray-workers needs ray .*//apps/grpo:ray.*tessera-rollout\[ray\]"):
+        run(replace(layout, run_dir=tmp_path / "run"), RECIPE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_flag(tmp_path, capsys):
+    assert configure(["--schedule", "one_step_off"]).cluster.schedule.mode == "one_step_off"
+    with pytest.raises(ValueError, match="one rank trains beside the sampling process"):
+        run(replace(configure(["--schedule", "fully_async", "--processes", "2"]), run_dir=tmp_path / "run"))
+    for words, says in (
+        (["--schedule", "fully_async", "--cluster.schedule.parameter-sync-step", "7"], "must be a multiple of"),
+        (["--cluster.schedule.staleness-threshold", "1"], "no effect with mode 'sync'"),
+    ):
+        with pytest.raises(SystemExit):
+            configure(words)
+        assert says in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())

@@ -1,0 +1,107 @@
+"""For tests of schedules: whole small runs, watched by a log that knows nothing of the ledger."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from apps.common.checkpoints import last_checkpoint
+from apps.common.config_file import CONFIG_NAME
+from apps.common.kills import silence
+from apps.common.plan.cluster import Schedule
+from apps.grpo import schedule_async
+from apps.grpo.config import GrpoConfig
+from apps.grpo.main import run
+from apps.grpo.schedule_async import FullyAsync
+from apps.grpo.step import StepResult
+from apps.grpo.testing import RECIPE
+from rollout.control.staleness import Train
+
+ONE = Schedule("one_step_off")
+ASYNC = Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)
+
+
+def small(run_dir: Path, schedule: Schedule, **changes: Any) -> GrpoConfig:
+    """A run of four steps."""
+    cluster = replace(RECIPE.config.cluster, schedule=schedule)
+    return replace(RECIPE.config, run_dir=run_dir, cluster=cluster, **changes)
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Its metrics."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's parameters."""
+    return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    """Whether two runs ended with the same bits."""
+    expected, found = weights(left / "export"), weights(right / "export")
+    return all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def log_of(run_dir: Path) -> Path:
+    """Where the independent log of a run is."""
+    return run_dir.parent / f"{run_dir.name}-independent.log"
+
+
+def watched(run_dir: Path) -> None:
+    """From now on every step that is trained in this process is noted in a file of its own, synced to disk."""
+    real = FullyAsync._train
+
+    def told(self: FullyAsync, decision: Train, begun: float) -> StepResult:
+        result = real(self, decision, begun)
+        note(run_dir, {"step": decision.step, "tasks": sorted({episode.task_id for episode in result.episodes})})
+        return result
+
+    schedule_async.FullyAsync._train = told  # type: ignore[method-assign]
+
+
+def note(run_dir: Path, line: dict[str, Any]) -> None:
+    """Add a line to the independent log, on disk."""
+    with log_of(run_dir).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def history(run_dir: Path) -> dict[int, list[str]]:
+    """The tasks of each step in the history of the weights that are left: a start forgets the steps after it."""
+    steps: dict[int, list[str]] = {}
+    for line in map(json.loads, log_of(run_dir).read_text().splitlines()):
+        if "from" in line:
+            steps = {step: tasks for step, tasks in steps.items() if step <= line["from"]}
+        else:
+            assert line["step"] not in steps
+            steps[line["step"]] = line["tasks"]
+    return steps
+
+
+def assert_nothing_lost(run_dir: Path, config: GrpoConfig) -> None:
+    """Every step once, and every task of the run in exactly one of them."""
+    steps = history(run_dir)
+    assert sorted(steps) == list(range(1, config.steps + 1))
+    asked = [task for tasks in steps.values() for task in tasks]
+    first = config.data.eval_prompts
+    assert sorted(asked) == sorted(f"number-{first + n}" for n in range(config.steps * config.prompts))
+    assert [row["step"] for row in rows(run_dir)] == list(range(config.steps + 1))
+
+
+def go(run_dir: Path, schedule: Schedule, prepare: Callable[[], object] | None = None, **changes: Any) -> None:
+    """The child: a run from the start, or from where the folder stands."""
+    os.setpgid(0, 0)
+    silence(run_dir.parent / f"{run_dir.name}.err")
+    resume = (run_dir / CONFIG_NAME).is_file()
+    watched(run_dir)
+    note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
+    if prepare is not None:
+        prepare()
+    run(small(run_dir, schedule, resume=resume, **changes), RECIPE)

@@ -1,0 +1,150 @@
+"""A shrunk recipe is the recipe but for what is said; what it would do without is named, and nothing runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from apps.common.flags import changed
+from apps.common.plan.cluster import Cluster
+from apps.common.shrink.command import asked_for, refuse_dropped
+from apps.common.shrink.fields import RANKS, value_at
+from apps.common.shrink.model import tiny_shape, transformers_config
+from apps.grpo.main import main, run_shrunk, shrunk
+from apps.grpo.registry import recipes, work_of
+from apps.grpo.shrink import shrink, supplied
+from apps.grpo.testing import RECIPE
+from engines import EngineConfig
+from engines.families.registry import family_of
+
+RECIPES = recipes()
+SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
+SIZES = {
+    *("steps", "prompts", "group_size", "mini_batches", "epochs", "eval_every", "save_every", "max_episode_tokens"),
+    *("data.max_prompt_tokens", "data.eval_prompts", "sampling.max_new_tokens"),
+    *("warm_start.steps", "warm_start.eval_every", "warm_start.eval_prompts", "warm_start.batch_size"),
+    *("warm_start.warmup_steps", "engine.warmup_steps", "engine.total_steps", "engine.max_tokens_per_rank"),
+    *("cluster.rollout.max_model_tokens", "cluster.rollout.max_batched_tokens"),
+}
+COUNTS = {
+    *("processes", "engine.tensor_parallel", "engine.pipeline_parallel", "engine.virtual_pipeline_parallel"),
+    *("engine.expert_parallel", "engine.expert_tensor_parallel", "engine.context_parallel"),
+    *("engine.first_stage_layers", "engine.last_stage_layers", "cluster.pools.nodes", "cluster.pools.rollout_nodes"),
+    *("cluster.rollout.tp", "cluster.rollout.dp", "cluster.rollout.ep"),
+}
+DEVICE = {
+    *("engine.device", "cluster.pools.device_memory_gib", "cluster.rollout.memory_share"),
+    "cluster.rollout.cuda_graph_sizes",
+}
+KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
+MANY = 32
+"""Processes that two ranks of each parallelism never exceed."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_sizes_rank_counts_and_the_device_differ_and_every_difference_is_told(name):
+    recipe = RECIPES[name]
+    small, differences = shrink(recipe.config, recipe, MANY)
+    assert {one.path for one in differences} == set(changed(small, recipe.config))
+    for one in differences:
+        assert one.path in KINDS[one.kind]
+        assert (one.before, one.after) == (value_at(recipe.config, one.path), value_at(small, one.path))
+        assert str(one.before) in str(one)
+        assert str(one.after) in str(one)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_above_one_stays_so_and_nothing_grows(name):
+    recipe = RECIPES[name]
+    small, differences = shrink(recipe.config, recipe, MANY)
+    for one in differences:
+        if one.path in ("cluster.pools.nodes", "cluster.pools.rollout_nodes", "processes") or one.path.endswith(
+            "warmup_steps"
+        ):
+            continue
+        if isinstance(one.before, int) and one.before > 1 and isinstance(one.after, int):
+            assert 1 < one.after < one.before or one.path.endswith("stage_layers"), one
+    assert small.processes * small.cluster.pools.nodes <= recipe.config.processes * recipe.config.cluster.pools.nodes
+    assert work_of(small).grid.dp == min(2, work_of(recipe.config).grid.dp)
+    assert shrink(small, recipe, MANY) == (small, ())
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_model_is_of_the_same_architecture_in_small(name):
+    recipe = RECIPES[name]
+    small, _, _ = shrunk(recipe.config, MANY)
+    real = recipe.origin.shape
+    shape = tiny_shape(real, small.engine.pipeline_parallel, small.engine.tensor_parallel)
+    same = ["model_type", "gated_attention", "full_attention_interval", "linear_conv_width", "tied_embeddings"]
+    same += ["vision"]
+    assert [getattr(shape, field) for field in same] == [getattr(real, field) for field in same]
+    assert bool(shape.experts) == bool(real.experts)
+    assert bool(shape.shared_expert_intermediate) == bool(real.shared_expert_intermediate)
+    assert shape.heads * real.kv_heads == real.heads * shape.kv_heads
+    config = transformers_config(shape, 0, 1)
+    assert config.get_text_config().model_type == real.model_type
+    family_of(config).check_config(config)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(name, tmp_path, capsys):
+    """By its No; and no process, no folder and no model is made."""
+    config = replace(RECIPES[name].config, run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
+        run_shrunk(config, MANY)
+    assert "--cluster.media.images-column images: No(" in str(refusal.value) or "ray: No(" in str(refusal.value)
+    small, recipe, _ = shrunk(config, MANY)
+    rest = replace(small, cluster=Cluster(environment=small.cluster.environment))
+    if small.engine.backend == "megatron":
+        refuse_dropped(work_of(rest, recipe))
+    assert f"{name}, shrunk" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_that_leave_something_out_are_proposed():
+    with pytest.raises(ValueError) as refusal:
+        run_shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
+    proposed = str(refusal.value).partition("by name: ")[2].split()
+    assert "--engine.no-optimizer-on-host" in proposed
+    assert proposed[proposed.index("--cluster.media.images-column") + 1] == "None"
+    argv = ["--recipe", "qwen3-5-27b-fsdp2", "--shrink", *proposed, "--plan"]
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 0
+
+
+def test_processes_are_bounded_and_said():
+    assert asked_for(["--shrink", "--steps", "3"]) == (["--steps", "3"], RANKS)
+    assert asked_for(["--shrink=4"]) == ([], 4)
+    assert asked_for(["--seed", "1"]) == (["--seed", "1"], None)
+    for word in ("--shrink=0", "--shrink=many", "--shrink=-1"):
+        with pytest.raises(ValueError, match="such as --shrink=4"):
+            asked_for([word])
+    with pytest.raises(ValueError, match="two ranks of each parallelism are 4 processes: allow them by --shrink=4"):
+        shrunk(RECIPES["qwen3-5-122b-a10b-megatron"].config, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"model": "x"}, "leave --model out"), ({"resume": True}, "goes on without --shrink")],
+)
+def test_settings_that_shrinking_has_no_place_for_are_refused(change, words, tmp_path):
+    config = replace(RECIPE.config, run_dir=tmp_path / "run", **change)
+    with pytest.raises(ValueError, match=words):
+        run_shrunk(config, RANKS)
+
+
+def test_a_file_of_images_is_asked_for_and_not_made_up(tmp_path):
+    recipe = RECIPES["qwen3-5-27b-fsdp2"]
+    with pytest.raises(ValueError, match="draws no images: give a file of some with --data"):
+        supplied(recipe.config, recipe, tmp_path / "run")
+
+
+def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path, capsys):
+    """The 27B script without what is missing: FSDP2 on two ranks, mini-batches, the KL penalty, recomputed layers."""
+    config = RECIPES["qwen3-5-27b-fsdp2"].config
+    left = replace(config, cluster=Cluster(), engine=replace(config.engine, optimizer_on_host=False), steps=2)
+    assert left.engine != EngineConfig()
+    result = run_shrunk(replace(left, run_dir=tmp_path / "run"), 2)
+    assert result.steps == 2
+    assert "flag   --cluster.media.images-column  images -> None" in capsys.readouterr().out
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

@@ -1,0 +1,93 @@
+"""Pictures with a question about them, drawn on the fly: how many shapes there are, and how high a bar of a plot is.
+
+A picture is 4 x 4 cells of 8 pixels. The stream of problems has no end, and whether one is held out depends on the
+picture and its question alone, so no seed, shard or restart can mix the two sides.
+"""
+
+import base64
+import hashlib
+import io
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+CELLS, CELL = 4, 8
+HELD_OUT_PARTS = 16  # one problem in so many is held out
+SHAPES = {"s": "squares", "d": "discs"}
+INK = ((220, 40, 40), (40, 140, 60), (40, 70, 220))
+BAR = (40, 70, 220)
+MOST = 5  # of one shape in a picture
+HIGHEST = 7  # of a bar, each step half a cell
+
+
+@dataclass(frozen=True, slots=True)
+class PictureProblem:
+    """A picture and a question with its one right answer. `drawn` says what is to be seen, a letter a cell or a digit a
+    bar, a digit after a letter being its colour."""
+
+    drawn: str
+    question: str
+    answer: str
+
+    @property
+    def solution(self) -> str:
+        """The reply that a demonstration gives."""
+        return f"\\boxed{{{self.answer}}}"
+
+    @property
+    def picture(self) -> str:
+        """The picture, a PNG as a `data:` URI."""
+        out = io.BytesIO()
+        draw(self.drawn).save(out, format="PNG")
+        return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def draw(drawn: str) -> Image.Image:
+    """Paint what `PictureProblem.drawn` says."""
+    picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), (255, 255, 255))
+    pen = ImageDraw.Draw(picture)
+    if drawn.isdigit():
+        for column, height in enumerate(map(int, drawn)):
+            left, bottom = column * CELL, CELLS * CELL
+            if height:
+                pen.rectangle((left + 1, bottom - height * CELL // 2, left + CELL - 2, bottom - 1), fill=BAR)
+        return picture
+    for place, (shape, ink) in enumerate(zip(drawn[::2], drawn[1::2], strict=True)):
+        left, top = place % CELLS * CELL, place // CELLS * CELL
+        box = (left + 1, top + 1, left + CELL - 2, top + CELL - 2)
+        if shape in SHAPES:
+            (pen.rectangle if shape == "s" else pen.ellipse)(box, fill=INK[int(ink)])
+    return picture
+
+
+def counting(rng: random.Random) -> PictureProblem:
+    """Shapes of two kinds in random cells: how many are there of one?"""
+    counts = {shape: rng.randint(0, MOST) for shape in SHAPES}
+    cells = [shape for shape, count in counts.items() for _ in range(count)]
+    cells += ["."] * (CELLS * CELLS - len(cells))
+    rng.shuffle(cells)
+    asked = rng.choice(list(SHAPES))
+    drawn = "".join(shape + str(rng.randrange(len(INK))) for shape in cells)
+    return PictureProblem(drawn, f"{SHAPES[asked]}?", str(counts[asked]))
+
+
+def plot(rng: random.Random) -> PictureProblem:
+    """Four bars: how high is one of them?"""
+    bars, asked = [rng.randint(0, HIGHEST) for _ in range(CELLS)], rng.randrange(CELLS)
+    return PictureProblem("".join(map(str, bars)), f"bar {asked + 1}?", str(bars[asked]))
+
+
+def is_held_out(problem: PictureProblem) -> bool:
+    """True for the problems that are only ever asked in evaluations."""
+    digest = hashlib.blake2b(f"{problem.drawn} {problem.question}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_PARTS == 0
+
+
+def picture_problems(rng: random.Random, held_out: bool = False) -> Iterator[PictureProblem]:
+    """Yield countings and plots without end, all held out or none."""
+    while True:
+        problem = rng.choice((counting, plot))(rng)
+        if is_held_out(problem) == held_out:
+            yield problem

@@ -1,0 +1,88 @@
+"""A Qwen3.5 that sees, of 0.3 million parameters: the tiny hybrid behind a vision tower of two blocks."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from apps.quickstart.model import made_once, set_time_steps, tiny_config
+from apps.quickstart.shapes import CELL, CELLS
+from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
+
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+MERGE = 2
+PATCH = CELL // MERGE
+"""A cell of the drawn pictures is one token."""
+_TEXT_PART = "{{ part.text }}"
+_IMAGE_PART = (
+    f"{{%- if part.type == 'image' -%}}{VISION_START}{IMAGE}{VISION_END}{{%- else -%}}{_TEXT_PART}{{%- endif -%}}"
+)
+
+
+def seeing_tokenizer() -> PreTrainedTokenizerFast:
+    """The quickstart's tokenizer with the tokens of images, and a template that writes them."""
+    tokenizer = build_tokenizer()
+    tokens = [AddedToken(t, special=True, normalized=False) for t in (VISION_START, VISION_END, IMAGE, VIDEO)]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    assert _TEXT_PART in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(_TEXT_PART, _IMAGE_PART)
+    return tokenizer
+
+
+def ensure_seeing_model(directory: Path, seed: int) -> Path:
+    """`save_seeing_model`, unless the directory is there already; a kill leaves all of it or nothing."""
+    return made_once(directory, lambda temporary: save_seeing_model(temporary, seed))
+
+
+def save_seeing_model(directory: Path, seed: int) -> Path:
+    """Write an untrained model with its tokenizer and the settings of its images, as a Hugging Face directory."""
+    tokenizer = seeing_tokenizer()
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END, IMAGE, VIDEO)}
+    text = tiny_config(len(tokenizer), ids[PAD], ids[TURN_END])
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": MERGE,
+        "out_hidden_size": text.hidden_size,
+        "num_position_embeddings": (CELLS * MERGE) ** 2,
+        "initializer_range": 0.06,
+    }
+    config = Qwen3_5Config(
+        text_config=text.to_dict(),
+        vision_config=tower,
+        tie_word_embeddings=True,
+        image_token_id=ids[IMAGE],
+        video_token_id=ids[VIDEO],
+        vision_start_token_id=tokenizer.convert_tokens_to_ids(VISION_START),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids(VISION_END),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3_5ForConditionalGeneration(config)
+        set_time_steps(model)
+    model.generation_config.eos_token_id = ids[TURN_END]
+    model.generation_config.pad_token_id = ids[PAD]
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(_images(), indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def _images() -> dict[str, object]:
+    """The settings of Qwen2-VL's image processor: pictures as they are, up to 4 times the drawn ones' area."""
+    smallest = (PATCH * MERGE) ** 2
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+        "size": {"shortest_edge": smallest, "longest_edge": 4 * smallest * CELLS**2},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }

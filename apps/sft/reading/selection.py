@@ -1,0 +1,110 @@
+"""Which entries of a store can be trained on, by their lengths; the samples chosen among them, read when asked for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+import torch
+
+from apps.sft.reading.store import Store
+from apps.sft.samples import Sample
+
+Truncation = Literal["skip", "left", "right"]
+"""What is done with a row that is too long: leave it out, or cut tokens off at its beginning or its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """The entries of a store that can be trained on, side by side, and the rows of the others by reason.
+
+    `cut`: how many of the usable ones are longer than what is read of them.
+    """
+
+    store: Store
+    max_tokens: int
+    truncation: Truncation
+    entries: np.ndarray
+    keys: list[str]
+    rows: list[int]
+    left_out: list[tuple[str, list[int]]]
+    cut: int
+
+
+def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
+    """Decide for each entry. Of a row that is cut, something that is trained must be left."""
+    reasons = dict(store.reasons)
+    trained, long = store.trained.copy(), np.flatnonzero(store.lengths > max_tokens)
+    for number in map(int, long):
+        if truncation == "skip":
+            reasons[number] = f"longer than --max-tokens {max_tokens}"
+        else:
+            trained[number] = cut(*store.tokens(number), max_tokens, truncation)[1].sum()
+    for number in map(int, np.flatnonzero(trained == 0)):
+        reasons.setdefault(number, "nothing of the assistant's to train on")
+    entries = np.array([i for i in range(len(store)) if i not in reasons], dtype=np.int64)
+    left_out: dict[str, list[int]] = {}
+    for number in sorted(reasons):
+        left_out.setdefault(reasons[number], []).append(int(store.rows[number]))
+    return Usable(
+        store,
+        max_tokens,
+        truncation,
+        entries,
+        [store.key(int(i)) for i in entries],
+        [int(row) for row in store.rows[entries]],
+        list(left_out.items()),
+        0 if truncation == "skip" else int(np.isin(long, entries).sum()),
+    )
+
+
+def cut(ids: np.ndarray, mask: np.ndarray, max_tokens: int, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
+    """At most max_tokens of a row's tokens and mask; the first of them is never trained, as nothing comes before it."""
+    kept = slice(-max_tokens, None) if truncation == "left" else slice(None, max_tokens)
+    ids, mask = ids[kept], mask[kept].copy()
+    mask[:1] = False
+    return ids, mask
+
+
+@dataclass(frozen=True)
+class Samples(Sequence[Sample]):
+    """Chosen entries of some stores, in order, tokens read from disk each time. Pickled without any token."""
+
+    files: tuple[tuple[Store, int, Truncation], ...]
+    places: np.ndarray
+    """i64[n, 2]: the file of each sample, and its entry there."""
+
+    @staticmethod
+    def of(files: Sequence[Usable], chosen: Sequence[int]) -> "Samples":
+        """Those at `chosen` of all usable entries of all files, numbered through."""
+        every = [np.stack([np.full(len(file.entries), n), file.entries], axis=1) for n, file in enumerate(files)]
+        stores = tuple((file.store, file.max_tokens, file.truncation) for file in files)
+        return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Samples": ...
+    def __getitem__(self, index: int | slice) -> "Sample | Samples":
+        if isinstance(index, slice):
+            return Samples(self.files, self.places[index])
+        file, entry = (int(part) for part in self.places[index])
+        store, max_tokens, truncation = self.files[file]
+        ids, mask = cut(*store.tokens(entry), max_tokens, truncation)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "position_ids": torch.arange(len(ids)),
+            "loss_mask": torch.from_numpy(mask),
+        }
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """i64[n]: tokens that are read of each."""
+        found = [min(int(self.files[f][0].lengths[e]), self.files[f][1]) for f, e in self.places]
+        return np.array(found, dtype=np.int64)

@@ -1,0 +1,130 @@
+"""Tokenised rows on disk: an Arrow file that is written once and then mapped into memory, read a row at a time.
+
+A row of the file that could not be used has its reason in place of tokens, so that every row is accounted for.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from apps.sft.samples import Encoded
+
+ROWS_A_BATCH = 1024
+SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("key", pa.binary(16)),
+        ("reason", pa.string()),
+        ("length", pa.int64()),
+        ("trained", pa.int64()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row: its number in the file (from 1), the digest of its content, and its tokens or why it has none."""
+
+    row: int
+    key: str
+    encoded: Encoded | None
+    reason: str | None = None
+
+
+def write_store(path: Path, entries: Iterable[Entry]) -> None:
+    """Write all entries in order; the file appears whole or not at all, also where several write it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
+    try:
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+            pending: list[Entry] = []
+            for entry in entries:
+                pending.append(entry)
+                if len(pending) == ROWS_A_BATCH:
+                    writer.write_batch(_batch(pending))
+                    pending = []
+            if pending:
+                writer.write_batch(_batch(pending))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Store:
+    """The entries of a file, mapped: only the pages that are read come into memory. Pickled by its path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
+        return Store, (self.path,)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """i64[n]: the number of each entry's row in its source."""
+        return self._column("row")
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """i64[n]: tokens; 0 for an entry without."""
+        return self._column("length")
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        """i64[n]: trained tokens; the first of a row never is, as nothing comes before it."""
+        return self._column("trained")
+
+    @cached_property
+    def reasons(self) -> dict[int, str]:
+        """Why entries have no tokens, by their number."""
+        column = self._table.column("reason")
+        return {int(i): column[int(i)].as_py() for i in np.flatnonzero(column.is_valid().to_numpy())}
+
+    def key(self, number: int) -> str:
+        """The digest of an entry's content."""
+        batch, at = divmod(number, ROWS_A_BATCH)
+        return self._batches[batch].column("key")[at].as_py().hex()
+
+    def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids i64[T] and loss_mask bool[T] of an entry, as copies."""
+        batch, at = divmod(number, ROWS_A_BATCH)
+        ids, mask = (self._batches[batch].column(name)[at].values for name in ("input_ids", "loss_mask"))
+        return ids.to_numpy().astype(np.int64), mask.to_numpy(zero_copy_only=False)
+
+    @cached_property
+    def _batches(self) -> list[Any]:
+        with pa.memory_map(str(self.path)) as source:
+            reader = pa.ipc.open_file(source)
+            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+    @property
+    def _table(self) -> Any:
+        return pa.Table.from_batches(self._batches, SCHEMA)
+
+    def _column(self, name: str) -> np.ndarray:
+        return self._table.column(name).to_numpy()
+
+
+def _batch(entries: list[Entry]) -> Any:
+    encoded = [entry.encoded or Encoded((), ()) for entry in entries]
+    columns = [
+        [entry.row for entry in entries],
+        [bytes.fromhex(entry.key) for entry in entries],
+        [entry.reason for entry in entries],
+        [len(e.ids) for e in encoded],
+        [sum(e.mask[1:]) for e in encoded],
+        [list(e.ids) for e in encoded],
+        [list(e.mask) for e in encoded],
+    ]
+    return pa.record_batch([pa.array(c, field.type) for c, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)

@@ -1,0 +1,162 @@
+"""Tokenise a file once: in parallel, into a store whose name says what went into it.
+
+1. The name is a digest of the file's bytes, the tokenizer with its template and stop tokens, the columns, and the code
+   and versions that turn rows into tokens. Where a store of that name is there, nothing else is done.
+2. Rows are read as a stream and dealt to processes in parts; no more than a few parts a process are under way at once,
+   and results are written in the order of the rows.
+
+What is no matter of a row's tokens (longest length, split, mixture) is decided later, from the store.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from apps.common.tokens import check_chat_template
+from apps.sft import samples
+from apps.sft.reading import conversations, examples
+from apps.sft.reading.conversations import Conversation
+from apps.sft.reading.examples import Columns, Example, read_examples
+from apps.sft.reading.store import SCHEMA, Entry, Store, write_store
+from apps.sft.samples import UnprovenMaskError, encode_messages, encode_text
+from chat_tools.rendering import render as rendering
+
+PART = 256
+"""Rows that a process is given at once."""
+PARALLEL_BYTES = 4 * 2**20
+"""Files below are tokenised in this process unless a number of processes is given: others take seconds to start."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns the rows of one file into entries of a store."""
+
+    path: Path
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[str, ...] | None = None
+
+    def entry(self, example: Example) -> Entry:
+        """Tokenise a row.
+
+        Raises:
+            ValueError: the chat template or the tokenizer refuses it; the text names file and row.
+        """
+        try:
+            if not isinstance(example, Conversation):
+                return Entry(example.row, example.key, encode_text(self.tokenizer, example.prompt, example.text))
+            encoded = encode_messages(
+                self.tokenizer, example.messages, example.tools, self.stop_tokens, example.trained_from
+            )
+            return Entry(example.row, example.key, encoded)
+        except UnprovenMaskError as error:
+            # Token and message numbers differ from row to row, the reason does not.
+            reason = f"its mask can't be proven: {re.sub(r'[0-9]+', 'N', str(error))}"
+            return Entry(example.row, example.key, None, reason)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            # A template that joins what is no text to text is a TypeError of Jinja's own making.
+            who = "the chat template" if isinstance(example, Conversation) else "the tokenizer"
+            what = "conversation" if isinstance(example, Conversation) else "text"
+            raise ValueError(f"{self.path}, row {example.row}: {who} refuses the {what}: {error}") from error
+
+
+def tokenise(
+    path: Path,
+    columns: Columns,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_tokens: tuple[str, ...] | None,
+    folder: Path,
+    processes: int | None = None,
+) -> Store:
+    """Return the store of a file in `folder`, made where it is not there yet.
+
+    `processes`: how many tokenise; None for one a CPU where the file is large, else this one alone.
+
+    Raises:
+        ValueError: the file or a row can't be used; the text names the row and the remedy.
+    """
+    if isinstance(next(read_examples(path, columns)), Conversation):
+        check_chat_template(tokenizer)
+    store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens)}.arrow"
+    if not store.is_file():
+        if processes is None:
+            processes = len(os.sched_getaffinity(0)) if path.stat().st_size > PARALLEL_BYTES else 1
+        encoder = Encoder(path, tokenizer, stop_tokens)
+        rows = read_examples(path, columns)
+        write_store(store, map(encoder.entry, rows) if processes == 1 else _in_processes(encoder, rows, processes))
+    return Store(store)
+
+
+def fingerprint(
+    path: Path, columns: Columns, tokenizer: PreTrainedTokenizerBase, stop_tokens: tuple[str, ...] | None
+) -> str:
+    """A digest of everything that the tokens of a file depend on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    facts = {
+        "file": _digest_of(path),
+        "kind": path.suffix,
+        "columns": asdict(columns),
+        "tokenizer": backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
+        "class": type(tokenizer).__name__,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+        "stop_tokens": stop_tokens,
+        "schema": str(SCHEMA),
+        "versions": [transformers.__version__, tokenizers.__version__, jinja2.__version__],
+        "code": _digest_of_code(),
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _digest_of_code() -> str:
+    """Of the modules that turn rows into tokens: a store made by an older version of them is not used."""
+    files = [Path(str(module.__file__)) for module in (samples, conversations, examples)]
+    files += sorted(Path(str(rendering.__file__)).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+def _in_processes(encoder: Encoder, rows: Iterator[Example], processes: int) -> Iterator[Entry]:
+    """The entries in order, while at most a few parts a process are under way."""
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
+    waiting: deque[Future[list[Entry]]] = deque()
+    try:
+        while True:
+            part = list(islice(rows, PART))
+            if part:
+                waiting.append(pool.submit(_encode, part))
+            elif not waiting:
+                return
+            if not part or len(waiting) > 4 * processes:
+                yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_ENCODER: list[Any] = []
+"""In a process of the pool: the encoder that it was started with."""
+
+
+def _start(encoder: Encoder) -> None:
+    _ENCODER.append(encoder)
+
+
+def _encode(part: list[Example]) -> list[Entry]:
+    return [_ENCODER[0].entry(example) for example in part]

@@ -1,0 +1,167 @@
+"""Files are tokenised once: by as many processes as asked for, with one result, and anew where anything changed."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from apps.quickstart.tokenizer import build_tokenizer
+from apps.sft.reading import tokenised
+from apps.sft.reading.examples import Columns
+from apps.sft.reading.store import Entry
+from apps.sft.reading.tokenised import Encoder, fingerprint, tokenise
+from apps.sft.samples import Encoded, encode_messages, encode_text
+
+TOKENIZER = build_tokenizer()
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "a.jsonl", [{"messages": chat(f"{i}+1=", str(i + 1)), "text": "x"} for i in range(700)])
+
+
+def entries(store):
+    return [(store.key(i), *(part.tolist() for part in store.tokens(i))) for i in range(len(store))]
+
+
+@dataclass(frozen=True)
+class Telling(Encoder):
+    """Leaves its process in place of tokens."""
+
+    def entry(self, example):
+        return Entry(example.row, example.key, Encoded([os.getpid()], [True]))
+
+
+def test_processes_share_a_file_and_change_nothing(file, tmp_path, monkeypatch):
+    alone = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "one")
+    shared = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "two", processes=2)
+    assert entries(alone) == entries(shared)
+    assert shared.rows.tolist() == list(range(1, 701))
+    monkeypatch.setattr(tokenised, "Encoder", Telling)
+    found = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "three", processes=2)
+    workers = {found.tokens(i)[0][0] for i in range(700)}
+    assert os.getpid() not in workers
+    assert 1 <= len(workers) <= 2
+
+
+def test_a_bad_row_ends_the_processes_and_leaves_no_store(file, tmp_path):
+    with file.open("a") as more:
+        more.write(json.dumps({"messages": [*chat("a", "b"), {"role": "system", "content": "late"}]}) + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 701: the chat template refuses the conversation"):
+        tokenise(file, Columns(), TOKENIZER, None, tmp_path / "tokens", processes=2)
+    assert not list((tmp_path / "tokens").iterdir())
+
+
+def test_a_file_is_tokenised_once(file, tmp_path, monkeypatch):
+    first = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "tokens")
+
+    def never(*args):
+        raise AssertionError(args)
+
+    monkeypatch.setattr(tokenised, "write_store", never)
+    moved = file.rename(tmp_path / "a.moved.jsonl").rename(tmp_path / "a.jsonl")
+    assert tokenise(moved, Columns(), TOKENIZER, None, tmp_path / "tokens").path == first.path
+
+
+def other(**changes):
+    tokenizer = build_tokenizer()
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": other(chat_template=TOKENIZER.chat_template + " ")},
+        {"tokenizer": other(eos_token="<|endoftext|>" if TOKENIZER.eos_token != "<|endoftext|>" else "<|im_end|>")},
+        {"stop_tokens": ("<|im_end|>",)},
+        {"columns": Columns(form="text")},
+        {"columns": Columns(messages="talk")},
+    ],
+)
+def test_what_changes_tokens_changes_the_name(file, change):
+    usual = {"path": file, "columns": Columns(), "tokenizer": TOKENIZER, "stop_tokens": None}
+    assert fingerprint(**usual) == fingerprint(**usual)
+    assert fingerprint(**(usual | change)) != fingerprint(**usual)
+
+
+def test_the_content_of_a_file_and_the_code_change_the_name(file, monkeypatch):
+    before = fingerprint(file, Columns(), TOKENIZER, None)
+    text = file.read_text()
+    file.write_text(text.replace("699+1=", "699+2="))
+    assert fingerprint(file, Columns(), TOKENIZER, None) != before
+    file.write_text(text)
+    assert fingerprint(file, Columns(), TOKENIZER, None) == before
+    monkeypatch.setattr(tokenised, "_digest_of_code", lambda: "newer")
+    assert fingerprint(file, Columns(), TOKENIZER, None) != before
+
+
+def trained(encoded):
+    return TOKENIZER.decode([i for i, m in zip(encoded.ids, encoded.mask, strict=True) if m])
+
+
+def test_a_completion_is_trained_and_its_prompt_is_not():
+    encoded = encode_text(TOKENIZER, "37+58=", "95")
+    assert TOKENIZER.decode(encoded.ids) == "37+58=95" + TOKENIZER.eos_token
+    assert trained(encoded) == "95" + TOKENIZER.eos_token
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("", "hello there"), ("hel", "lo there"), ("a ", " b"), ("<|im_", "end|>")]
+)
+def test_the_prompt_has_the_tokens_that_it_has_alone(prompt, text):
+    """Also where a token of the two together would reach over the border."""
+    encoded = encode_text(TOKENIZER, prompt, text)
+    alone = TOKENIZER(prompt)["input_ids"]
+    assert list(encoded.ids[: len(alone)]) == alone
+    assert encoded.mask == [i >= max(1, len(alone)) for i in range(len(encoded.ids))]
+    assert TOKENIZER.decode(encoded.ids) == prompt + text + TOKENIZER.eos_token
+
+
+def test_an_end_of_sequence_is_not_written_twice():
+    text = "yes" + TOKENIZER.eos_token
+    assert list(encode_text(TOKENIZER, "", text).ids) == list(encode_text(TOKENIZER, "", "yes").ids)
+
+
+def test_of_a_conversation_the_completion_alone_is_trained(tmp_path):
+    row = {"prompt": [*chat("1+1=", "2"), chat("2+2=", "")[0]], "completion": [chat("", "4")[1]]}
+    store = tokenise(write(tmp_path / "a.jsonl", [row]), Columns(), TOKENIZER, None, tmp_path / "tokens")
+    ids, mask = store.tokens(0)
+    assert TOKENIZER.decode(ids[mask]) == "4<|im_end|>"
+    whole = encode_messages(TOKENIZER, [*chat("1+1=", "2"), *chat("2+2=", "4")])
+    assert ids.tolist() == list(whole.ids)
+    assert trained(whole) == "2<|im_end|>4<|im_end|>"
+
+
+def test_forms_are_told_apart_by_the_first_row(tmp_path):
+    rows = [{"messages": chat("a", "b"), "text": "c"}]
+    plain = Path(write(tmp_path / "a.jsonl", rows))
+    found = {
+        form: TOKENIZER.decode(tokenise(plain, Columns(form=form), TOKENIZER, None, tmp_path).tokens(0)[0])
+        for form in ("auto", "messages", "text")
+    }
+    assert found["auto"] == found["messages"]
+    assert found["text"] == "c" + TOKENIZER.eos_token
+
+
+def test_plain_text_needs_no_chat_template(tmp_path):
+    bare = other(chat_template=None)
+    path = write(tmp_path / "a.jsonl", [{"text": "abc"}])
+    assert len(tokenise(path, Columns(), bare, None, tmp_path)) == 1
+    talk = write(tmp_path / "b.jsonl", [{"messages": chat("a", "b")}])
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenise(talk, Columns(), bare, None, tmp_path)
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        tokenise(path, replace(Columns(), form="text"), other(eos_token=None), None, tmp_path)

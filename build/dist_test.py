@@ -1,0 +1,121 @@
+"""The wheels and sdists that Bazel builds: what is in them, and that the same files give the same bytes anywhere."""
+
+import email.parser
+import os
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).absolute().parent
+ROOT = HERE.parent
+LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+
+
+def built(library: str, end: str) -> Path:
+    """The one artifact of a library that Bazel built."""
+    (path,) = (ROOT / "libs" / library).glob(f"tessera_{library}-*{end}")
+    return path
+
+
+def sources(library: str) -> set[str]:
+    """Its files, by their paths below its folder."""
+    folder = ROOT / "libs" / library
+    return {str(path.relative_to(folder)) for path in (folder / library).rglob("*") if path.is_file()}
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    """What the wheel says of itself."""
+    (name,) = [name for name in wheel.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
+    return email.parser.Parser().parsestr(wheel.read(name).decode())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_wheel_holds_the_library_and_no_tests(library: str) -> None:
+    wanted = sources(library)
+    assert f"{library}/py.typed" in wanted
+    with zipfile.ZipFile(built(library, ".whl")) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        about = metadata(wheel)
+        assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+    assert names == wanted
+    assert not [name for name in names if name.endswith("_test.py") or "__pycache__" in name]
+    assert about["Name"] == "tessera-" + library.replace("_", "-")
+    assert about["License-Expression"] == "Apache-2.0"
+    assert about["Requires-Python"] == ">=3.11"
+    assert "Typing :: Typed" in about.get_all("Classifier")
+    assert f"# {library}" in about.get_payload()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_sdist_holds_the_same(library: str) -> None:
+    with tarfile.open(built(library, ".tar.gz")) as archive:
+        members = archive.getmembers()
+    assert {member.mode for member in members} == {0o644}
+    assert {(member.uid, member.gid, member.uname) for member in members} == {(0, 0, "")}
+    names = {member.name.split("/", 1)[1] for member in members}
+    assert names - sources(library) == {"PKG-INFO", "pyproject.toml", "README.md", "LICENSE"}
+    assert sources(library) <= names
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_built_elsewhere_in_another_order_it_has_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    """Other folder, modes, times, order, time zone, mask and seed of hashes; and with the tests beside the code."""
+    library = "chat_tools"
+    first = built(library, ".whl" if kind == "wheel" else ".tar.gz")
+    copies = []
+    for name in sorted(sources(library) | {"pyproject.toml", "README.md"}):
+        copy = tmp_path / "elsewhere" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / "libs" / library / name).read_bytes())
+        copy.chmod(0o600)
+        os.utime(copy, (1e9, 1e9))
+        copies.append(str(copy))
+    planted = tmp_path / "elsewhere" / library / "parsing/planted_test.py"
+    planted.write_text("assert False\n")
+    copies.append(str(planted))
+    random.Random(7).shuffle(copies)
+    out = tmp_path / first.name
+    command = [sys.executable, str(HERE / "dist.py"), "--kind", kind, "--root", str(tmp_path / "elsewhere")]
+    command += ["--out", str(out), *copies, str(ROOT / "LICENSE")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TZ": "Asia/Tokyo",
+        "SOURCE_DATE_EPOCH": "1700000000",
+        "PYTHONHASHSEED": "11",
+    }
+    done = subprocess.run(command, env=env, umask=0o077, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == first.read_bytes()
+
+
+def test_another_version_than_bazels_is_refused(tmp_path: Path) -> None:
+    """The name of the file is Bazel's, the version in it the library's."""
+    library = tmp_path / "tiny"
+    (library / "tiny").mkdir(parents=True)
+    (library / "tiny/__init__.py").write_text('__version__ = "1.2.3"\n')
+    (library / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        '[project]\nrequires-python = ">=3.11"\nname = "tessera-tiny"\ndynamic = ["version"]\n'
+        '[tool.hatch.version]\npath = "tiny/__init__.py"\n'
+        '[tool.hatch.build.targets.wheel]\npackages = ["tiny"]\n'
+    )
+    command = [sys.executable, str(HERE / "dist.py"), "--kind", "wheel", "--root", str(library)]
+    files = [str(library / "tiny/__init__.py"), str(library / "pyproject.toml")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    def run(version: str) -> subprocess.CompletedProcess[str]:
+        out = ["--out", str(tmp_path / f"tessera_tiny-{version}-py3-none-any.whl")]
+        return subprocess.run([*command, *out, *files], env=env, capture_output=True, text=True, check=False)
+
+    assert run("1.2.3").returncode == 0
+    refused = run("1.2.4")
+    assert refused.returncode != 0
+    assert "//build:version" in refused.stderr

@@ -1,0 +1,65 @@
+"""Two clones of one commit share a cache: `./bazelw run //build/proofs:two_clones [-- TARGETS]`.
+
+Clones HEAD twice, builds the targets (//libs:wheels, which needs the hub @pypi_tools alone) in the first with an empty
+disk cache and in the second with the same one, and fails unless every action of the second was found there. Both clones
+install the hubs by themselves, so that byte code, interpreters and whatever else a build reads must not name a folder.
+With test targets, tests run in the first clone and are found passed in the second. `--bazel=OPTION` goes to Bazel.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+KINDS = re.compile(r"(\d+) ([a-z][\w -]*)")
+
+
+def processes(said: str) -> str:
+    """Bazel's closing line about where actions ran: `7 processes: 3 remote cache hit, 4 internal`."""
+    return re.findall(r"(\d+ process(?:es)?: [^\n]*)", said)[-1]
+
+
+def run(clone: Path, base: Path, cache: Path, options: list[str], targets: list[str]) -> str:
+    """Build and test in one clone; the closing line. Ends with Bazel's words where it fails."""
+    command = ["./bazelw", f"--output_base={base}", "--max_idle_secs=5", "test", "--build_tests_only=false"]
+    command += ["--noshow_progress", f"--disk_cache={cache}", *options, *targets]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    nothing_to_test = 4
+    if done.returncode not in (0, nothing_to_test):
+        sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    subprocess.run(["./bazelw", f"--output_base={base}", "shutdown"], cwd=clone, capture_output=True, check=False)
+    return processes(done.stdout + done.stderr)
+
+
+def found_and_ran(line: str) -> tuple[int, int]:
+    """(actions found in a cache, actions that ran) of a closing line; what is internal to Bazel is neither."""
+    counts = {kind.strip(): int(count) for count, kind in KINDS.findall(line.partition(":")[2])}
+    found = sum(count for kind, count in counts.items() if kind.endswith("cache hit"))
+    return found, sum(counts.values()) - found - counts.get("internal", 0)
+
+
+def main() -> None:
+    """Print both closing lines; 1 where an action ran in the second clone."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", default=["//libs:wheels"])
+    parser.add_argument("--bazel", action="append", default=[], metavar="OPTION")
+    args = parser.parse_args()
+    root = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", "."))
+    with tempfile.TemporaryDirectory() as folder:
+        lines = []
+        for name in ["first", "second"]:
+            clone = Path(folder, name, "tree")
+            subprocess.run(["git", "clone", "-q", str(root), str(clone)], check=True)
+            lines.append(run(clone, Path(folder, name, "base"), Path(folder, "cache"), args.bazel, args.targets))
+            print(f"{name}: {lines[-1]}", flush=True)
+        subprocess.run(["chmod", "-R", "u+w", folder], check=True)  # Bazel's folders are read-only
+    found, ran = found_and_ran(lines[1])
+    print(f"{found} actions of the second clone were found, {ran} ran")
+    sys.exit(int(ran > 0 or found == 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Each format as its models write it, spelled out by hand; and what a format of one's own gets by its writer."""
+
+import json
+
+import pytest
+
+from chat_tools import Format, Json, find_format, formats, parse
+from chat_tools.__main__ import main
+from chat_tools.parsing.detection import detect_format
+from chat_tools.parsing.formats import ALIASES, FORMATS
+from chat_tools.parsing.writing import objects
+from chat_tools.testing.tokenizer import tiny_tokenizer
+
+TOOLS = [
+    {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}},
+    }
+]
+BOTH = [("f", {"city": "Paris", "n": 3}), ("g", {})]
+ONE = BOTH[:1]
+
+
+def dsml(wrapper):
+    """Two calls in DeepSeek's markup language."""
+    city = '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>'
+    count = '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>'
+    first = f'<｜DSML｜invoke name="f">\n{city}\n{count}\n</｜DSML｜invoke>'
+    second = '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>'
+    return f"Look.\n<｜DSML｜{wrapper}>\n{first}\n{second}\n</｜DSML｜{wrapper}>"
+
+
+TURNS = [
+    ("olmo3", 'Look.\n<function_calls>\nf(city="Paris", n=3)\ng()\n</function_calls>', BOTH),
+    ("olmo3", '<function_calls>f(city="Paris", n=3)', ONE),
+    ("olmo3", '<function_calls>[f(city="Paris", n=3), g()]</function_calls>', BOTH),
+    ("lfm2", "<|tool_call_start|>[f(city='Paris', n=3), g()]<|tool_call_end|>Look.", BOTH),
+    ("xlam", '[{"name": "f", "arguments": {"city": "Paris", "n": 3}}, {"name": "g", "arguments": {}}]', BOTH),
+    ("xlam", 'Look.<tool_call>[{"name": "f", "arguments": {"city": "Paris", "n": 3}}]</tool_call>', ONE),
+    ("phi4_mini", 'functools[{"name": "f", "arguments": {"city": "Paris", "n": 3}}]', ONE),
+    ("hunyuan", 'Look.<tool_calls>[{"name": "f", "arguments": {"city": "Paris", "n": 3}}]</tool_calls>', ONE),
+    (
+        "jamba",
+        '<tool_calls>[\n  {"name": "f", "arguments": "{\\"city\\": \\"Paris\\", \\"n\\": 3}"}\n]</tool_calls>',
+        ONE,
+    ),
+    ("longcat", '<longcat_tool_call>{"name": "f", "arguments": {"city": "Paris", "n": 3}}</longcat_tool_call>', ONE),
+    (
+        "internlm",
+        '<|action_start|><|plugin|>\n{"name": "f", "parameters": {"city": "Paris", "n": 3}}<|action_end|>',
+        ONE,
+    ),
+    ("apertus", '<|tools_prefix|>[{"f": {"city": "Paris", "n": 3}}, {"g": {}}]<|tools_suffix|>', BOTH),
+    ("gigachat3", 'Look. function call<|role_sep|>\n{"name": "f", "arguments": {"city": "Paris", "n": 3}}</s>', ONE),
+    (
+        "cohere",
+        (
+            '<|START_THINKING|>so<|END_THINKING|><|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "f", '
+            '"parameters": {"city": "Paris", "n": 3}}, {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]'
+            "<|END_ACTION|>"
+        ),
+        BOTH,
+    ),
+    (
+        "step3",
+        (
+            '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">'
+            '<steptml:parameter name="city">Paris</steptml:parameter><steptml:parameter name="n">3</steptml:parameter>'
+            "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>"
+        ),
+        ONE,
+    ),
+    (
+        "ernie",
+        (
+            'so\n</think>\n\n\n<tool_call>\n{"name": "f", "arguments": {"city": "Paris", "n": 3}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
+        ),
+        BOTH,
+    ),
+    ("deepseek_v3.2", dsml("function_calls"), BOTH),
+    ("deepseek_v4", dsml("tool_calls"), BOTH),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), TURNS)
+def test_a_turn_as_a_model_writes_it(name, text, calls):
+    message = parse(text, name, TOOLS)
+    assert [(call.name, call.arguments_dict()) for call in message.tool_calls] == calls
+    assert not message.malformed
+    assert message.content in ("", "Look.")
+    assert message.reasoning in ("", "so")
+    for end in range(len(text)):  # cut anywhere: no half-written value is a call
+        for call in parse(text[:end], name, TOOLS).tool_calls:
+            assert (call.name, call.arguments_dict()) in calls
+
+
+def test_the_attribute_says_what_is_text():
+    """Where the model says it the schema does not decide; without it, or where nothing is declared, it does."""
+
+    def arguments(attribute, value, tools=None):
+        tag = f'<｜DSML｜parameter name="n"{attribute}>{value}</｜DSML｜parameter>'
+        text = f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{tag}</｜DSML｜invoke></｜DSML｜tool_calls>'
+        (call,) = parse(text, "deepseek_v4", tools).tool_calls
+        return call.arguments_dict()
+
+    assert arguments(' string="true"', "3", TOOLS) == {"n": "3"}
+    assert arguments(' string="false"', "3") == {"n": 3}
+    assert arguments(' string="false"', '[1, "a"]') == {"n": [1, "a"]}
+    assert arguments(' string="false"', "words") == {"n": "words"}
+    assert arguments("", "3", TOOLS) == {"n": 3}
+    assert arguments("", "3") == {"n": "3"}
+
+
+def test_text_that_only_looks_like_a_list_of_calls_is_content():
+    for name, text in [("phi4_mini", "functools.lru_cache is a decorator"), ("xlam", "[1, 2] is a list")]:
+        assert parse(text, name).content == text
+        assert not parse(text, name).malformed
+
+
+@pytest.mark.parametrize("name", formats())
+def test_every_format_shows_itself(name):
+    fmt = find_format(name)
+    (call,) = parse(fmt.example, fmt).tool_calls
+    assert call.name == "weather"
+    assert call.arguments_dict()["city"] == "Paris"
+    assert all(find_format(alias) is fmt for alias in fmt.aliases)
+
+
+def test_names_are_not_given_twice():
+    assert not ALIASES.keys() & FORMATS.keys()
+    assert len(ALIASES) == sum(len(fmt.aliases) for fmt in FORMATS.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["olmo3", "lfm2", "deepseek_v3.2", "deepseek_v4", "step3", "hunyuan", "longcat", "apertus"]
+)
+def test_a_template_with_the_formats_marker_is_known_by_it(name):
+    fmt = find_format(name)
+    sign = (fmt.section or fmt.calls[0])[0]
+    template = "{{ raise_exception('no') }}{# " + sign + " #}"
+    assert detect_format(tiny_tokenizer("chatml", template=template)) == name
+
+
+def test_a_format_of_ones_own():
+    mine = Format("acme", calls=(("<call>", "</call>"),), body=Json(), writer=objects)
+    (call,) = parse(mine.example, mine).tool_calls
+    assert json.loads(call.arguments) == {"city": "Paris", "days": 3}
+    with pytest.raises(ValueError, match="'acme' has no writer"):
+        mine._replace(writer=None).write([])
+
+
+def test_every_format_has_a_page(capsys):
+    assert main(["formats"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"## {fmt.name}\n" in page and fmt.example in page for fmt in FORMATS.values())
+    assert main(["formats", "deepseekv32"]) == 0
+    assert capsys.readouterr().out.startswith("## deepseek_v3.2\n\nAlso called: deepseekv32, deepseek_v32.\n")
+
+
+def test_what_wraps_an_answer_of_ernie_is_not_its_content():
+    message = parse("so\n</think>\n\n\n<response>\nHello there.\n</response>\n", "ernie45")
+    assert (message.content.strip(), message.reasoning, message.malformed) == ("Hello there.", "so", ())

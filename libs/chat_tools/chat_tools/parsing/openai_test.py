@@ -1,0 +1,206 @@
+"""Both ways between chat messages and the API's lose nothing; a stream's deltas add up to the message."""
+
+import copy
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chat_tools.parsing.formats import FORMATS, formats
+from chat_tools.parsing.openai import Arguments, delta_of, from_openai, to_openai
+from chat_tools.parsing.parser import StreamParser, parse
+from chat_tools.parsing.result import ArgumentsDelta, CallDropped, CallFinished, CallStarted, Retracted, TextDelta
+from chat_tools.testing.fuzzing import FRAGMENTS, TOOLS
+from chat_tools.testing.samples import write_turn
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+scalars = st.one_of(words, st.integers(), st.booleans(), st.none(), st.floats(-1e9, 1e9))
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(words, v, max_size=3), max_leaves=8)
+objects = st.dictionaries(words, values, max_size=4)
+spelled = st.one_of(
+    objects.map(json.dumps),
+    objects.map(lambda v: json.dumps(v, indent=2, ensure_ascii=False)),
+    st.sampled_from(['{"a": 1.0, "a": 2}', '{"a":1E5}', "{", "[1]", "", '"x"', '{"\\u00e9": "\\ud800"}', '{"a": NaN}']),
+)
+ids = st.none() | st.sampled_from(["call_1", "call00000", "functions.f:0"])
+
+
+@st.composite
+def conversations(draw, arguments):
+    messages = [{"role": "user", "content": draw(words)}]
+    for _ in range(draw(st.integers(0, 3))):
+        calls = []
+        for _ in range(draw(st.integers(0, 2))):
+            call = {"type": "function", "function": {"name": draw(words), "arguments": draw(arguments)}}
+            if draw(st.booleans()):
+                call["id"] = f"{draw(words)}-{len(messages)}-{len(calls)}"
+            calls.append(call)
+        message = {"role": "assistant", "content": draw(st.none() | words), "refusal": None}
+        messages.append({**message, "tool_calls": calls} if calls or draw(st.booleans()) else message)
+        for call in calls:
+            result = {"role": "tool", "content": [{"type": "text", "text": draw(words)}]}
+            messages.append({**result, "tool_call_id": call["id"]} if "id" in call else result)
+    return messages
+
+
+@settings(max_examples=50, deadline=None)
+@given(conversations(spelled))
+def test_what_the_api_sends_comes_back_as_it_was(messages):
+    messages = to_openai(messages)  # complete: every call has an id, every result names it
+    before = copy.deepcopy(messages)
+    taken = from_openai(messages)
+    assert to_openai(taken) == before == messages
+    assert to_openai(pickle.loads(pickle.dumps(copy.deepcopy(taken)))) == before
+
+
+@settings(max_examples=50, deadline=None)
+@given(conversations(objects))
+def test_what_a_template_takes_comes_back_as_it_was(messages):
+    before = copy.deepcopy(messages)
+    sent = to_openai(messages)
+    assert messages == before
+    given_ids = [call["id"] for message in sent for call in message.get("tool_calls") or ()]
+    assert len(set(given_ids)) == len(given_ids)
+    assert [m["tool_call_id"] for m in sent if m["role"] == "tool"] == given_ids
+    for message, back in zip(before, from_openai(json.loads(json.dumps(sent))), strict=True):
+        for call, other in zip(message.get("tool_calls") or (), back.get("tool_calls") or (), strict=True):
+            call.setdefault("id", other["id"])
+        if message["role"] == "tool":
+            message.setdefault("tool_call_id", back["tool_call_id"])
+        assert message == back
+
+
+def test_changed_values_are_sent_as_they_are_now():
+    (taken,) = from_openai([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}])
+    arguments = taken["tool_calls"][0]["function"]["arguments"]
+    assert isinstance(arguments, Arguments)
+    assert arguments == {"a": 1}
+    arguments["a"] = True
+    (sent,) = to_openai([taken])
+    assert sent["tool_calls"] == [{"function": {"name": "f", "arguments": '{"a": true}'}, "id": "call00000"}]
+
+
+def test_refusals():
+    for wrong in ("x", [1], [{"name": "f"}]):
+        with pytest.raises(ValueError, match="tool_calls of message 0"):
+            from_openai([{"role": "assistant", "tool_calls": wrong}])
+    with pytest.raises(ValueError, match="message 0 is a tool's result"):
+        to_openai([{"role": "tool", "content": "x"}])
+
+
+def told(parser, pieces):
+    """The calls as the events tell them: (name, arguments) of the finished ones, by index, and the number dropped."""
+    begun, finished, dropped = {}, {}, 0
+    pieces = iter(pieces)
+    done = False
+    while not done:
+        piece = next(pieces, None)
+        if piece is None:
+            message, done = parser.finish(), True
+        events = parser.last_events() if piece is None else parser.feed(piece)
+        for event in events:
+            if isinstance(event, CallStarted):
+                assert event.number not in begun
+                begun[event.number] = [event.name, "", event.id]
+            elif isinstance(event, ArgumentsDelta):
+                assert event.text
+                begun[event.number][1] += event.text
+            elif isinstance(event, CallDropped):
+                del begun[event.number]
+                dropped += 1
+            elif isinstance(event, CallFinished):
+                name, arguments, identifier = begun.pop(event.number)
+                finished[event.number] = (name, arguments, identifier)
+                assert (name, arguments) == (event.call.name, event.call.arguments)
+                assert identifier in (None, event.call.id)
+            elif isinstance(event, Retracted):
+                assert not finished, "what was told is never retracted"
+    assert not begun, "a call that was started is finished or dropped"
+    assert [finished[index][:2] for index in sorted(finished)] == [(c.name, c.arguments) for c in message.tool_calls]
+    return message, dropped
+
+
+names = st.from_regex(r"\A[a-z_][a-z0-9_]{0,12}\Z")
+usual = st.recursive(
+    st.one_of(st.text("abc\n\"\\<>{}é,:'", max_size=12), st.integers(), st.booleans(), st.none()),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from("xyz"), v, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(formats()),
+    st.lists(st.tuples(names, st.dictionaries(st.from_regex(r"\A[a-z_]{1,8}\Z"), usual, max_size=4)), max_size=3),
+    st.integers(1, 7),
+    st.sampled_from([None, ""]),
+)
+def test_deltas_add_up_to_the_arguments(name, calls, size, prefill):
+    text = write_turn(name, calls)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    message, dropped = told(StreamParser(name, prefill=prefill), pieces)
+    assert message == parse(text, name, prefill=prefill)
+    assert not dropped or not message.tool_calls or "\n" in text or "<" in text or "'" in text or message.malformed
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(formats()), st.integers(1, 5), st.sampled_from([None, "", "<think>\n"]))
+def test_whatever_a_model_writes_its_events_add_up(data, name, size, prefill):
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=25)))
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    message, _ = told(StreamParser(name, TOOLS, prefill=prefill), pieces)
+    assert message == parse(text, name, TOOLS, prefill=prefill)
+
+
+LONG = {"text": "word " * 2000, "count": 3}
+LATE = {"pythonic", "olmo3", "lfm2", "gemma"}
+"""Python calls, and strings in quotes of another kind, are told when they are complete."""
+
+
+@pytest.mark.parametrize("name", formats())
+def test_a_server_hears_of_a_long_argument_at_once(name):
+    text = write_turn(name, [("f", LONG)])
+    begins = text.index("word")
+    parser = StreamParser(name, TOOLS, prefill="")
+    first: dict[type, int] = {}
+    largest = 0
+    for place, character in enumerate(text):
+        for event in parser.feed(character):
+            first.setdefault(type(event), place)
+            largest = max(largest, len(event.text) if isinstance(event, ArgumentsDelta) else 0)
+    (call,) = parser.finish().tool_calls
+    assert call.arguments_dict() == LONG
+    if FORMATS[name].name not in LATE:
+        assert first[CallStarted] <= begins
+        assert first[ArgumentsDelta] <= begins + 64
+        assert largest <= 64
+
+
+def test_a_call_that_is_none_is_dropped():
+    parser = StreamParser("hermes", prefill="")
+    parser.feed('<tool_call>{"name": "f", "arguments": {"a": "x')
+    events = parser.feed('"} oops</tool_call>')
+    assert [type(event).__name__ for event in events] == ["CallDropped", "MalformedFound"]
+    twice = StreamParser("qwen3_xml", prefill="")
+    message, dropped = told(
+        twice,
+        ["<tool_call>\n<function=f>\n<parameter=a>\n1", "\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>"],
+    )
+    assert dropped == 1
+    assert message.tool_calls[0].arguments == '{"a": "2"}'
+
+
+def test_deltas_in_the_shape_of_the_api():
+    text = 'Look. <tool_call>{"name": "f", "arguments": {"a": "xy"}}</tool_call>'
+    parser = StreamParser("hermes", prefill="<think>")
+    deltas = [delta_of(e, first_call=2) for c in f"so</think>{text}" for e in parser.feed(c)]
+    said = [d for d in deltas if d is not None]
+    assert "".join(d.get("reasoning_content", "") for d in said) == "so"
+    assert "".join(d.get("content", "") for d in said) == "Look. "
+    calls = [d["tool_calls"][0] for d in said if "tool_calls" in d]
+    assert calls[0] == {"index": 0, "id": "call00002", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert "".join(c["function"]["arguments"] for c in calls) == '{"a": "xy"}'
+    assert delta_of(TextDelta("reasoning", "x")) == {"reasoning_content": "x"}
+    assert parser.finish().to_openai(2)["tool_calls"][0]["id"] == "call00002"

@@ -1,0 +1,200 @@
+"""Writers: calls as models trained on a format write them, the readers' other direction, for examples and tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chat_tools.parsing.grammar import Call, Channels, Format, Json, Tagged
+
+
+def text_of(value: Any) -> str:
+    """A value between tags: text as it is, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def json_of(value: Any) -> str:
+    """JSON with letters as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def section_of_each(fmt: Format, calls: Sequence[Call]) -> str:
+    """Tagged calls, each with a wrapper of its own."""
+    assert fmt.section is not None
+    opening, closing = fmt.section
+    return "\n".join(f"{opening}\n{_tagged(fmt, *call)}\n{closing}" for call in calls)
+
+
+def tagged(fmt: Format, calls: Sequence[Call]) -> str:
+    """Tagged calls a line each, in one wrapper if there is one."""
+    written = "\n".join(_tagged(fmt, *call) for call in calls)
+    return f"{fmt.section[0]}\n{written}\n{fmt.section[1]}" if fmt.section else written
+
+
+def tagged_in_one_line(fmt: Format, calls: Sequence[Call]) -> str:
+    """Tagged calls without white space between tags."""
+    written = "".join(_tagged(fmt, *call).replace("\n" + fmt.calls[0][1], fmt.calls[0][1]) for call in calls)
+    return f"{fmt.section[0]}{written}{fmt.section[1]}" if fmt.section else written
+
+
+def _tagged(fmt: Format, name: str, arguments: Mapping[str, Any]) -> str:
+    body, (opening, closing) = fmt.body, fmt.calls[0]
+    assert isinstance(body, Tagged)
+    newline = "\n" if body.newlines else ""
+    between = "\n" if body.value[0] else ""
+    rows = [
+        f"{body.key[0]}{key}{_attribute(body, value)}{body.key[1]}{between}{body.value[0]}{newline}{text_of(value)}"
+        f"{newline}{body.value[1]}\n"
+        for key, value in arguments.items()
+    ]
+    head = f"{opening}{name}{body.name_end}" + ("" if body.name_end == "\n" else "\n")
+    return head + "".join(rows) + closing
+
+
+def _attribute(body: Tagged, value: Any) -> str:
+    return f'" {body.attribute}="{"true" if isinstance(value, str) else "false"}"' if body.attribute else ""
+
+
+def objects(fmt: Format, calls: Sequence[Call]) -> str:
+    """An object a call between its markers, a line each."""
+    opening, closing = fmt.calls[0]
+    return "\n".join(f"{opening}\n{json_of({'name': n, 'arguments': a})}\n{closing}" for n, a in calls)
+
+
+def parameter_objects(fmt: Format, calls: Sequence[Call]) -> str:
+    """An object with `parameters` a call, without markers, joined by semicolons."""
+    del fmt
+    return "; ".join(json_of({"name": n, "parameters": a}) for n, a in calls)
+
+
+def marked_objects(fmt: Format, calls: Sequence[Call]) -> str:
+    """An object a call behind its marker, which nothing closes."""
+    return "".join(f"{fmt.calls[0][0]}\n{json_of({'name': n, 'arguments': a})}" for n, a in calls)
+
+
+def marked_parameters(fmt: Format, calls: Sequence[Call]) -> str:
+    """An object with `parameters` a call between its markers."""
+    opening, closing = fmt.calls[0]
+    return "".join(f"{opening}\n{json_of({'name': n, 'parameters': a})}{closing}" for n, a in calls)
+
+
+def one_list(fmt: Format, calls: Sequence[Call]) -> str:
+    """All calls in one list of objects behind the marker, or behind the text that an answer begins with."""
+    opening, closing = fmt.calls[0] if fmt.calls else ("", "")
+    lead = fmt.body.lead if isinstance(fmt.body, Json) else ""
+    return f"{lead or opening}{json_of([{'name': n, 'arguments': a} for n, a in calls])}{'' if lead else closing}"
+
+
+def bare_list(fmt: Format, calls: Sequence[Call]) -> str:
+    """All calls in one list of objects, without a marker."""
+    del fmt
+    return json_of([{"name": n, "arguments": a} for n, a in calls])
+
+
+def keyed_list(fmt: Format, calls: Sequence[Call]) -> str:
+    """All calls in one list of objects of one key, the name."""
+    opening, closing = fmt.calls[0]
+    return f"{opening}{json_of([{n: a} for n, a in calls])}{closing}"
+
+
+def numbered_list(fmt: Format, calls: Sequence[Call]) -> str:
+    """All calls in one list of objects with numbers for ids (Cohere)."""
+    opening, closing = fmt.calls[0]
+    rows = [{"tool_call_id": str(i), "tool_name": n, "parameters": a} for i, (n, a) in enumerate(calls)]
+    return f"{opening}{json_of(rows)}{closing}"
+
+
+def after_name(fmt: Format, calls: Sequence[Call], separator: str = "", between: str = "") -> str:
+    """The name, a separator and the arguments' object, between the markers of each call."""
+    opening, closing = fmt.calls[0]
+    written = between.join(f"{opening}{name}{separator}{json_of(arguments)}{closing}" for name, arguments in calls)
+    return f"{fmt.section[0]}{written}{fmt.section[1]}" if fmt.section else written
+
+
+def after_separator(fmt: Format, calls: Sequence[Call]) -> str:
+    """DeepSeek V3.1: the name, a separator, the object."""
+    return after_name(fmt, calls, "<｜tool▁sep｜>")
+
+
+def fenced(fmt: Format, calls: Sequence[Call]) -> str:
+    """DeepSeek V3: the object in a fence of JSON."""
+    assert fmt.section is not None
+    opening, closing = fmt.calls[0]
+    written = [f"{opening}function<｜tool▁sep｜>{n}\n```json\n{json_of(a)}\n```{closing}" for n, a in calls]
+    return fmt.section[0] + "\n".join(written) + fmt.section[1]
+
+
+def numbered(fmt: Format, calls: Sequence[Call]) -> str:
+    """Kimi K2: the name with its namespace and number."""
+    assert fmt.section is not None
+    (opening, closing), middle = fmt.calls[0], "<|tool_call_argument_begin|>"
+    written = [f"{opening}functions.{n}:{i}{middle}{json_of(a)}{closing}" for i, (n, a) in enumerate(calls)]
+    return fmt.section[0] + "".join(written) + fmt.section[1]
+
+
+def python_list(fmt: Format, calls: Sequence[Call]) -> str:
+    """A list of Python calls, between the markers where the model has to write them."""
+    opening, closing = ("", "") if fmt.opening else fmt.calls[0]
+    return f"{opening}[{', '.join(_python(*call) for call in calls)}]{closing}"
+
+
+def python_lines(fmt: Format, calls: Sequence[Call]) -> str:
+    """Python calls, a line each between the markers."""
+    opening, closing = fmt.calls[0]
+    return "\n".join([opening, *(_python(*call) for call in calls), closing])
+
+
+def _python(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def bare_keys(fmt: Format, calls: Sequence[Call]) -> str:
+    """Gemma: objects with bare keys and strings in quotes of their own."""
+    opening, closing = fmt.calls[0]
+    return "".join(f"{opening}call:{name}{_bare(arguments)}{closing}" for name, arguments in calls)
+
+
+def _bare(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_bare(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_bare, value)) + "]"
+    return json.dumps(value)
+
+
+def messages(fmt: Format, calls: Sequence[Call]) -> str:
+    """gpt-oss: a message to a function for each call."""
+    body = fmt.body
+    assert isinstance(body, Channels)
+    heads = [f"{body.channel}commentary to=functions.{name} <|constrain|>json{body.message}" for name, _ in calls]
+    written = [f"{head}{json_of(a)}{body.ends[1]}" for head, (_, a) in zip(heads, calls, strict=True)]
+    return f"{body.start}assistant".join(written)
+
+
+def write_turn(fmt: Format, calls: Sequence[Call], content: str = "", reasoning: str = "") -> str:
+    """Write a turn as a model trained on the format would: reasoning, content, calls."""
+    if isinstance(fmt.body, Channels):
+        return _channels(fmt, fmt.body, calls, content, reasoning)
+    text = ""
+    if reasoning:
+        opening, closing = fmt.reasoning[0]
+        text += f"{opening}\n{reasoning}\n{closing}\n\n"
+    text += content
+    if calls:
+        text += ("\n\n" if content else "") + fmt.write(calls)
+    return text
+
+
+def _channels(fmt: Format, body: Channels, calls: Sequence[Call], content: str, reasoning: str) -> str:
+    end = body.ends[0]
+    parts = []
+    if reasoning:
+        parts.append(f"{body.channel}{body.reasoning}{body.message}{reasoning}{end}")
+    if content:
+        parts.append(f"{body.channel}{'commentary' if calls else 'final'}{body.message}{content}{end}")
+    if calls:
+        parts.append(fmt.write(calls))
+    return f"{body.start}assistant".join(parts)

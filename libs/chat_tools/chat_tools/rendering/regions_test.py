@@ -1,0 +1,328 @@
+"""Where a region begins and ends, one decision at a time: bounds, prompts, stop tokens, and what is given up."""
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chat_tools.rendering import masks
+from chat_tools.rendering.frames import Frame
+from chat_tools.rendering.masks import Region, find_regions
+from chat_tools.rendering.owners import Owners, Piece
+from chat_tools.rendering.template import ChatTemplate
+from chat_tools.testing.tokenizer import tiny_tokenizer
+
+USER, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "one"}}}]}
+MINE, OTHER = 1, 0
+
+
+def template(source, tokens=(), stops=("<|im_end|>",)) -> ChatTemplate:
+    tokenizer = tiny_tokenizer("chatml", template=source)
+    tokenizer.add_tokens(list(tokens))
+    return ChatTemplate(tokenizer, None, {}, stops)
+
+
+def found(source, messages, prompted=False, **kind):
+    """(the texts of the regions with their messages, the problems)."""
+    made = template(source, **kind)
+    text = made.text(messages, prompted)
+    regions = find_regions(made, messages, text, prompted)
+    return [(r.message, text[r.start : r.end]) for r in regions.regions], regions.problems
+
+
+REFUSING = template("{{ raise_exception('no') }}")
+
+
+def bounds_of(letters, letter):
+    """By a search over characters: the runs of one owner that nobody else interrupts, and what lies around each.
+
+    m, o and p own characters; a dot is the template's.
+    """
+    mine = [i for i, this in enumerate(letters) if this == letter]
+    others = [i for i, this in enumerate(letters) if this not in ("." + letter)]
+    groups: list[list[int]] = []
+    for at in mine:
+        if groups and not any(groups[-1][-1] < o < at for o in others):
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    return [
+        (
+            Piece(group[0], group[-1] + 1, "mop".index(letter)),
+            max((o + 1 for o in others if o < group[0]), default=0),
+            min((o for o in others if o > group[-1]), default=len(letters)),
+            group is groups[0],
+            group is groups[-1],
+        )
+        for group in groups
+    ]
+
+
+@settings(deadline=None)
+@given(st.text("mop.", max_size=14))
+def test_bounds_are_those_of_a_search_over_characters(letters):
+    pieces, at = [], 0
+    for letter, run in groupby(letters):
+        length = len(list(run))
+        if letter != ".":
+            pieces.append(Piece(at, at + length, "mop".index(letter)))
+        at += length
+    got = masks._bounded(pieces, len(letters))
+    assert {message: [tuple(bounds) for bounds in own] for message, own in got.items()} == {
+        "mop".index(letter): bounds_of(letters, letter) for letter in "mop" if letter in letters
+    }
+
+
+def test_an_empty_piece_is_bounded_by_its_neighbours():
+    (bounds,) = masks._bounded([Piece(0, 4, OTHER), Piece(4, 4, MINE), Piece(4, 9, OTHER)], 12)[MINE]
+    assert tuple(bounds) == (Piece(4, 4, MINE), 4, 4, True, True)
+    (bounds,) = masks._bounded([Piece(0, 2, MINE), Piece(4, 4, MINE), Piece(4, 9, OTHER)], 12)[MINE]
+    assert tuple(bounds) == (Piece(0, 4, MINE), 0, 4, True, True)
+
+
+class Counted(list):
+    """Count how often the pieces are read."""
+
+    reads = 0
+
+    def __iter__(self):
+        for piece in super().__iter__():
+            self.reads += 1
+            yield piece
+
+
+@pytest.mark.parametrize("turns", [3, 40])
+def test_bounds_cost_one_look_at_each_piece(turns):
+    """However many turns there are."""
+    pieces = Counted(Piece(at, at + 1, at) for at in range(turns))
+    masks._bounded(pieces, turns)
+    assert pieces.reads == turns
+
+
+def start(text, frame, lower, begin, first=True, made=None, messages=(USER, SAY)):
+    bounds = masks._Bounds(Piece(begin, len(text), MINE), lower, len(text), first, True)
+    return masks._start(made, messages, 1, text, frame, bounds)
+
+
+def cut_frame(prompt, *cuts, opening=""):
+    return Frame(prompt, "", opening, prompt_cuts=cuts or (len(prompt),))
+
+
+@pytest.mark.parametrize(
+    ("text", "frame", "lower", "begin", "expected"),
+    [
+        ("q A:hi", cut_frame("A:"), 1, 4, 4),
+        ("q A: hi", cut_frame("A:"), 1, 5, 4),  # what stands between prompt and words is the turn's
+        ("A: hi", cut_frame("A:"), 0, 3, 2),  # at the very beginning
+        ("q A: A: hi", cut_frame("A:"), 1, 8, 7),  # the last one
+        ("q A:A:", cut_frame("A:"), 1, 4, 4),  # the words hold one
+        ("A:q A: hi", cut_frame("A:"), 3, 7, 6),
+        ("q<a> hi", cut_frame("<a><b><c>", 9, 6, 3), 1, 5, 4),  # a third of the prompt is enough
+        ("q<a><b> hi", cut_frame("<a><b><c>", 9, 6, 3), 1, 8, 7),  # the longest beginning
+        ("q[/I] hi", cut_frame("", opening="[/I]"), 1, 6, 5),  # no header
+        ("q\nA: A: hi", cut_frame("A:", opening="\nA:"), 1, 8, 7),  # the prompt, not the opening
+    ],
+)
+def test_a_region_begins_where_the_prompt_ends(text, frame, lower, begin, expected):
+    assert start(text, frame, lower, begin) == expected
+
+
+def test_a_later_piece_and_one_that_touches_begin_with_their_first_character():
+    assert start("q A: hi", cut_frame("A:"), 1, 5, first=False) == 5
+    assert start("A:hi", cut_frame("A:"), 2, 2) == 2
+
+
+def test_a_turn_whose_prompt_is_not_found_begins_where_the_rendering_before_it_ends():
+    """The prompt of the question's frame is "PP"; after `before` this template writes the rest."""
+    plain = "{{ 'q' if messages else '' }}{% if add_generation_prompt %}{{ 'BEGIN' }}{% endif %}"
+    whole, none = cut_frame("PPPPPPPPPP"), cut_frame("")
+    assert start("qBEGIN hi", whole, 1, 7, made=template(plain)) is None  # the words of nobody are marked
+    spoken = "{{ messages[0].content }}{% if add_generation_prompt %}{{ 'BEGIN' }}{% endif %}"
+    assert start("hiBEGIN hello", whole, 2, 8, made=template(spoken)) == 7
+    assert start("hiOTHER hello", whole, 2, 8, made=template(spoken)) is None
+    assert start("hiBEG hello", whole, 2, 6, made=template(spoken)) == 5
+    short = cut_frame("PPPPPPPPPP", 10, 3)  # three of ten characters are too few to tell a prompt by
+    assert start("hiBEGINPPP hello", short, 2, 11, made=template(spoken)) == 7
+    touching = cut_frame("", opening="BEGINh")  # does not end before the first word
+    assert start("hiBEGINhello", touching, 2, 7, made=template(spoken)) == 7
+    silent = ({"role": "user", "content": ""}, SAY)  # nobody before it owns a character
+    assert start("BEGIN hello", whole, 0, 6, made=template(spoken), messages=silent) == 5
+    assert start("hiBEGIN hello", whole, 2, 8, made=REFUSING) is None
+    assert start("hiBEGIN hello", none, 2, 8, made=REFUSING) == 8
+
+
+def test_a_turn_that_nothing_comes_before():
+    """Its prompt, if found, is left out; a header that no prompt writes cannot be told from its words."""
+    assert found(PLAIN, [SAY, USER]) == ([(0, "hello<|im_end|>")], [])
+    odd = "{% if messages[0].role == 'assistant' %}{{ 'FIRST ' + messages[0].content }}{% else %}ALL{% endif %}"
+    regions, problems = found(odd.replace("ALL", PLAIN), [SAY])
+    assert (regions, problems) == ([], ["message 0: its beginning cannot be told from the message before"])
+    silent = odd.replace("ALL", "{{ messages[0].content + ' ' + messages[1].content }}")
+    assert found(silent, [SAY]) == ([(0, "hello")], [])
+
+
+def test_a_token_that_only_begins_alike_is_not_shared():
+    source = "{{ messages[0].content }}{% if add_generation_prompt %}{{ '</r>[go on]' }}{% endif %}"
+    made = template(source, tokens=["[go on]", "[go off]"])
+    assert start("hi</r>[go off] hello", cut_frame("PPPPPPPPPP"), 2, 15, made=made) == 6
+    assert start("hi[go off] hello", cut_frame("PPPPPPPPPP"), 2, 11, made=made) is None
+
+
+def end(text, piece_end, upper, frame=None, last=True, made=None, messages=(USER, SAY, USER), index=1):
+    bounds = masks._Bounds(Piece(0, piece_end, MINE), 0, upper, True, last)
+    return masks._end(made, messages, index, text, frame or Frame("", ""), bounds)
+
+
+def test_a_region_ends_with_the_first_stop_token_of_its_own():
+    frame = Frame("", "", stops=("<e>", "<end>"))
+    assert end("<e>hi <end>x<e>", 5, 15, frame) == (6, 11)
+    assert end("hi<e>x", 2, 6, frame) == (2, 5)
+    assert end("hi q<e>", 2, 4, frame, last=False) == (2, 2)  # it is behind what somebody else wrote
+    assert end("hi q<e>", 2, 4, frame, made=REFUSING) == (2, 2)
+
+
+def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does():
+    source = "{% for m in messages %}{{ m.content + ' .\n' }}{% endfor %}"
+    made = template(source)
+    text = made.text([USER, SAY, USER])
+    assert text == "hi .\nhello .\nhi .\n"
+    assert end(text, 10, len(text), made=made) == (12, 12)
+    assert end(text, 10, 11, made=made) == (10, 10)  # not beyond the next one's words
+    counting = template("{{ messages | length }}" + source)
+    assert end(counting.text([USER, SAY, USER]), 11, 19, made=counting) == (11, 11)
+
+
+def test_a_token_that_only_begins_alike_is_not_the_turns():
+    made = template("hello{{ '[go off]' if messages | length > 2 else '[go on]' }}", tokens=["[go on]", "[go off]"])
+    assert end("hello[go off]", 3, 13, made=made) == (5, 5)
+
+
+def turn(owners, text="abcdef<e>", frame=None):
+    frame = frame or Frame("", "", stops=("<e>",))
+    own = masks._bounded(owners.pieces, len(text)).get(1, [])
+    return masks._turn(REFUSING, [USER, SAY], 1, text, frame, owners, own)
+
+
+def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not():
+    touching = [Piece(0, 2, 0), Piece(2, 4, 1), Piece(4, 6, 0)]
+    assert turn(Owners(touching)) == [Region(1, 2, 4, 4)]
+    assert turn(Owners([Piece(0, 2, 0), Piece(2, 6, 1)])) == [Region(1, 2, 6, 9)]
+    for overlapping in ([Piece(0, 3, 0), Piece(2, 4, 1)], [Piece(2, 4, 1), Piece(3, 5, 0)]):
+        assert turn(Owners(overlapping)) == (
+            "message 1: the template does not render its content apart from what follows"
+        )
+    assert turn(Owners([Piece(2, 4, 1)], unknown=[1])).startswith("message 1: the template does not render")
+    assert turn(Owners([Piece(2, 4, 1)], without_calls=[1])) == f"message 1: {masks.CALLS_LEFT_OUT}"
+    assert turn(Owners([])).startswith("message 1: the template does not render")
+    prompt = Frame("never", "", stops=("<e>",), prompt_cuts=(5,))
+    told = turn(Owners([Piece(0, 1, 0), Piece(2, 4, 1)]), frame=prompt)
+    assert told == "message 1: its beginning cannot be told from the message before"
+
+
+def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch):
+    asked: list[int] = []
+    shown: list[Piece] | None = [Piece(4, 4, 1)]
+
+    def difference(_template, _messages, index, _text, _prompted):
+        asked.append(index)
+        return shown
+
+    monkeypatch.setattr(masks, "find_by_difference", difference)
+    around = [Piece(0, 4, 0), Piece(5, 8, 2)]
+    (bounds,) = masks._found_alone(None, [], 1, "x" * 9, False, Owners(around))
+    assert (tuple(bounds), asked) == ((Piece(4, 4, 1), 4, 5, True, True), [1])
+    for given_up in (Owners(around, unknown=[1]), Owners(around, without_calls=[1])):
+        assert masks._found_alone(None, [], 1, "x" * 9, False, given_up) == []
+    assert asked == [1]
+    shown = None
+    assert masks._found_alone(None, [], 1, "x" * 9, False, Owners(around)) == []
+
+
+def test_regions_with_a_line_of_a_text_are_left_out():
+    text = "one two\nthree"
+    regions = [Region(1, 0, 3, 3), Region(3, 4, 7, 7), Region(5, 8, 13, 13)]
+    assert masks._without(regions, [" two \n\n", "x\nthree"], text) == regions[:1]
+    assert masks._without(regions, ["", " \n"], text) == regions
+
+
+TURN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}BODY{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN = TURN.replace("BODY", "{{ m.content }}")
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+def test_a_turn_without_words_is_its_end(prompted):
+    empty = {"role": "assistant", "content": ""}
+    assert found(PLAIN, [USER, empty, USER, SAY, USER], prompted) == (
+        [(1, "<|im_end|>"), (3, "hello<|im_end|>")],
+        [],
+    )
+    assert found(PLAIN, [USER, empty], prompted) == ([(1, "<|im_end|>")], [])
+
+
+def test_calls_that_are_left_out_are_seen_with_a_prompt_behind():
+    told = f"message 1: {masks.CALLS_LEFT_OUT}"
+    assert found(PLAIN, [USER, CALLS, USER, SAY, USER], True) == ([(3, "hello<|im_end|>")], [told])
+
+
+def test_regions_are_in_the_order_of_the_text():
+    backwards = PLAIN.replace("in messages", "in messages | reverse")
+    regions, problems = found(backwards, [USER, SAY, USER, {**SAY, "content": "bye"}])
+    assert (regions, problems) == ([(3, "bye<|im_end|>"), (1, "hello<|im_end|>")], [])
+
+
+MAGIC = TURN.replace("BODY", "{{ m.content if m.content in ('magic', 'no magic', 'hello', 'hi') }}")
+
+
+def test_words_that_might_be_anothers_are_not_trained():
+    """A template that writes these words and no others: no mark and no other text can be seen."""
+    magic = {"role": "user", "content": "magic"}
+    told = ["message 0: where the template writes it cannot be told"]
+    only_users = MAGIC.replace("if m.content", "if m.role == 'assistant' or m.content")
+    assert found(only_users, [magic, SAY]) == ([(1, "hello<|im_end|>")], told)
+    spell = {"role": "assistant", "content": "no magic"}
+    assert found(only_users, [magic, SAY, magic, spell])[0] == [(1, "hello<|im_end|>")]
+    regions, problems = found(MAGIC, [USER, SAY])
+    assert regions == []
+    assert problems == [
+        "message 1: the template does not render its content apart from what follows",
+        "message 0: where the template writes it cannot be told",
+    ]
+
+
+GOES_ON = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<r>' + m.content + '</r>' }}"
+    "{% elif m.role == 'assistant' %}"
+    "{{ '[go on]' if loop.index0 and messages[loop.index0 - 1].role == 'tool' else '<|im_start|>assistant\n' }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments.x }}{% endfor %}"
+    "{{ '' if m.tool_calls else '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '[go on]' if messages[-1].role == 'tool' else '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+def test_what_a_model_is_told_after_a_result_is_not_trained(prompted):
+    messages = [USER, CALLS, {"role": "tool", "content": "42"}, {**SAY, "content": " hello"}]
+    regions, problems = found(GOES_ON, messages, prompted)
+    assert problems == []
+    assert regions == [(1, "fone"), (3, " hello<|im_end|>")]
+
+
+def test_the_stops_that_were_given_are_known():
+    for stops, known in ((("<|im_end|>",), True), ((), True), (None, False)):
+        made = template(PLAIN, stops=stops)
+        assert find_regions(made, [USER, SAY], made.text([USER, SAY]), False).stops_known is known
+
+
+def test_calls_left_out_are_listed():
+    made = template(PLAIN)
+    messages = [USER, CALLS, USER, SAY]
+    regions = find_regions(made, messages, made.text(messages), False)
+    assert regions.left_out == [f"message 1: {masks.CALLS_LEFT_OUT}"]
+    assert regions.owners.without_calls == [1]

@@ -1,0 +1,1 @@
+"""The parsers inside other people's servers."""

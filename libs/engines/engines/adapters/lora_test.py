@@ -1,0 +1,231 @@
+"""Adapters against peft on stock transformers, one sequence at a time; and what stays as it was."""
+
+import json
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from engines import EngineConfig, LoraConfig, base_policy, build_engine, save_adapter
+from engines.adapters.lora import is_adapter, whole
+from engines.families.torch_operations import choose_torch_operations
+from engines.testing.one_rank import one_rank
+from engines.tiny import tiny_batch, tiny_model
+from objectives import SFT
+
+__all__ = ["one_rank"]
+LENGTHS = [9, 2, 14, 1, 21, 6]
+LORA = LoraConfig(rank=3, alpha=7.0)
+
+
+def base_of(tmp_path, kind="dense", dtype=torch.float32):
+    path = tmp_path / "base"
+    tiny_model(kind, scale=2.0, num_hidden_layers=2).to(dtype).save_pretrained(path)
+    return path
+
+
+def engine_of(path, lora=LORA, **options):
+    settings = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 32, "weight_decay": 0.1}
+    return build_engine(EngineConfig(**settings | options, model=str(path), lora=lora))
+
+
+def adapters(built):
+    return {n: whole(p.detach()).clone() for n, p in built.executor.model.named_parameters() if is_adapter(n)}
+
+
+def perturb(built):
+    """Leave nothing as it was initialised: B is zero, so that A would have no gradient."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in built.executor.model.named_parameters():
+            if is_adapter(name):
+                local = parameter.to_local()
+                local.add_(torch.randn(local.shape, generator=generator).to(local.dtype) * 0.1)
+    return built
+
+
+def stock(path, folder):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    choose_torch_operations(model)
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
+
+
+def log_probs_of(model, ids):
+    table = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+    return torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None]).squeeze(1)])
+
+
+def gradients(built, batch):
+    """Of the adapters, right before the update."""
+    found = {}
+    step = built.executor.optimizer_step
+
+    def spied(lr, loss):
+        parameters = built.executor.model.named_parameters()
+        found.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
+        return step(lr, loss)
+
+    built.executor.optimizer_step = spied
+    built.train_batch(batch, SFT())
+    return found
+
+
+CASES = [
+    ("dense", LORA, {}),
+    ("dense", LORA, {"gradient_checkpointing": True}),
+    ("dense", LORA, {"batching": "padded"}),
+    ("dense", LoraConfig(rank=2, targets=("q_proj", "in_proj_qkv"), rank_stabilized=True), {}),
+    ("moe", LORA, {}),
+    ("next", LORA, {}),
+    ("attention", LORA, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "lora", "options"), CASES)
+def test_log_probs_and_gradients_are_those_of_peft(tmp_path, kind, lora, options):
+    path, batch = base_of(tmp_path, kind), tiny_batch(LENGTHS)
+    built = perturb(engine_of(path, lora, **options))
+    save_adapter(built, tmp_path / "adapter")
+    model = stock(path, tmp_path / "adapter")
+    rows = [log_probs_of(model, ids) for ids in batch["input_ids"].unbind()]
+    found = built.forward(batch)["log_probs"].values()
+    assert float((found - torch.cat(rows)).detach().abs().max()) < 1e-5
+    mask = batch["loss_mask"].values()
+    (-(torch.cat(rows) * mask).sum() / mask.sum()).backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    own = {f"base_model.model.{n}.default.weight": grad for n, grad in gradients(built, batch).items()}
+    assert own.keys() == wanted.keys()
+    floor = 1e-3 * max(float(grad.abs().max()) for grad in wanted.values())
+    for name, grad in wanted.items():
+        assert float((own[name] - grad).abs().max()) < 1e-4 * max(float(grad.abs().max()), floor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_export_is_pefts(tmp_path, dtype):
+    path = base_of(tmp_path, dtype=dtype)
+    built = perturb(engine_of(path))
+    save_adapter(built, tmp_path / "adapter")
+    built.save_hf(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    wanted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
+    assert found.keys() == wanted.keys() == before.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert sum(not torch.equal(found[name], before[name]) for name in found) == len(adapters(built)) // 2
+    files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "merged")]
+    assert {n: t.dtype for n, t in files[0].items()} == {n: t.dtype for n, t in files[1].items()}
+    live = {piece.name: piece.flat for piece in built.export_weights(live=True, max_bytes=2**40)}
+    assert {flat.dtype for flat in live.values()} == {torch.float32}
+    assert all(torch.equal(flat.to(dtype), wanted[name].flatten()) for name, flat in live.items())
+
+
+def test_the_base_stays_as_it_is_and_is_the_reference(tmp_path):
+    path, batch = base_of(tmp_path, dtype=torch.bfloat16), tiny_batch(LENGTHS)
+    plain = build_engine(EngineConfig(device="cpu", model=str(path), max_tokens_per_rank=32), trainable=False)
+    wanted = plain.forward(batch)["log_probs"].values()
+    built = engine_of(path)
+    assert torch.equal(built.forward(batch)["log_probs"].values(), wanted)  # B is zero
+    for step in range(3):
+        built.train_batch(tiny_batch(LENGTHS, seed=step), SFT())
+    assert not torch.equal(built.forward(batch)["log_probs"].values(), wanted)
+    with base_policy(built):
+        assert torch.equal(built.forward(batch)["log_probs"].values(), wanted)
+    assert not torch.equal(built.forward(batch)["log_probs"].values(), wanted)
+    source = AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+    for name, parameter in built.executor.model.named_parameters():
+        assert parameter.requires_grad == is_adapter(name)
+        if not is_adapter(name):
+            assert torch.equal(whole(parameter), source[name])
+            assert parameter.dtype == source[name].dtype
+        else:
+            assert parameter.dtype == torch.float32
+    with pytest.raises(ValueError, match="no adapters"), base_policy(plain):
+        pass
+
+
+def test_resume_is_bitwise_and_a_checkpoint_holds_the_adapters_alone(tmp_path):
+    path = base_of(tmp_path, dtype=torch.bfloat16)
+    whole_run = engine_of(path)
+    curve = [whole_run.train_batch(tiny_batch(LENGTHS, seed=step), SFT()) for step in range(4)]
+    half = engine_of(path)
+    for step in range(2):
+        half.train_batch(tiny_batch(LENGTHS, seed=step), SFT())
+    half.save(tmp_path / "checkpoint")
+    torch.manual_seed(99)
+    resumed = engine_of(path)
+    resumed.load(tmp_path / "checkpoint")
+    again = [resumed.train_batch(tiny_batch(LENGTHS, seed=step), SFT()) for step in range(2, 4)]
+    assert [m["loss"] for m in again] == [m["loss"] for m in curve[2:]]
+    left, right = adapters(whole_run), adapters(resumed)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert all(is_adapter(name) or name == "lora_base" for name in half.executor.state()["model"])
+
+
+def test_an_adapter_of_another_base_is_refused_by_name(tmp_path):
+    path = base_of(tmp_path)
+    built = engine_of(path)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    built.save(tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():  # one bit of one weight
+        model.model.layers[0].mlp.up_proj.weight[3, 5] *= 1 + 2**-22
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"another base than .*other"):
+        engine_of(tmp_path / "other").load(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=r"lora_A has shape \(3, 32\) in the checkpoint"):
+        engine_of(path, replace(LORA, rank=2)).load(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="lora_A is in the checkpoint and not in this model"):
+        engine_of(path, LoraConfig(rank=3, alpha=7.0, targets=("q_proj",))).load(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="checkpoint of another model"):
+        engine_of(path, LoraConfig()).load(tmp_path / "checkpoint")
+
+
+def test_what_cannot_be_had_is_refused(tmp_path):
+    path = base_of(tmp_path)
+    with pytest.raises(ValueError, match=r"no linear layer 'query' in this model, but .*q_proj"):
+        engine_of(path, LoraConfig(rank=2, targets=("query",)))
+    tiny_model("moe").save_pretrained(tmp_path / "moe")
+    with pytest.raises(ValueError, match="no linear layer 'up_proj'"):
+        engine_of(tmp_path / "moe", LoraConfig(rank=2, targets=("up_proj",)))
+    with pytest.raises(ValueError, match=r"lora rank 33 is larger than .*q_proj"):
+        engine_of(path, LoraConfig(rank=33, targets=("q_proj",)))
+    with pytest.raises(ValueError, match="adapters and the weights under them are sharded"):
+        engine_of(path, weights="replicated")
+    with pytest.raises(ValueError, match="layers with adapters are not written as functions"):
+        engine_of(path, compile="on")
+    with pytest.raises(ValueError, match="the engine has no adapter to save"):
+        save_adapter(engine_of(path, LoraConfig()), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"rank": value} for value in (-1, 1.5, True, "16", None)),
+        *({"rank": 4, "alpha": value} for value in (0, -1.0, float("nan"), float("inf"), "1")),
+        *({"rank": 4, "targets": value} for value in ("q_proj", ["q_proj"], ("",), (1,))),
+        {"rank": 4, "rank_stabilized": 1},
+        {"alpha": 8.0},
+        {"targets": ("q_proj",)},
+        {"rank_stabilized": True},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options):
+    with pytest.raises(ValueError, match=f"lora {list(options)[-1]}"):
+        LoraConfig(**options)
+
+
+def test_the_files_say_what_peft_wants_to_know(tmp_path):
+    path = base_of(tmp_path)
+    save_adapter(engine_of(path, replace(LORA, targets=("q_proj", "v_proj"))), tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 7.0, ["q_proj", "v_proj"])
+    assert config["base_model_name_or_path"] == str(path)
+    known = peft.PeftConfig.from_pretrained(tmp_path / "adapter").to_dict()
+    assert {name: known[name] for name in config if name not in ("target_modules", "peft_type", "task_type")} == {
+        name: value for name, value in config.items() if name not in ("target_modules", "peft_type", "task_type")
+    }

@@ -1,0 +1,89 @@
+"""Adapters on two gloo processes, with and without shared sequences, equal one process. One start for all cases."""
+
+import pytest
+import torch
+
+from engines import EngineConfig, LoraConfig, build_engine
+from engines.adapters.lora import is_adapter, whole
+from engines.launch import launch
+from engines.tiny import tiny_batch, tiny_model
+from objectives import SFT
+
+LENGTHS = [29, 3, 12, 5, 17, 2, 1, 6, 4]
+MODES = ["off", "static:2", "dynamic"]
+
+
+def engine(mode="off"):
+    # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
+    torch.manual_seed(3)
+    config = EngineConfig(
+        device="cpu",
+        lr=1e-2,
+        eps=1e-2,
+        max_tokens_per_rank=32,
+        context_parallel=mode,
+        weight_decay=0.1,
+        lora=LoraConfig(rank=3),
+    )
+    return build_engine(config, tiny_model("dense", scale=2.0, num_hidden_layers=2))
+
+
+def results_of(built, folder=None):
+    out = {"loss": [built.train_batch(tiny_batch(LENGTHS, seed=step), SFT())["loss"] for step in range(2)]}
+    out["scores"] = built.forward(tiny_batch(LENGTHS))["log_probs"].values().clone()
+    out["weights"] = {piece.name: piece.flat.clone() for piece in built.export_weights(max_bytes=2**40)}
+    out["adapters"] = {
+        n: whole(p.detach()).clone() for n, p in built.executor.model.named_parameters() if is_adapter(n)
+    }
+    out["base"] = built.executor._base()
+    if folder is not None:
+        built.save(folder / "checkpoint")
+    return out
+
+
+def on_two(folder):
+    found = {mode: results_of(engine(mode), folder if mode == "off" else None) for mode in MODES}
+    again = engine()
+    again.load(folder / "one")  # what one rank wrote
+    found["next"] = again.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+
+    def alone():
+        built = engine()
+        out = results_of(built)
+        built.save(folder / "one")
+        out["next"] = built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
+        return out
+
+    one = launch(alone, (), 1, "cpu", 1)
+    two = launch(on_two, (folder,), 2, "cpu", 1)
+    other = launch(loaded, (folder,), 1, "cpu", 1)
+    return one, two, other
+
+
+def loaded(folder):
+    built = engine()
+    built.load(folder / "checkpoint")  # what two ranks wrote
+    return built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_equal_one(found, mode):
+    one, two = found[0], found[1][mode]
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    torch.testing.assert_close(two["scores"], one["scores"], atol=1e-4, rtol=0)
+    for kind in ("adapters", "weights"):
+        for name, tensor in one[kind].items():
+            torch.testing.assert_close(two[kind][name], tensor, atol=2e-5, rtol=0, msg=f"{kind} {name}")
+    assert torch.equal(two["base"], one["base"])
+
+
+def test_a_checkpoint_of_either_goes_on_with_the_other(found):
+    one, two, other = found
+    assert two["next"] == pytest.approx(one["next"], abs=1e-5)
+    assert other == pytest.approx(one["next"], abs=1e-5)

@@ -1,0 +1,82 @@
+"""What CUDA devices and NPUs share: torch's module for each has the same names."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.devices.base import MemoryFigures
+
+
+class Accelerator:
+    """See `engines.devices.base.Devices`; `module` is torch.cuda or torch.npu."""
+
+    kind: str
+    backend: str
+    interfaces: tuple[str, ...]
+    overlaps = True
+
+    @property
+    def module(self) -> Any:
+        """torch's module of this kind."""
+        raise NotImplementedError
+
+    def missing(self) -> str | None:
+        """Why there is no such device here."""
+        raise NotImplementedError
+
+    def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
+        """Nothing is needed."""
+        del given, ranks
+        return {}
+
+    def use(self, local_rank: int) -> None:
+        """The device of this number; they are taken in turn where there are fewer than ranks."""
+        if reason := self.missing():
+            raise ValueError(f"device={self.kind!r} but {reason}: use device='cpu' or 'auto'")
+        self.module.set_device(local_rank % self.module.device_count())
+
+    def current(self) -> torch.device:
+        """The current device, with its number."""
+        return torch.device(self.kind, self.module.current_device())
+
+    def new_stream(self) -> Any:
+        """A stream of the current device."""
+        return self.module.Stream()
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """The module's context manager."""
+        found: AbstractContextManager[Any] = self.module.stream(stream)
+        return found
+
+    def current_stream(self) -> Any:
+        """The current device's."""
+        return self.module.current_stream()
+
+    def new_event(self) -> Any:
+        """An event without a time."""
+        return self.module.Event()
+
+    def memory(self) -> MemoryFigures | None:
+        """What torch's allocator counts."""
+        _, total = self.module.mem_get_info()
+        return MemoryFigures(self.module.memory_allocated(), self.module.max_memory_allocated(), total)
+
+    def reset_peak(self) -> None:
+        """Let the peak start again."""
+        self.module.reset_peak_memory_stats()
+
+    def release(self) -> None:
+        """Empty the allocator's cache."""
+        self.module.empty_cache()
+
+    def random_state(self) -> Tensor | None:
+        """The state of the current device's generator."""
+        state: Tensor = self.module.get_rng_state()
+        return state
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Of the current device's generator."""
+        self.module.set_rng_state(state)

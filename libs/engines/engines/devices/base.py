@@ -1,0 +1,72 @@
+"""What a kind of device has to offer, and the memory it reports."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes of one device as torch's allocator counts them, and all that the device has."""
+
+    allocated: int
+    peak: int
+    total: int
+
+
+class Devices(Protocol):
+    """One kind of device. Every call is about this process's current one."""
+
+    kind: str
+    """torch's name of it: "cpu", "cuda", "npu"."""
+    backend: str
+    """What torch.distributed moves data with, for tensors of the host too: "cpu:gloo,cuda:nccl"."""
+    interfaces: tuple[str, ...]
+    """Variables that name the network interface of its collectives."""
+    overlaps: bool
+    """Whether the host runs ahead of it, so that streams have something to overlap."""
+
+    def missing(self) -> str | None:
+        """Why there is no such device here; None where there is one."""
+
+    def use(self, local_rank: int) -> None:
+        """Make one device of this machine the current one, by the rank among its processes. ValueError where there is
+        none."""
+
+    def current(self) -> torch.device:
+        """The current device."""
+
+    def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
+        """Return variables that its collectives need and `given` leaves open, for `ranks` ranks on this machine.
+        ValueError for a value that they would not take."""
+
+    def new_stream(self) -> Any:
+        """Make a stream beside the current one."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work goes to `stream` inside."""
+
+    def current_stream(self) -> Any:
+        """The stream that work goes to."""
+
+    def new_event(self) -> Any:
+        """Make an event, to be recorded on a stream."""
+
+    def memory(self) -> MemoryFigures | None:
+        """What is allocated; None where torch does not count it."""
+
+    def reset_peak(self) -> None:
+        """Let the peak start again at what is allocated now."""
+
+    def release(self) -> None:
+        """Give memory that torch keeps and nobody uses back to the device."""
+
+    def random_state(self) -> Tensor | None:
+        """The state of the device's generator; None where it is the host's."""
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Put a state back."""

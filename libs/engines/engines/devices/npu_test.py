@@ -1,0 +1,374 @@
+"""The engine on device npu, by a stand-in that computes on the CPU: no Ascend hardware was at hand.
+
+One file, so that the stand-in is built once. Everything runs in forks: torch has one such device a process.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.compiler import set_stance
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from engines import EngineConfig, build_engine
+from engines.devices import npu_operators
+from engines.devices.accelerator import Accelerator
+from engines.devices.choice import accelerators_here, devices_of
+from engines.devices.npu import torch_npu
+from engines.execution.micro_batches import MicroBatches
+from engines.launch import RankError
+from engines.megatron.executor import MegatronExecutor
+from engines.megatron.groups import release
+from engines.testing.forked import launch_forked
+from engines.testing.npu.build import reason_against
+from engines.testing.npu.canary import canary, raises
+from engines.testing.npu.path import stand_in_on_path
+from engines.testing.npu.surface import read_surface, signature
+from engines.tiny import tiny_batch, tiny_model
+from objectives import GRPO, SFT
+
+pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
+LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in():
+    with stand_in_on_path():
+        yield
+
+
+def on_npu(function, *args, ranks=1):
+    return launch_forked(function, args, ranks, device="npu")
+
+
+# ---- the stand-in
+
+
+@contextlib.contextmanager
+def planted(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def canaries():
+    npu = devices_of("npu").module
+    return canary("npu", npu.synchronize, npu.library.calls, npu.memory_allocated)
+
+
+def test_the_stand_in_is_a_device_of_its_own_and_an_alias_is_not():
+    found = on_npu(canaries)
+    assert len(found) == 9
+    assert all(found.values()), found
+    alias = canary("cpu", lambda: None, lambda: 0, lambda: 0)
+    assert not any(alias.values()), alias
+
+
+def misuses():
+    npu, package = devices_of("npu").module, torch_npu()
+    x = torch.ones(2, 8, device="npu")
+    yield "an unknown function", AttributeError, lambda: npu.synchronise()
+    yield "an unknown operator", AttributeError, lambda: package.npu_rms_norms(x, x)
+    yield "an unknown argument", TypeError, lambda: npu.synchronize(stream=None)
+    yield "an unknown argument of an operator", RuntimeError, lambda: package.npu_swiglu(x, axis=-1)
+    yield "an argument too few", TypeError, lambda: npu.set_device()
+    yield "CUDA asked", RuntimeError, torch.cuda.is_available
+    yield "CUDA counted", RuntimeError, torch.cuda.memory_allocated
+    yield "a device that is not there", RuntimeError, lambda: torch.ones(1, device="npu:9")
+    yield "a tensor of the host among HCCL's", RuntimeError, lambda: _hccl().allreduce([torch.ones(1)])
+    yield "an operator without a reference", NotImplementedError, lambda: package.npu_fast_gelu(x)
+    yield "a function without one", NotImplementedError, lambda: npu.memory_stats()
+    yield "a gradient that would be lost", RuntimeError, lambda: _grouped(package, x.clone().requires_grad_())
+
+
+def _hccl():
+    return dist.group.WORLD._get_backend(torch.device("npu"))
+
+
+def _grouped(package, x):
+    ends = torch.tensor([2], device="npu")
+    return package.npu_grouped_matmul([x], [x.t()[None]], group_list=ends, split_item=3, group_type=0)
+
+
+def misuses_raise():
+    return {name: raises(kind, call) for name, kind, call in misuses()}
+
+
+def test_misuse_raises():
+    found = on_npu(misuses_raise)
+    assert len(found) == 12
+    assert all(found.values()), found
+
+
+def test_the_surface_is_the_wheels():
+    """Figures of torch_npu 2.13.0; every schema and signature can be read."""
+    surface = read_surface()
+    assert surface.version == "2.13.0"
+    assert (len(surface.functions), len(surface.operators), len(surface.operator_names())) == (106, 419, 398)
+    assert {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"} <= set(surface.differentiable)
+    assert "npu_grouped_matmul" not in surface.differentiable
+    for arguments in surface.functions.values():
+        signature(arguments)
+    assert str(signature(surface.functions["set_rng_state"])) == "(new_state, device='npu')"
+
+
+def late_copies():
+    """An event waits for what was asked for before it, and for no more."""
+    npu = devices_of("npu")
+    first = torch.full([3], 1.0, device="npu").to("cpu", non_blocking=True)
+    event = npu.new_event()
+    event.record(npu.current_stream())
+    second = torch.full([3], 2.0, device="npu").to("cpu", non_blocking=True)
+    event.synchronize()
+    seen = [first.tolist(), bool(second.isnan().all())]
+    npu.current_stream().synchronize()
+    return [*seen, second.tolist()]
+
+
+def test_late_copies_arrive_with_their_event():
+    assert on_npu(late_copies) == [[1.0] * 3, True, [2.0] * 3]
+
+
+# ---- the engine
+
+
+def run(device, kind="dense", grpo=False, options=()):
+    """Losses, norms, weights and scores of two steps."""
+    objective = GRPO(off_policy="mask") if grpo else SFT()
+    settings = {"lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, "dtype": "float32"}
+    config = EngineConfig(device=device, **{**settings, **dict(options)})
+    built = build_engine(config, tiny_model(kind, seed=0, scale=2.0, num_hidden_layers=2))
+    steps = [built.train_batch(tiny_batch(LENGTHS, seed=step), objective) for step in range(2)]
+    weights = {part.name: part.flat.cpu().clone() for part in built.export_weights(max_bytes=2**40)}
+    scores = built.forward(tiny_batch(LENGTHS, seed=7))["log_probs"].values().cpu()
+    return steps, weights, scores, {parameter.device.type for parameter in parameters_of(built.executor)}
+
+
+def parameters_of(executor):
+    stages = executor.stages if isinstance(executor, MegatronExecutor) else [executor.model]
+    return [parameter for stage in stages for parameter in stage.parameters()]
+
+
+_all_reduce = dist.all_reduce
+
+
+def all_reduce_of_hccl(tensor, *args, **kwargs):
+    """HCCL adds up no float64; gloo under the stand-in would."""
+    assert (tensor.device.type, tensor.dtype) != ("npu", torch.float64), "HCCL reduces no float64"
+    return _all_reduce(tensor, *args, **kwargs)
+
+
+def cases():
+    return [
+        {"kind": "dense"},
+        {"kind": "moe", "grpo": True},
+        {"kind": "dense", "grpo": True, "options": (("batching", "padded"), ("gradient_checkpointing", True))},
+    ]
+
+
+def run_all(device):
+    """On both devices by the same attention: the CPU would take a flash kernel that no other device has."""
+    with sdpa_kernel(SDPBackend.MATH), planted(dist, "all_reduce", all_reduce_of_hccl):
+        return [run(device, **case) for case in cases()]
+
+
+def timeless(metrics):
+    return {name: value for name, value in metrics.items() if "second" not in name and "time" not in name}
+
+
+def same(found, wanted, where):
+    steps, weights, scores, place = found
+    assert place == {where}
+    assert [timeless(metrics) for metrics in steps] == [timeless(metrics) for metrics in wanted[0]]
+    assert weights.keys() == wanted[1].keys()
+    assert [name for name, value in weights.items() if not torch.equal(value, wanted[1][name])] == []
+    assert torch.equal(scores, wanted[2])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_equal_the_cpus(ranks):
+    """SFT and GRPO, dense and MoE, packed and padded: metrics, weights and scores to the bit."""
+    wanted, found = launch_forked(run_all, ("cpu",), ranks), on_npu(run_all, "npu", ranks=ranks)
+    for case, there, here in zip(cases(), found, wanted, strict=True):
+        print(case)
+        same(there, here, "npu")
+
+
+MEGATRON = {
+    1: [{"kind": "moe", "grpo": True, "options": (("distributed_optimizer", True),)}],
+    2: [
+        {"kind": "dense", "options": (("tensor_parallel", 2), ("gradient_checkpointing", True))},
+        {"kind": "moe", "grpo": True, "options": (("tensor_parallel", 2), ("expert_parallel", 2))},
+        {"kind": "moe", "options": (("expert_parallel", 2), ("distributed_optimizer", True), ("dtype", "bfloat16"))},
+        {"kind": "dense", "grpo": True, "options": (("pipeline_parallel", 2), ("context_parallel", "dynamic"))},
+    ],
+}
+
+
+def run_megatron(device, ranks):
+    """Nothing is compiled on either device: the compiler's code for a CPU rounds differently."""
+    found = []
+    with sdpa_kernel(SDPBackend.MATH), planted(dist, "all_reduce", all_reduce_of_hccl), set_stance("force_eager"):
+        for case in MEGATRON[ranks]:
+            options = (("backend", "megatron"), *case.get("options", ()))
+            found.append(run(device, **{**case, "options": options}))
+            release()
+    return found
+
+
+@pytest.mark.parametrize("ranks", MEGATRON)
+def test_megatron_steps_equal_the_cpus(ranks):
+    """Tensor, expert, pipeline and context parallelism: metrics, weights and scores to the bit."""
+    wanted = launch_forked(run_megatron, ("cpu", ranks), ranks)
+    found = on_npu(run_megatron, "npu", ranks, ranks=ranks)
+    for case, there, here in zip(MEGATRON[ranks], found, wanted, strict=True):
+        print(case)
+        same(there, here, "npu")
+
+
+def resumed(folder):
+    """A run that goes on from a checkpoint, and one that never stopped."""
+    config = EngineConfig(device="npu", lr=1e-2, max_tokens_per_rank=20, dtype="float32")
+    made = [build_engine(config, tiny_model(seed=seed, num_hidden_layers=2)) for seed in (0, 1)]
+    made[0].train_batch(tiny_batch(LENGTHS), SFT())
+    made[0].save(folder)
+    drawn = torch.rand(3, device="npu").cpu()
+    made[1].load(folder)
+    again = torch.rand(3, device="npu").cpu()
+    for built in made:
+        built.offload()
+        built.onload()
+    steps = [timeless(built.train_batch(tiny_batch(LENGTHS, seed=1), SFT())) for built in made]
+    return torch.equal(drawn, again), steps[0] == steps[1], [kind.kind for kind in accelerators_here()]
+
+
+def test_a_checkpoint_holds_the_devices_random_state(tmp_path):
+    assert on_npu(resumed, str(tmp_path / "checkpoint")) == (True, True, ["npu"])
+
+
+# ---- operators of torch_npu
+
+
+def plain_norm(x, weight, eps):
+    return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()) * weight
+
+
+def plain_rotary(q, k, cos, sin):
+    return [torch.cat([_half_turned(x, cos[:, None], sin[:, None]), x[..., 4:]], -1) for x in (q, k)]
+
+
+def _half_turned(x, cos, sin):
+    a, b = x[..., :2], x[..., 2:4]
+    return torch.cat([a * cos[..., :2] - b * sin[..., :2], b * cos[..., 2:] + a * sin[..., 2:]], -1)
+
+
+def plain_grouped(x, weight, counts):
+    groups = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return torch.einsum("mk,mkn->mn", x, weight[groups])
+
+
+def operator_cases():
+    """Each operation of ours, the formula in float64, and inputs by name; floats get gradients."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    silu = torch.nn.functional.silu
+    x, gate, weight = normal(3, 5, 8), normal(3, 5, 8), normal(8)
+    q, k, cos, sin = normal(2, 3, 5, 6), normal(2, 1, 5, 6), normal(2, 5, 4), normal(2, 5, 4)
+    rows, matrices, counts = normal(9, 4), normal(4, 4, 6), torch.tensor([3, 0, 5, 1])
+    return {
+        "rms_norm": (lambda *t: plain_norm(*t, 1e-3), (x, weight), (1e-3,)),
+        "gated_rms_norm": (lambda x, g, w: plain_norm(x, w, 1e-3) * silu(g), (x, gate, weight), (1e-3,)),
+        "swiglu": (lambda g, u: silu(g) * u, (gate, x), ()),
+        "rotary": (plain_rotary, (q, k, cos, sin), ()),
+        "grouped_matmul": (plain_grouped, (rows, matrices, counts), ()),
+    }
+
+
+def values_and_gradients(function, inputs, rest, device, dtype):
+    given = [t.detach().clone().to(device) for t in inputs]
+    given = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in given]
+    found = function(*given, *rest)
+    found = list(found) if isinstance(found, list | tuple) else [found]
+    sum((y * y.detach().cos()).sum() for y in found).backward()
+    gradients = [t.grad for t in given if t.is_floating_point()]
+    return [value.detach().cpu().double() for value in [*found, *gradients]]
+
+
+def operators_by_torch_npu():
+    return {
+        name: values_and_gradients(getattr(npu_operators, name), inputs, rest, "npu", torch.float32)
+        for name, (_, inputs, rest) in operator_cases().items()
+    }
+
+
+def test_operators_equal_their_formulas():
+    """Values and gradients against float64."""
+    found = on_npu(operators_by_torch_npu)
+    for name, (plain, inputs, _) in operator_cases().items():
+        wanted = values_and_gradients(plain, inputs, (), "cpu", torch.float64)
+        for here, there in zip(wanted, found[name], strict=True):
+            torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# ---- planted errors
+
+
+def asks_cuda(self):
+    return torch.cuda.Event()
+
+
+def asks_unknown(self):
+    return self.module.Evnt()
+
+
+def wrong_argument(self):
+    return self.module.current_stream(stream=None)
+
+
+def stays_on_the_host(self):
+    return _iterate(MicroBatches(self.batch, self.parts, self.group, torch.device("cpu"), self.keys))
+
+
+_iterate = MicroBatches.__iter__
+
+
+def unawaited_copies(tensor, *args, **kwargs):
+    return _cpu(tensor, "cpu", non_blocking=True)
+
+
+_cpu = torch.Tensor.to
+PLANTED = {
+    "a name of CUDA's": (Accelerator, "new_event", asks_cuda, "torch.cuda|Tried to instantiate dummy base class"),
+    "a name that torch_npu lacks": (Accelerator, "new_event", asks_unknown, "has no torch.npu.Evnt"),
+    "an argument that it lacks": (Accelerator, "current_stream", wrong_argument, "unexpected keyword.*'stream'"),
+    "a batch left on the host": (MicroBatches, "__iter__", stays_on_the_host, "same device"),
+}
+
+
+def run_planted(name):
+    owner, attribute, value, _ = PLANTED[name]
+    with planted(owner, attribute, value):
+        run("npu")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_is_caught(name):
+    with pytest.raises(RankError, match=PLANTED[name][-1]):
+        on_npu(run_planted, name)
+
+
+def unawaited():
+    with planted(torch.Tensor, "cpu", unawaited_copies):
+        return run("npu")[1]
+
+
+def test_a_copy_that_nobody_waits_for_is_caught():
+    weights = on_npu(unawaited)
+    assert any(value.isnan().any() for value in weights.values())

@@ -1,0 +1,1 @@
+"""Layers with experts: which tokens go where, and how evenly."""

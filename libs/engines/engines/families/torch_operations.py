@@ -1,0 +1,85 @@
+"""Stock gated delta net layers in host memory, where the kernels that transformers picked cannot run.
+
+When the file of a model is imported, transformers takes the operations of `causal_conv1d` and `fla` if these packages
+can be imported, whatever device is there: a layer then hands tensors in host memory to CUDA kernels. After
+`choose_torch_operations(model)` the layers of one model instance choose by the device of what they are given:
+transformers' own PyTorch functions for host memory, what was picked before elsewhere.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from engines.families.registry import family_of
+
+_OPERATIONS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
+"""The names under which a stock layer calls them; each wraps the PyTorch function that it stands for."""
+_PACKED = ("cu_seqlens", "seq_idx")
+
+
+@dataclass(frozen=True)
+class TorchOperations:
+    """What `choose_torch_operations` changed: `forward` of these modules, by name. `undo()` puts it back."""
+
+    layers: dict[str, nn.Module]
+
+    def undo(self) -> None:
+        """Restore the layers as they were; a second call does nothing."""
+        for module in self.layers.values():
+            vars(module).pop("forward", None)
+
+
+def choose_torch_operations(model: Any) -> TorchOperations:
+    """Let this model's stock delta net layers compute in PyTorch where their input is in host memory.
+
+    ValueError where another adaptation replaced a layer's forward, or a layer's code calls none of the operations.
+    """
+    family = family_of(model.config)
+    layers = {name: module for name, module in model.named_modules() if type(module).__name__ in family.delta_nets}
+    for name, module in layers.items():
+        if "forward" in vars(module):
+            raise ValueError(f"another adaptation already replaced the forward of {name}: undo that one first")
+    for module in layers.values():
+        module.forward = MethodType(_by_device(type(module)), module)
+    return TorchOperations(layers)
+
+
+def _by_device(layer: type[nn.Module]) -> Callable[..., Tensor]:
+    picked: Callable[..., Tensor] = layer.forward
+    stock = inspect.unwrap(picked)
+    found = [name for name in _OPERATIONS if isinstance(stock, FunctionType) and name in stock.__code__.co_names]
+    if not isinstance(stock, FunctionType) or not found:
+        raise ValueError(f"{layer.__name__} calls none of {', '.join(_OPERATIONS)}")
+    names = {**stock.__globals__, **{name: _torch_function(stock.__globals__[name]) for name in found}}
+    own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+    own.__kwdefaults__ = stock.__kwdefaults__
+
+    def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        chosen = own if hidden_states.device.type == "cpu" else picked
+        output: Tensor = chosen(module, hidden_states, *args, **kwargs)
+        return output
+
+    return forward
+
+
+def _torch_function(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the PyTorch function that an operation wraps, given the arguments that it knows."""
+    function = inspect.unwrap(operation)
+    known = frozenset(inspect.signature(function).parameters)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = [name for name in _PACKED if kwargs.get(name) is not None]
+        if asked:
+            raise ValueError(f"transformers' {function.__name__} takes no {asked[0]}: pack with adapt_for_packing")
+        return function(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return call

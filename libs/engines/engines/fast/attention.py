@@ -1,0 +1,84 @@
+"""Causal attention over packed sequences as operations of one node each: forward, and an explicit backward.
+
+On a GPU they are torch's flash attention; on a CPU plain torch (`seqpack.ops`), which is also the reference.
+"""
+
+# ruff: noqa: ARG001 (a fake has the arguments of its operation)
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engines.fast.plain_grad import grad_of
+from seqpack.ops import attention as packed_attention
+
+
+@torch.library.custom_op("engines::causal_attention", mutates_args=())
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend inside each sequence: q [T, Hq, D], k and v [T, Hkv, D] -> (o [T, Hq, D], normalisers f32[T, Hq]).
+
+    `cu_seqlens` i32[n + 1] on the device, `longest` i64[] on the CPU. The normalisers are empty on a CPU.
+    """
+    if not q.is_cuda:
+        return _plain(cu_seqlens, q, k, v), q.new_empty(0, dtype=torch.float32)
+    most = int(longest)
+    o, normalisers, *_ = torch.ops.aten._flash_attention_forward(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        cu_seqlens,
+        cu_seqlens,
+        most,
+        most,
+        0.0,
+        True,
+        False,
+        scale=q.shape[-1] ** -0.5,
+    )
+    return o.contiguous(), normalisers.t().contiguous()
+
+
+@causal_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (0,) if q.device.type == "cpu" else (q.shape[0], q.shape[1])
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("engines::causal_attention_grad", mutates_args=())
+def causal_attention_grad(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalisers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(d q, d k, d v) of `causal_attention`."""
+    if not q.is_cuda:
+        d_q, d_k, d_v = grad_of(partial(_plain, cu_seqlens), (q, k, v), grad)
+        return d_q, d_k, d_v
+    most = int(longest)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        o,
+        normalisers.t().contiguous(),
+        cu_seqlens,
+        cu_seqlens,
+        most,
+        most,
+        0.0,
+        True,
+        *no_dropout,
+        scale=q.shape[-1] ** -0.5,
+    )
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+@causal_attention_grad.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalisers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _plain(cu_seqlens: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return packed_attention(q, k, v, cu_seqlens, backend="torch").contiguous()

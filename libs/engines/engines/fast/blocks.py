@@ -1,0 +1,187 @@
+"""The two halves of a decoder layer (mix tokens, then the MLP) as functions of tensors, with explicit backward passes.
+
+Each is residual: x + f(norm(x)). A forward function returns the result and what its backward pass needs besides x and
+the weights: the results of matrix products, of the delta rule and of attention. Everything else (norms, convolution,
+gates, rotation, activations) is computed again in the backward pass, where it is fused into kernels that read those
+results anyway. Matrix products have the activations' dtype; the several gradients of one tensor are added in float32.
+
+Shapes: T tokens, H hidden, x [T, H]; weights as in an `nn.Linear`, [out, in].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engines.fast.attention import causal_attention, causal_attention_grad
+from engines.fast.convolution import conv_heads, conv_heads_grad
+from engines.fast.delta_rule import delta_rule, delta_rule_grad
+from engines.fast.pointwise import (
+    decay,
+    decay_grad,
+    gated_norm,
+    gated_norm_grad,
+    rms_norm,
+    rms_norm_grad,
+    rotate,
+    rotate_grad,
+    swiglu,
+    swiglu_grad,
+    wide,
+)
+
+Tensors = tuple[Tensor, ...]
+
+
+class Where(NamedTuple):
+    """Of the packed tokens: see `engines.fast.sequences.Sequences`; cos and sin [T, R] of their rotation."""
+
+    cu_seqlens: Tensor
+    boundaries: Tensor
+    position: Tensor
+    longest: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class MLPWeights(NamedTuple):
+    """Of the gated MLP and the norm before it."""
+
+    norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class DeltaNetWeights(NamedTuple):
+    """Of a gated delta net layer and the norm before it; `conv` [D, K]."""
+
+    norm: Tensor
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    gated_norm: Tensor
+    out: Tensor
+
+
+class AttentionWeights(NamedTuple):
+    """Of a gated attention layer and the norm before it; q holds a gate beside each head."""
+
+    norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Tensor
+
+
+def mlp(x: Tensor, w: MLPWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
+    """Return x + down(silu(gate(n)) * up(n)) with n = norm(x); kept: gate and up."""
+    del where  # this half mixes no tokens
+    n = rms_norm(x, w.norm, eps)
+    p, u = n @ w.gate.t(), n @ w.up.t()
+    return x + swiglu(p, u) @ w.down.t(), (p, u)
+
+
+def mlp_grad(
+    grad: Tensor, x: Tensor, w: MLPWeights, kept: Tensors, where: Where, eps: float
+) -> tuple[Tensor, MLPWeights]:
+    """(d x, d weights) of `mlp`."""
+    del where
+    p, u = kept
+    d_down = grad.t() @ swiglu(p, u)
+    d_p, d_u = swiglu_grad(p, u, grad @ w.down)
+    n = rms_norm(x, w.norm, eps)
+    d_gate, d_up = d_p.t() @ n, d_u.t() @ n
+    d_x, d_norm = rms_norm_grad(x, w.norm, eps, wide(d_p @ w.gate) + wide(d_u @ w.up))
+    return (d_x + wide(grad)).to(x.dtype), MLPWeights(d_norm, d_gate, d_up, d_down)
+
+
+def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
+    """Return x + the gated delta net layer; kept: its projections and the rule's results."""
+    n = rms_norm(x, w.norm, eps)
+    mixed, z, b, a = n @ w.qkv.t(), n @ w.z.t(), n @ w.b.t(), n @ w.a.t()
+    q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
+    o, cumulative, inverses = delta_rule(q, k, v, g, beta, where.boundaries)
+    y = gated_norm(o, z.view_as(o), w.gated_norm, eps).flatten(1)
+    return x + y @ w.out.t(), (mixed, z, b, a, o, cumulative, inverses)
+
+
+def delta_net_grad(
+    grad: Tensor, x: Tensor, w: DeltaNetWeights, kept: Tensors, where: Where, eps: float
+) -> tuple[Tensor, DeltaNetWeights]:
+    """(d x, d weights) of `delta_net`."""
+    mixed, z, b, a, o, cumulative, inverses = kept
+    z = z.view_as(o)
+    d_out = grad.t() @ gated_norm(o, z, w.gated_norm, eps).flatten(1)
+    d_o, d_z, d_gated_norm = gated_norm_grad(o, z, w.gated_norm, eps, (grad @ w.out).view_as(o))
+    q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
+    d_q, d_k, d_v, d_g, d_beta = delta_rule_grad(q, k, v, g, cumulative, beta, inverses, where.boundaries, d_o)
+    d_a, d_a_log, d_dt_bias = decay_grad(a, w.a_log, w.dt_bias, d_g)
+    s = wide(b).sigmoid()
+    d_b = (wide(d_beta) * s * (1.0 - s)).to(b.dtype)
+    d_mixed, d_conv = conv_heads_grad(mixed, w.conv, where.position, d_q, d_k, d_v)
+    d_z = d_z.flatten(1)
+    n = rms_norm(x, w.norm, eps)
+    d_n = wide(d_mixed @ w.qkv) + wide(d_z @ w.z) + wide(d_b @ w.b) + wide(d_a @ w.a)
+    d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
+    projections = (d_mixed.t() @ n, d_z.t() @ n, d_b.t() @ n, d_a.t() @ n)
+    d_weights = DeltaNetWeights(d_norm, *projections, d_conv, d_a_log, d_dt_bias, d_gated_norm, d_out)
+    return (d_x + wide(grad)).to(x.dtype), d_weights
+
+
+def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
+    """Return x + the gated attention layer; kept: its projections and attention's results."""
+    n = rms_norm(x, w.norm, eps)
+    qg, k, v = n @ w.q.t(), n @ w.k.t(), n @ w.v.t()
+    q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
+    o, normalisers = causal_attention(q, k_turned, v_heads, where.cu_seqlens, where.longest)
+    y = (wide(o) * wide(gate).sigmoid()).to(x.dtype).flatten(1)
+    return x + y @ w.out.t(), (qg, k, v, o, normalisers)
+
+
+def attention_grad(
+    grad: Tensor, x: Tensor, w: AttentionWeights, kept: Tensors, where: Where, eps: float
+) -> tuple[Tensor, AttentionWeights]:
+    """(d x, d weights) of `attention`."""
+    qg, k, v, o, normalisers = kept
+    q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
+    s, f = wide(gate).sigmoid(), wide(o)
+    d_out = grad.t() @ (f * s).to(x.dtype).flatten(1)
+    d_y = wide((grad @ w.out).view_as(o))
+    d_o, d_gate = (d_y * s).to(x.dtype), (d_y * f * s * (1.0 - s)).to(x.dtype)
+    d_q, d_k, d_v = causal_attention_grad(q, k_turned, v_heads, o, normalisers, where.cu_seqlens, where.longest, d_o)
+    head = w.q_norm.shape[0]
+    q_heads, k_heads = qg.view(qg.shape[0], -1, 2 * head)[..., :head], k.view(k.shape[0], -1, head)
+    d_q, d_q_norm = rms_norm_grad(q_heads, w.q_norm, eps, rotate_grad(d_q, where.cos, where.sin))
+    d_k, d_k_norm = rms_norm_grad(k_heads, w.k_norm, eps, rotate_grad(d_k, where.cos, where.sin))
+    d_qg = torch.cat([d_q.to(x.dtype), d_gate], dim=-1).flatten(1)
+    d_k, d_v = d_k.to(x.dtype).flatten(1), d_v.flatten(1)
+    n = rms_norm(x, w.norm, eps)
+    d_n = wide(d_qg @ w.q) + wide(d_k @ w.k) + wide(d_v @ w.v)
+    d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
+    d_weights = AttentionWeights(d_norm, d_qg.t() @ n, d_k.t() @ n, d_v.t() @ n, d_q_norm, d_k_norm, d_out)
+    return (d_x + wide(grad)).to(x.dtype), d_weights
+
+
+def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, where: Where) -> Tensors:
+    """q, k, v, log decay and beta of the delta rule, from the projections; keys and values have one head size."""
+    head = w.gated_norm.shape[0]
+    keys = (mixed.shape[1] - w.out.shape[1]) // (2 * head)
+    q, k, v = conv_heads(mixed, w.conv, where.position, keys, head)
+    beta = wide(b).sigmoid().to(b.dtype)
+    return q, k, v, decay(a, w.a_log, w.dt_bias), beta
+
+
+def _attention_operands(qg: Tensor, k: Tensor, v: Tensor, w: AttentionWeights, where: Where, eps: float) -> Tensors:
+    """q [T, Hq, D], its gate, k and v [T, Hkv, D], normalised and rotated, from the projections."""
+    tokens, head = qg.shape[0], w.q_norm.shape[0]
+    q, gate = qg.view(tokens, -1, 2 * head).chunk(2, dim=-1)
+    q = rotate(rms_norm(q, w.q_norm, eps), where.cos, where.sin)
+    k = rotate(rms_norm(k.view(tokens, -1, head), w.k_norm, eps), where.cos, where.sin)
+    return q, gate, k, v.view(tokens, -1, head)

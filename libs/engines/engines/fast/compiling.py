@@ -1,0 +1,39 @@
+"""How the functions of a layer are compiled: once for every number of tokens, and counted.
+
+Token dimensions are marked as dynamic, all others are compiled in, so that a batch of another length or of other
+sequences runs what is there. One token runs uncompiled: compilers take sizes of one for constants.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FEWEST_TOKENS = 2
+"""Below it (a dummy micro-batch is one token) functions run as they are."""
+
+
+def compilations() -> int:
+    """Return how many graphs this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+@cache
+def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """Return the function compiled whole; one of it for the process.
+
+    Matrix products are not padded to a multiple of 8: it would compile again for other numbers of tokens.
+    """
+    options: dict[str, Any] | None = {"shape_padding": False} if backend == "inductor" else None
+    return torch.compile(function, fullgraph=True, backend=backend, options=options)
+
+
+def mark_tokens(tensors: Sequence[Tensor]) -> None:
+    """Mark dimension 0 of these as one whose size changes from call to call."""
+    for tensor in tensors:
+        if not hasattr(tensor, "_dynamo_dynamic_indices"):
+            torch._dynamo.mark_dynamic(tensor, 0)

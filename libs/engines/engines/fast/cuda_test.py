@@ -1,0 +1,182 @@
+"""On one Hopper GPU: compiled layers, fused head and replicated weights against the plain path and float32."""
+
+import pytest
+import torch
+from torch.cuda import set_sync_debug_mode
+
+from engines import EngineConfig, build_engine
+from engines.execution.executor import Scoring
+from engines.execution.loss import StepLoss
+from engines.fast.adamw import AdamW, control, join, split, update, update_plain
+from engines.fast.compiling import compilations
+from engines.fast.convolution import conv_heads, conv_heads_grad
+from engines.fast.log_prob_kernels import gradient, gradient_plain, statistics, statistics_plain
+from engines.launch import ensure_group
+from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
+from objectives import SFT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = [700, 5, 333, 64, 1, 945]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cuda")
+    yield
+    if made:
+        torch.distributed.destroy_process_group()
+
+
+def engine(**options):
+    config = {"device": "cuda", "lr": 1e-3, "max_tokens_per_rank": 2048, **options}
+    return build_engine(EngineConfig(**config), tiny_model("dense", scale=1.0, **FUSED_SIZES))
+
+
+def batch(seed=0, lengths=LENGTHS):
+    return tiny_batch(lengths, seed=seed, vocab=512)
+
+
+def gradients(built, data):
+    """(loss, gradients by name) of a step that is not made."""
+    work = built._agree_on(data, SFT())
+    loss = StepLoss(SFT(), work.facts.totals)
+    built.executor.train(built._micro_batches(work.batch, work.plan), loss, Scoring())
+    found = {name: p.grad for name, p in built.executor.scorer.named_parameters()}
+    whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in found.items()}
+    return float(loss.share(built.device)), whole
+
+
+def error(found, exact):
+    squares = sum(float((found[name] - value).square().sum()) for name, value in exact.items())
+    return (squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5
+
+
+@pytest.mark.parametrize("weights", ["sharded", "replicated"])
+def test_compiled_layers_equal_plain_ones(weights):
+    """Gradient errors against float32: no larger than the plain path's."""
+    exact_loss, exact = gradients(engine(dtype="float32", weights="sharded"), batch())
+    plain_loss, plain = gradients(engine(compile="off", weights="sharded"), batch())
+    fast_loss, fast = gradients(engine(compile="on", weights=weights), batch())
+    print({"loss": (exact_loss, plain_loss, fast_loss), "plain": error(plain, exact), "fast": error(fast, exact)})
+    assert fast_loss == pytest.approx(exact_loss, rel=2e-3)
+    assert error(fast, exact) <= 1.05 * error(plain, exact)
+
+
+def test_compiled_once_whatever_the_batch():
+    built = engine(compile="on")
+    built.train_batch(batch(), SFT())
+    before = compilations()
+    for seed, lengths in enumerate([[2048], [5, 3], [64] * 9, [1, 1, 700], [999, 1, 1, 1, 1], [2], [512, 512]]):
+        built.train_batch(batch(seed, lengths), SFT())
+        built.forward(batch(seed, lengths))
+    assert compilations() == before
+
+
+def test_the_host_never_waits_in_forward_backward_and_update():
+    """From a prefetched batch to the norm of its gradient."""
+    built = engine(compile="on", weights="replicated")
+    built.train_batch(batch(), SFT())
+    work = built._agree_on(batch(1), SFT())
+    micro_batches = built.executor.ahead(built._micro_batches(work.batch, work.plan))
+    micro_batches.begin()
+    loss = StepLoss(SFT(), work.facts.totals)
+    set_sync_debug_mode("error")
+    try:
+        built.executor.train(micro_batches, loss, Scoring())
+        norm = built.executor.optimizer_step(1e-3, loss.share(built.device))
+    finally:
+        set_sync_debug_mode("default")
+    assert bool(norm.isfinite())
+
+
+def test_a_prefetched_batch_gives_the_same_step():
+    objective, batches = SFT(), [batch(seed) for seed in range(3)]
+    plain, ahead = engine(compile="on", max_tokens_per_rank=1024), engine(compile="on", max_tokens_per_rank=1024)
+    for data, following in zip(batches, [*batches[1:], batches[0]], strict=True):
+        ahead.prefetch(following, objective)
+        expected, found = plain.train_batch(data, objective), ahead.train_batch(data, objective)
+        assert found["micro_batches"] > 1
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+def test_scores_are_those_that_are_trained_on():
+    built = engine(compile="on")
+    data = batch()
+    data["old_log_probs"] = built.forward(data)["log_probs"]
+    from objectives import GRPO
+
+    assert built.train_batch(data, GRPO())["ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["sharded", "replicated"])
+def test_training_learns_and_checkpointing_changes_little(weights):
+    losses = {}
+    for checkpointing in (False, True):
+        built = engine(lr=3e-3, compile="on", weights=weights, gradient_checkpointing=checkpointing)
+        losses[checkpointing] = [built.train_batch(batch(), SFT())["loss"] for _ in range(10)]
+    assert losses[True][-1] < 0.8 * losses[True][0]
+    assert losses[True] == pytest.approx(losses[False], rel=2e-2)
+
+
+@pytest.mark.parametrize("vocabulary", [512, 65536, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_prob_kernels_equal_plain_ones(vocabulary, temperature):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 3 * torch.randn(300, vocabulary, generator=generator, device="cuda")
+    targets = torch.randint(0, vocabulary, (300,), generator=generator, device="cuda")
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
+        low = logits.to(dtype)
+        found = statistics(low, targets, temperature, True)
+        expected = statistics_plain(low, targets, temperature, True)
+        for mine, other, slack in zip(found, expected, (1, 1, 20), strict=True):  # entropies are differences
+            torch.testing.assert_close(mine, other, rtol=bound, atol=slack * bound)
+        grads = [torch.randn(300, generator=generator, device="cuda") for _ in range(2)]
+        operands = (targets, expected[1], grads[0], temperature, expected[2], grads[1])
+        other = gradient_plain(low, *operands)
+        torch.testing.assert_close(gradient(low.clone(), *operands), other)
+
+
+@pytest.mark.parametrize("lengths", [[700, 5, 333, 1, 1, 64, 2, 3], [1], [40], [4096]])
+def test_convolution_kernels_equal_plain_ones(lengths):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    tokens, keys, values = sum(lengths), 2, 4
+    position = torch.cat([torch.arange(n) for n in lengths]).to("cuda", torch.int32)
+    x, weight = randn(tokens, (2 * keys + values) * 128), randn((2 * keys + values) * 128, 4)
+    grads = randn(tokens, keys, 128), randn(tokens, keys, 128), randn(tokens, values, 128)
+    expected = conv_heads(x.cpu(), weight.cpu(), position.cpu(), keys, 128)
+    expected += conv_heads_grad(x.cpu(), weight.cpu(), position.cpu(), *(g.cpu() for g in grads))
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        operands = x.to(dtype), weight.to(dtype), position
+        found = conv_heads(*operands, keys, 128) + conv_heads_grad(*operands, *(g.to(dtype) for g in grads))
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.dtype == dtype
+            assert float((mine.cpu().float() - other).norm() / other.norm()) < bound
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_update_kernel_equals_the_plain_one(limit):
+    start = torch.randn(1000, 33, device="cuda")
+    whole, (high, rest) = [start.clone() for _ in range(2)], split(start)
+    moments = [(torch.zeros_like(start), torch.zeros_like(start)) for _ in range(3)]
+    settings = AdamW(1e-2, (0.9, 0.98), 1e-8)
+    for step in range(1, 6):
+        grad = torch.randn(1000, 33, device="cuda")
+        controls = control(grad.norm(), limit, torch.tensor(float(step), device="cuda").double(), settings.betas)
+        update_plain(whole[0], None, moments[0], grad, controls, settings, 0.1)
+        update(whole[1], None, moments[1], grad, controls, settings, 0.1)
+        update(high, rest, moments[2], grad, controls, settings, 0.1)
+    torch.testing.assert_close(whole[1], whole[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(join(high, rest), whole[0], rtol=0, atol=1e-6)
+    before = high.clone(), rest.clone(), moments[2][0].clone()
+    nothing = control(
+        torch.tensor(torch.nan, device="cuda"), 1.0, torch.tensor(1.0, device="cuda").double(), settings.betas
+    )
+    update(high, rest, moments[2], grad, nothing, settings, 0.1)
+    assert all(torch.equal(one, other) for one, other in zip(before, (high, rest, moments[2][0]), strict=True))

@@ -1,0 +1,57 @@
+"""The norm behind the last layer as a compiled function, for packed calls (one row of tokens)."""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from engines.fast.compiling import FEWEST_TOKENS, compiled, mark_tokens
+from engines.fast.pointwise import rms_norm, rms_norm_grad
+
+
+def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] normalised."""
+    return rms_norm(x, weight, eps)
+
+
+def final_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(d x, d weight) of `final_norm`, in their dtypes."""
+    d_x, d_weight = rms_norm_grad(x, weight, eps, grad)
+    return d_x.to(x.dtype), d_weight
+
+
+def use_final_norm(norm: Any, eps: float, backend: str | None) -> None:
+    """Let this norm module run as a function where it is given one row of tokens."""
+    original = norm.forward
+
+    def forward(module: Any, hidden: Tensor) -> Tensor:
+        if hidden.dim() != 3 or hidden.shape[0] != 1:
+            return original(hidden)
+        return _Norm.apply(hidden.squeeze(0), module.weight, eps, backend).unsqueeze(0)
+
+    norm.forward = MethodType(forward, norm)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.backend = eps, backend
+        return _run(final_norm, backend, x.data, weight.data, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x, d_weight = _run(final_norm_grad, ctx.backend, x.data, weight.data, ctx.eps, grads[0].contiguous().data)
+        return d_x, d_weight, None, None
+
+
+def _run(function: Callable[..., Any], backend: str | None, x: Tensor, *rest: Any) -> Any:
+    if backend is None or x.shape[0] < FEWEST_TOKENS:
+        return function(x, *rest)
+    mark_tokens((x, *(one for one in rest if isinstance(one, Tensor) and one.shape == x.shape)))
+    return compiled(function, backend)(x, *rest)

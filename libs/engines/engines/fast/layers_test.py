@@ -1,0 +1,122 @@
+"""A model over layer functions against stock transformers, one sequence at a time: logits and every gradient."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from engines.fast.compiling import compilations
+from engines.fast.layers import use_layer_functions
+from engines.packing.model import adapt_for_packing
+from engines.tiny import tiny_model
+from seqpack.adapters.context import PackedContext
+from seqpack.adapters.model import packed_hidden
+
+LENGTHS = (5, 1, 17, 9)
+
+
+def context_of(lengths):
+    edges = (0, *accumulate(lengths))
+    return PackedContext(torch.tensor(edges, dtype=torch.int32), max(lengths), edges=edges)
+
+
+def run_packed(model, ids, lengths, weights):
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    hidden = packed_hidden(model, ids, positions, context_of(lengths))
+    return results(model, model.get_output_embeddings()(hidden), weights)
+
+
+def run_stock(model, ids, lengths, weights):
+    logits = torch.cat([model(part[None], use_cache=False).logits[0] for part in ids.split(lengths)])
+    return results(model, logits, weights)
+
+
+def results(model, logits, weights):
+    (logits.log_softmax(-1) * weights).sum().backward()
+    return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def inputs(lengths, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 48, (sum(lengths),), generator=generator)
+    return ids, torch.randn(sum(lengths), 48, generator=generator, dtype=dtype)
+
+
+def fast_model(backend, dtype=torch.float64, **changes):
+    model = tiny_model(**changes).to(dtype).eval()
+    adapt_for_packing(model)
+    use_layer_functions(model, backend)
+    return model
+
+
+def largest_error(found, expected):
+    return max(((found[key] - value).norm() / value.norm()).item() for key, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"linear_num_key_heads": 4}, {"num_key_value_heads": 4, "tie_word_embeddings": False}, {"hidden_size": 24}],
+)
+def test_equals_stock_transformers(changes):
+    """transformers' delta rule computes in float32 whatever its operands are, hence the bound."""
+    ids, weights = inputs(LENGTHS)
+    expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
+    found = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
+    assert largest_error(found, expected) < 5e-4
+
+
+def test_equals_the_packed_path_in_float64():
+    """The plain reference beside it: the same packed call without layer functions."""
+    ids, weights = inputs(LENGTHS)
+    plain = tiny_model().double().eval()
+    adapt_for_packing(plain)
+    expected = run_packed(plain, ids, LENGTHS, weights)
+    errors = run_packed(fast_model(None), ids, LENGTHS, weights)
+    # transformers casts its norms to float32, so the two differ by its roundings
+    assert largest_error(errors, expected) < 2e-5
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_traced_whole_and_once(backend):
+    """Whatever the batch, there are four functions and four gradients, and no graph break (fullgraph)."""
+    torch._dynamo.reset()
+    model = fast_model(backend, torch.float32)
+    plain = fast_model(None, torch.float32)
+    before, counts = compilations(), []
+    for step, lengths in enumerate([LENGTHS, (7, 3), (2,), (40, 1, 1, 6, 9), (8, 8), (32,), (1, 1), (3, 2, 1)]):
+        ids, weights = inputs(lengths, torch.float32, step)
+        model.zero_grad()
+        plain.zero_grad()
+        found, expected = (run_packed(one, ids, lengths, weights) for one in (model, plain))
+        assert largest_error(found, expected) < 1e-5
+        counts.append(compilations() - before)
+    assert counts == [8] * len(counts)
+
+
+def test_one_token_runs_uncompiled():
+    torch._dynamo.reset()
+    model, before = fast_model("eager", torch.float32), compilations()
+    run_packed(model, *inputs((1,), torch.float32)[:1], (1,), inputs((1,), torch.float32)[1])
+    assert compilations() == before
+
+
+def test_calls_without_a_context_and_after_undo_are_stock():
+    model, ids = tiny_model().eval(), inputs((9,))[0][None]
+    expected = model(ids).logits
+    adapt_for_packing(model)
+    functions = use_layer_functions(model, None)
+    assert torch.equal(model(ids).logits, expected)
+    functions.undo()
+    assert not any("forward" in vars(module) for module in (model.base_model.norm, *model.base_model.layers))
+
+
+def test_nothing_crosses_a_boundary():
+    """Another first sequence changes nothing in the second, bit for bit."""
+    model = fast_model(None, torch.float32)
+    ids, weights = inputs((6, 11), torch.float32)
+    before = run_packed(model, ids, (6, 11), weights)["logits"]
+    ids[:6] = ids[:6].flip(0)
+    model.zero_grad()
+    after = run_packed(model, ids, (6, 11), weights)["logits"]
+    assert not torch.equal(before[:6], after[:6])
+    assert torch.equal(before[6:], after[6:])

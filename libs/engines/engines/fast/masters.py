@@ -1,0 +1,123 @@
+"""The share of one rank in weights that every rank holds whole: exact float32 values and AdamW's moments.
+
+A weight is cut along dimension 0 as `torch.chunk` does (as FSDP2 shards it), so that checkpoints fit both. The rank
+keeps, for its rows, the moments and, where weights are computed with in bfloat16, the rest that makes them exact
+(`engines.fast.adamw.split`). States leave as float32 DTensors, by the names and in the nesting that torch's
+`get_optimizer_state_dict` gives.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from engines.config import EngineConfig
+from engines.fast.adamw import AdamW, join, split, update
+from engines.weights.disk import DiskWeights
+from engines.weights.rows import rows_of
+
+
+@dataclass
+class Master:
+    """One parameter, whole, and this rank's share of its exact value and moments (None before it is trained)."""
+
+    name: str
+    parameter: nn.Parameter
+    rows: slice
+    rest: Tensor | None
+    moments: tuple[Tensor, Tensor] | None
+
+    @staticmethod
+    def of(
+        name: str,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        train: bool,
+        disk: DiskWeights | None = None,
+    ) -> "Master":
+        """Take a float32 parameter over: it is rounded to the dtype that is computed in. `disk`: where its value is."""
+        if disk is None:
+            exact = parameter.detach()
+        else:
+            parameter.data = exact = disk.whole(name.removeprefix("model."), torch.float32, parameter.device)
+        rows = rows_of(exact.shape[0], mesh.size(), mesh.get_local_rank())
+        rest = None
+        if dtype == torch.bfloat16:
+            rounded, rests = split(exact.contiguous())
+            parameter.data, rest = rounded, rests[rows].clone()
+        moments = None
+        if train:
+            zeros = torch.zeros_like(exact[rows], dtype=torch.float32)
+            moments = zeros, torch.zeros_like(zeros)
+        return Master(name, parameter, rows, rest, moments)
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows of the weight, in place."""
+        return self.parameter.detach()[self.rows]
+
+    def exact(self) -> Tensor:
+        """Return this rank's rows in float32, exactly; a copy where they are kept in two parts."""
+        return self.weight if self.rest is None else join(self.weight, self.rest)
+
+    def set_exact(self, value: Tensor) -> None:
+        """Write this rank's rows."""
+        if self.rest is None:
+            self.weight.copy_(value)
+            return
+        rounded, rest = split(value.contiguous())
+        self.weight.copy_(rounded)
+        self.rest.copy_(rest)
+
+    def update(self, grad: Tensor, controls: Tensor, settings: AdamW, weight_decay: float) -> None:
+        """Make a step of AdamW on this rank's rows; matrices alone decay."""
+        assert self.moments is not None, "the engine refuses to train without an optimizer"
+        decay = weight_decay if self.parameter.ndim >= 2 else 0.0
+        update(self.weight, self.rest, self.moments, grad, controls, settings, decay)
+
+    def move(self, device: torch.device) -> None:
+        """Move what is kept beside the weight."""
+        self.rest = None if self.rest is None else self.rest.to(device)
+        self.moments = None if self.moments is None else (self.moments[0].to(device), self.moments[1].to(device))
+
+    def spread(self, rows: Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return a tensor of which this rank holds these rows."""
+        whole = self.parameter
+        return DTensor.from_local(rows, mesh, (Shard(0),), run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def optimizer_state(masters: list[Master], config: EngineConfig, mesh: DeviceMesh, step: Tensor) -> dict[str, Any]:
+    """Return the moments as torch's distributed checkpoint takes them, like those of a torch.optim.AdamW."""
+    state: dict[str, Any] = {}
+    for one in masters:
+        assert one.moments is not None, "the engine refuses to train without an optimizer"
+        first, second = (one.spread(moment, mesh) for moment in one.moments)
+        state[one.name] = {"step": step.float(), "exp_avg": first, "exp_avg_sq": second}
+    names = [
+        [one.name for one in masters if one.parameter.ndim >= 2],
+        [one.name for one in masters if one.parameter.ndim < 2],
+    ]
+    decays = config.weight_decay, 0.0
+    groups = [
+        {
+            "lr": config.lr,
+            "betas": config.betas,
+            "eps": config.eps,
+            "weight_decay": decay,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": True,
+            "decoupled_weight_decay": True,
+            "params": group,
+        }
+        for group, decay in zip(names, decays, strict=True)
+        if group
+    ]
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,24 @@
+"""Gradients by autograd from inside an operation, for the plain forms of operations."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+
+def grad_of(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of function(*operands) for its gradient `grad`.
+
+    Autograd is switched off for the thread that runs an operation, and cannot be switched on there: a thread of its
+    own does it.
+    """
+
+    def work() -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in operands]
+            found = torch.autograd.grad(function(*leaves), leaves, grad)
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in found)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()

@@ -1,0 +1,146 @@
+"""The token-by-token pieces of a decoder layer, each a function with its gradient written out.
+
+They are plain torch, so that a compiler fuses each chain into one kernel; and their gradients are functions too, so
+that a layer decides by itself what it keeps and what it computes again. All arithmetic is float32 (float64 for float64
+operands), and results have the dtype of the activations. Formulas as in transformers' Qwen3.5, but for the gated norm,
+which is not rounded between its two factors.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+L2_EPS = 1e-6
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in the dtype of the arithmetic: float32, or float64 where it is that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] over the root of its mean square, times 1 + weight [D]."""
+    f = wide(x)
+    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * (1.0 + wide(weight))).to(x.dtype)
+
+
+def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(d x [..., D] in the arithmetic's dtype, d weight [D]) of `rms_norm`."""
+    f, g = wide(x), wide(grad)
+    scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
+    n = f * scale
+    d_n = g * (1.0 + wide(weight))
+    d_x = scale * (d_n - n * (d_n * n).mean(-1, keepdim=True))
+    return d_x, (g * n).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] over the root of its mean square, times weight [D] and silu(gate [..., D])."""
+    f, z = wide(x), wide(gate)
+    n = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
+    return (n * wide(weight) * (z * z.sigmoid())).to(x.dtype)
+
+
+def gated_norm_grad(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(d x, d gate, d weight) of `gated_norm`."""
+    f, z, g, w = wide(x), wide(gate), wide(grad), wide(weight)
+    scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
+    n, s = f * scale, z.sigmoid()
+    d_n = g * w * (z * s)
+    d_x = scale * (d_n - n * (d_n * n).mean(-1, keepdim=True))
+    d_z = g * n * w * (s * (1.0 + z * (1.0 - s)))
+    return d_x.to(x.dtype), d_z.to(gate.dtype), (g * n * (z * s)).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    p = wide(gate)
+    return (p * p.sigmoid() * wide(up)).to(gate.dtype)
+
+
+def swiglu_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(d gate, d up) of `swiglu`."""
+    p, u, g = wide(gate), wide(up), wide(grad)
+    s = p.sigmoid()
+    return (g * u * (s * (1.0 + p * (1.0 - s)))).to(gate.dtype), (g * (p * s)).to(up.dtype)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [..., D] over its length."""
+    f = wide(x)
+    return (f * torch.rsqrt(f.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
+
+
+def unit_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """D x of `unit`."""
+    f, g = wide(x), wide(grad)
+    scale = torch.rsqrt(f.square().sum(-1, keepdim=True) + L2_EPS)
+    n = f * scale
+    return (scale * (g - n * (g * n).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log decay -exp(a_log) * softplus(a + dt_bias): a [T, Hv], a_log and dt_bias [Hv] -> [T, Hv], float32."""
+    return -wide(a_log).exp() * softplus(wide(a) + wide(dt_bias))
+
+
+def decay_grad(a: Tensor, a_log: Tensor, dt_bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(d a, d a_log, d dt_bias) of `decay`."""
+    x, rate, g = wide(a) + wide(dt_bias), -wide(a_log).exp(), wide(grad)
+    d_a = g * rate * x.sigmoid()
+    return d_a.to(a.dtype), (g * rate * softplus(x)).sum(0).to(a_log.dtype), d_a.sum(0).to(dt_bias.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first R features of each head: x [T, H, D], cos and sin [T, R] with equal halves."""
+    half = cos.shape[-1] // 2
+    f, c, s = wide(x), wide(cos)[:, None], wide(sin)[:, None]
+    left, right, rest = f[..., :half], f[..., half : 2 * half], f[..., 2 * half :]
+    low, high = slice(None, half), slice(half, None)
+    turned = (left * c[..., low] - right * s[..., low], right * c[..., high] + left * s[..., high], rest)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def rotate_grad(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """D x of `rotate`: the rotation back, with the sine of each half's partner."""
+    half = cos.shape[-1] // 2
+    g, c, s = wide(grad), wide(cos)[:, None], wide(sin)[:, None]
+    left, right, rest = g[..., :half], g[..., half : 2 * half], g[..., 2 * half :]
+    low, high = slice(None, half), slice(half, None)
+    turned = (left * c[..., low] + right * s[..., high], right * c[..., high] - left * s[..., low], rest)
+    return torch.cat(turned, dim=-1).to(grad.dtype)
+
+
+def conv_silu(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
+    """Causal depthwise convolution inside each sequence, then silu: x [T, D], weight [D, K] -> [T, D].
+
+    `position` [T]: a token's place in its sequence, from 0; a tap that would reach over its start is left out.
+    """
+    y = _conv(x, weight, position)
+    return (y * y.sigmoid()).to(x.dtype)
+
+
+def conv_silu_grad(x: Tensor, weight: Tensor, position: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(d x [T, D], d weight [D, K]) of `conv_silu`."""
+    tokens, taps = x.shape[0], weight.shape[1]
+    y = _conv(x, weight, position)
+    s = y.sigmoid()
+    d_y = (wide(grad) * (s * (1.0 + y * (1.0 - s)))).to(x.dtype)
+    f, w, g = wide(x), wide(weight), wide(d_y)
+    d_x, d_w = g * w[:, taps - 1], [(g * f).sum(0)]
+    for back in range(1, taps):
+        seen = torch.where((position >= back)[:, None], g, 0.0)
+        d_x = d_x + pad(seen, (0, 0, 0, back))[back:] * w[:, taps - 1 - back]
+        d_w.insert(0, (seen * pad(f, (0, 0, back, 0))[:tokens]).sum(0))
+    return d_x.to(x.dtype), torch.stack(d_w, dim=1).to(weight.dtype)
+
+
+def _conv(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
+    """The convolution before silu, in the arithmetic's dtype."""
+    tokens, taps = x.shape[0], weight.shape[1]
+    f, w = wide(x), wide(weight)
+    y = f * w[:, taps - 1]
+    for back in range(1, taps):
+        past = pad(f, (0, 0, back, 0))[:tokens]
+        y = y + torch.where((position >= back)[:, None], past, 0.0) * w[:, taps - 1 - back]
+    return y

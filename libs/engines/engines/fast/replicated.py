@@ -1,0 +1,137 @@
+"""The executor of weights that every rank holds whole, with exact values and moments shared out over the ranks.
+
+It differs from the FSDP2 executor (whose loop, scores and router loss it has) in where weights live: no gathering and
+no hooks in forward and backward passes, so that nothing slows a compiled layer down on the host; two bytes a parameter
+of memory on every rank instead of a share of four (ZeRO stage 1 and 2, Rajbhandari et al., arXiv 1910.02054, over
+weights in two parts). Clipping and skipping are inside the update, which the host does not wait for.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from engines.devices.choice import devices_of
+from engines.execution.executor import LossFunction, Scoring
+from engines.execution.micro_batches import MicroBatches
+from engines.families.registry import family_of
+from engines.fast.adamw import AdamW, control
+from engines.fast.exchange import Exchange
+from engines.fast.masters import Master, optimizer_state
+from engines.fsdp2.executor import FSDP2Executor
+from engines.loading import cast_parameters, compute_dtype
+from engines.weights.disk import DiskWeights
+from engines.weights.empty import allocate
+from engines.weights.model_weights import live_tensors
+
+
+class ReplicatedExecutor(FSDP2Executor):
+    """See `engines.execution.executor.Executor` and the module's text."""
+
+    def _shard(self, disk: DiskWeights | None) -> None:
+        self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        dtype = compute_dtype(self.config, self.device)
+        if disk is not None:
+            allocate(cast_parameters(self.model, dtype), self.device)
+            disk.fill_buffers(self.model)
+        self.masters = [
+            Master.of(name, parameter, dtype, self.mesh, self.trainable, disk)
+            for name, parameter in self.scorer.named_parameters()
+        ]
+        self.updates = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.exchange = Exchange(self._buckets(), self.mesh.get_group())
+
+    def _buckets(self) -> list[list[Master]]:
+        """Layers from the last to the first, then the embedding, which has its gradient last."""
+        by_parameter = {one.parameter: one for one in self.masters}
+        layers = [
+            [by_parameter.pop(parameter) for parameter in layer.parameters()]
+            for layer in reversed(family_of(self.model.config).layers(self.model))
+        ]
+        return [*layers, list(by_parameter.values())]
+
+    def _build_optimizer(self) -> None:
+        """Build none: the masters have the moments."""
+        return
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """See `Executor`."""
+        self.exchange.begin(len(micro_batches))
+        counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
+        for micro_batch in self.ahead(micro_batches):
+            loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
+            self.exchange.end_micro_batch()
+
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+        """See `Executor`: nothing here waits for the device."""
+        gradients = self.exchange.gradients()
+        norm = self._norm([grad for bucket in gradients for grad in bucket], loss)
+        controls = control(norm, self.config.grad_clip, self.updates + 1, self.config.betas)
+        self.updates += norm.isfinite()
+        settings = AdamW(lr, self.config.betas, self.config.eps)
+        on_the_way = []
+        # The embedding, whose gradient came last, goes first: it is the largest, and the next step begins with it.
+        for bucket, grads in reversed(list(zip(self.exchange.buckets, gradients, strict=True))):
+            for one, grad in zip(bucket.masters, grads, strict=True):
+                one.update(grad, controls, settings, self.config.weight_decay)
+            if not self.exchange.alone:
+                on_the_way.append(bucket.gather())
+                if len(on_the_way) > 2:
+                    on_the_way.pop(0).finish()
+        for gathering in on_the_way:
+            gathering.finish()
+        self.exchange.forget()
+        return norm
+
+    def _norm(self, grads: list[Tensor], loss: Tensor) -> Tensor:
+        """The global norm, f64[]; NaN on every rank where the loss of any is not finite."""
+        filled = [grad for grad in grads if grad.numel()]
+        squares = 0.0 * loss.detach().double()
+        if filled:
+            norms = torch.stack(torch._foreach_norm(filled, dtype=torch.float32))
+            squares = squares + norms.double().square().sum()
+        if not self.exchange.alone:
+            dist.all_reduce(squares, group=self.groups.world)
+        return squares.sqrt()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather one tensor after another, in float32."""
+        by_parameter: dict[Tensor, Master] = {one.parameter: one for one in self.masters}
+        for name, tensor in live_tensors(self.model).items():
+            one = by_parameter.get(tensor)
+            yield name, tensor if one is None else one.spread(one.exact(), self.mesh).full_tensor()
+
+    def state(self) -> dict[str, Any]:
+        """Return shards in float32, as the FSDP2 executor does; `load_state` takes over what is read into them."""
+        saved = self.scorer.state_dict()
+        tensors = {one.name: one.spread(one.exact(), self.mesh) for one in self.masters} | {
+            name: value.detach() for name, value in self.scorer.named_buffers() if name in saved
+        }
+        state: dict[str, Any] = {"model": tensors}
+        if self.trainable:
+            state["optimizer"] = optimizer_state(self.masters, self.config, self.mesh, self.updates)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over weights and moments that were read, and how many updates they have had."""
+        for one in self.masters:
+            one.set_exact(state["model"][one.name].to_local())
+        for bucket in () if self.exchange.alone else self.exchange.buckets:
+            bucket.gather().finish()
+        if self.trainable:
+            states = state["optimizer"]["state"]
+            self.updates.copy_(states[self.masters[0].name]["step"])
+            for one in self.masters:
+                first, second = (states[one.name][key].to_local() for key in ("exp_avg", "exp_avg_sq"))
+                one.moments = first, second
+
+    def move(self, device: torch.device) -> None:
+        """Move weights, rests and moments."""
+        self.scorer.to(device)
+        for one in self.masters:
+            one.move(device)
+        devices_of(self.device).release()

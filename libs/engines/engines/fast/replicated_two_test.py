@@ -1,0 +1,63 @@
+"""Whole weights with shared masters on two gloo processes: the curves, scores, weights and files of one."""
+
+import pytest
+import torch
+
+from engines import EngineConfig, build_engine
+from engines.launch import launch
+from engines.tiny import tiny_batch, tiny_model
+from objectives import SFT
+
+LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
+
+
+def engine(kind="dense", **options):
+    config = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, **options}
+    return build_engine(EngineConfig(weights="replicated", **config), tiny_model(kind, scale=2.0, num_hidden_layers=2))
+
+
+def curve(built, steps=range(3)):
+    return [built.train_batch(tiny_batch(LENGTHS, seed=step), SFT()) for step in steps]
+
+
+def exported(built):
+    return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
+
+
+def same(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
+
+
+def on_ranks(folder):
+    """Curves, weights, scores and a resumed run, of engines whose micro-batches differ in number."""
+    out = {}
+    for dtype in ("float32", "bfloat16"):
+        for cap in (20, 200):
+            built = engine(dtype=dtype, max_tokens_per_rank=cap)
+            losses = [(row["loss"], row["grad_norm"]) for row in curve(built)]
+            out[dtype, cap] = losses, exported(built), built.forward(tiny_batch(LENGTHS))["log_probs"].values()
+    built.save(folder)
+    resumed = engine(dtype="bfloat16", max_tokens_per_rank=200)
+    resumed.load(folder)
+    out["resumed"] = (exported(resumed), curve(resumed, steps=[3]) == curve(built, steps=[3]))
+    moe = engine(kind="moe")
+    out["moe"] = [row["loss"] for row in curve(moe)], exported(moe)
+    return out
+
+
+def test_two_ranks_equal_one(tmp_path):
+    one, two = (launch(on_ranks, (tmp_path / str(ranks),), world_size=ranks) for ranks in (1, 2))
+    for cap in (20, 200):
+        (losses, weights, scores), (others, other_weights, other_scores) = one["float32", cap], two["float32", cap]
+        assert [pytest.approx(row, rel=1e-4) for row in losses] == others
+        same(weights, other_weights, 1e-4)
+        torch.testing.assert_close(scores, other_scores, rtol=1e-3, atol=1e-4)
+        for row, other in zip(one["bfloat16", cap][0], two["bfloat16", cap][0], strict=True):
+            assert row == pytest.approx(other, rel=3e-2)
+    assert one["resumed"][1]
+    assert two["resumed"][1]
+    same(two["bfloat16", 200][1], two["resumed"][0], 0)
+    assert one["moe"][0] == pytest.approx(two["moe"][0], rel=1e-4)
+    same(one["moe"][1], two["moe"][1], 1e-4)

@@ -1,0 +1,106 @@
+"""Whether the fast path can run, asked before it is switched on: Yes, or No with the reason in words."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from engines.capability import No, Yes
+from engines.config import EngineConfig
+from engines.families.registry import family_of
+from engines.fast.triton_kernels import has_triton
+from engines.loading import compute_dtype
+
+LAYERS = Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
+REPLICATED = Yes("fast/replicated_two_test.py::test_two_ranks_equal_one")
+
+
+def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
+    """Whether decoder layers and head can run as compiled functions over fused kernels."""
+    reason = _settings(config) or _model(model_config) or _machine(config, model_config, device)
+    return LAYERS if reason is None else No(reason)
+
+
+def replicated_weights(config: EngineConfig, device: torch.device) -> Yes | No:
+    """Whether every rank can hold the weights whole, with exact values and moments shared out."""
+    if config.vision != "off":
+        return No("a vision tower is sharded: set weights='sharded'")
+    if config.lora.rank:
+        return No("adapters and the weights under them are sharded: set weights='sharded'")
+    if config.moments_dtype != "auto":
+        return No("replicated weights keep float32 moments: set moments_dtype='auto', or weights='sharded'")
+    if config.master_dtype != "float32":
+        return No("replicated weights keep float32 masters: set master_dtype='float32', or weights='sharded'")
+    if device.type == "cuda" and not has_triton():
+        return No("the update is a Triton kernel, and Triton is not installed")
+    return REPLICATED
+
+
+def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
+    """What `config.compile` comes to here; ValueError where it is "on" and cannot be."""
+    if config.compile == "off":
+        return No("compile='off'")
+    answer = compiled_layers(config, model_config, device)
+    if config.compile == "on" and isinstance(answer, No):
+        raise ValueError(f"compile='on' cannot be had: {answer.reason}; use compile='auto'")
+    return answer
+
+
+def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: int) -> Yes | No:
+    """What `config.weights` comes to here: "auto" replicates on one GPU alone. ValueError where it is not to be had."""
+    if config.weights == "sharded":
+        return No("weights='sharded'")
+    answer = replicated_weights(config, device)
+    if config.weights == "replicated":
+        if isinstance(answer, No):
+            raise ValueError(f"weights='replicated' cannot be had: {answer.reason}")
+        return answer
+    if device.type != "cuda":
+        return No("on a CPU sharding costs nothing")
+    if ranks > 1:
+        return No("several ranks hold more when they share the weights: set weights='replicated' if they fit")
+    return answer
+
+
+def _settings(config: EngineConfig) -> str | None:
+    if config.vision != "off":
+        return "layers behind a vision tower have not been run as functions"
+    if config.activation_offload:
+        return "the inputs of compiled layers are not moved to the host"
+    if config.lora.rank:
+        return "layers with adapters are not written as functions"
+    if config.batching != "packed":
+        return "layers are compiled for packed batches alone: set batching='packed'"
+    if config.context_parallel not in ("off", "static:1"):
+        return "layers whose ranks share sequences are not compiled"
+    return None
+
+
+def _model(model_config: Any) -> str | None:
+    family, text = family_of(model_config), model_config.get_text_config()
+    if family.name != "qwen3_5":
+        return f"only the layers of Qwen3.5 (dense) are written as functions, not those of {family.name}"
+    if text.attention_bias:
+        return "attention with biases is not written as a function"
+    if text.hidden_act != "silu":
+        return f"the activation is {text.hidden_act}, the functions are written for silu"
+    return None
+
+
+def _machine(config: EngineConfig, model_config: Any, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "on a CPU the plain layers are as fast"
+    if compute_dtype(config, device) != torch.bfloat16:
+        return "the fused kernels compute in bfloat16"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "the delta rule's kernels are FlashQLA's for Hopper (compute capability 9.0)"
+    missing = [name for name in ("flash_qla", "triton") if find_spec(name) is None]
+    if missing:
+        return f"{missing[0].replace('_', '-')} is not installed"
+    text = model_config.get_text_config()
+    sizes = {text.linear_key_head_dim, text.linear_value_head_dim}
+    if "linear_attention" in text.layer_types and sizes != {128}:
+        return f"FlashQLA's kernels have heads of 128 features, the model {sorted(sizes)}"
+    if text.head_dim > 256 or text.head_dim % 8:
+        return f"flash attention has heads of at most 256 features, a multiple of 8; the model {text.head_dim}"
+    return None

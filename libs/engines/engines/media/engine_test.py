@@ -1,0 +1,291 @@
+"""A vision-language model trained on packed rows is stock transformers on one sequence at a time, tower included."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from engines import EngineConfig, LocalBatch, LoraConfig, build_engine
+from engines.adapters.lora import whole
+from engines.families.torch_operations import choose_torch_operations
+from engines.launch import ensure_group, launch
+from engines.media.settings import VisionSettings
+from engines.testing.images import media_sample, model_arguments
+from engines.testing.one_rank import one_rank
+from engines.tiny import tiny_batch, tiny_config, tiny_model
+from objectives import GRPO, SFT
+from seqpack import index_select, make_batch
+from seqpack.batches.batch import jagged
+
+__all__ = ["one_rank"]
+SETTINGS = VisionSettings.of(tiny_config("vision"))
+TOWER = "model.visual."
+
+
+def samples(seed=0):
+    """An image; text; a video and two images; two images side by side with nothing between; text of one token."""
+    return [
+        media_sample(SETTINGS, [3, 5], [(1, 4, 6)], seed=seed),
+        media_sample(SETTINGS, [9], seed=seed + 1),
+        media_sample(SETTINGS, [2, 1, 4, 2, 3], [(1, 2, 4), (1, 6, 2)], [(2, 4, 4)], seed=seed + 2),
+        media_sample(SETTINGS, [4, 6], [(1, 2, 2)], seed=seed + 3),
+        media_sample(SETTINGS, [1], seed=seed + 4),
+    ]
+
+
+def text_only(seed=0):
+    return [media_sample(SETTINGS, [length], seed=seed + i) for i, length in enumerate((7, 3, 11))]
+
+
+def model():
+    made = tiny_model("vision", scale=2.0)
+    with torch.no_grad():
+        for parameter in made.model.visual.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    return made.eval()
+
+
+def engine(module=None, vision="trained", **options):
+    usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 64, "weight_decay": 0.1}
+    given = None if "model" in options else module or model()
+    return build_engine(EngineConfig(**usual | options, vision=vision), given)
+
+
+def as_stock(module):
+    choose_torch_operations(module)
+    return module.eval()
+
+
+def stock_scores(module, rows):
+    """Log-probs of each row alone, 0 for its first token; the image's features as transformers puts them in."""
+    out = []
+    for sample in rows:
+        ids = sample["input_ids"]
+        module.model.rope_deltas = None
+        table = module(**model_arguments(sample), use_cache=False).logits[0].float().log_softmax(-1)
+        out.append(torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None]).squeeze(1)]))
+    return out
+
+
+def gradients(built, batch):
+    """Of all parameters, right before the update."""
+    found = {}
+    step = built.executor.optimizer_step
+
+    def spied(lr, loss):
+        parameters = built.executor.model.named_parameters()
+        found.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
+        return step(lr, loss)
+
+    built.executor.optimizer_step = spied
+    built.train_batch(batch, SFT())
+    return found
+
+
+def stock_gradients(module, rows):
+    scores = torch.cat(stock_scores(module, rows))
+    masks = torch.cat([row["loss_mask"] & (torch.arange(len(row["loss_mask"])) > 0) for row in rows])
+    (-(scores * masks).sum() / masks.sum()).backward()
+    return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_close_gradients(got, want):
+    floor = 1e-3 * max(float(grad.abs().max()) for grad in want.values())
+    for name, grad in want.items():
+        worst = float((got[name] - grad).abs().max()) / max(float(grad.abs().max()), floor)
+        assert worst < 1e-4, (name, worst)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (samples, {}),
+        (samples, {"batching": "padded"}),
+        (samples, {"max_tokens_per_rank": 40, "gradient_checkpointing": True}),
+        (text_only, {"max_tokens_per_rank": 12}),
+    ],
+    ids=["one row", "padded", "rows and recompute", "text alone"],
+)
+def test_packed_rows_equal_stock_transformers_one_at_a_time(make, options):
+    rows, module = make(), model()
+    stock, built = as_stock(copy.deepcopy(module)), engine(module, **options)
+    found = built.forward(make_batch(rows))["log_probs"]
+    with torch.no_grad():
+        for mine, theirs in zip(found.unbind(), stock_scores(stock, rows), strict=True):
+            assert float((mine - theirs).abs().max()) < 1e-5
+    got, want = gradients(built, make_batch(rows)), stock_gradients(stock, rows)
+    assert_close_gradients(got, want)
+    tower = {name: grad for name, grad in got.items() if name.startswith(TOWER)}
+    assert len(tower) == len(list(module.model.visual.parameters()))
+    if make is text_only:
+        assert not any(name in want for name in tower)
+        assert all(bool((grad == 0).all()) for grad in tower.values())
+    else:
+        assert all(bool((grad != 0).any()) for name, grad in tower.items() if not name.endswith("qkv.bias"))
+
+
+def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_one(tmp_path):
+    module = model().bfloat16()
+    module.save_pretrained(tmp_path / "source")
+    files = load_file(tmp_path / "source/model.safetensors")
+    rows = make_batch(samples())
+    found = {}
+    for vision in ("frozen", "trained"):
+        built = engine(vision=vision, model=str(tmp_path / "source"), lr=0.1, eps=1e-8)
+        found[vision] = gradients(built, rows)
+        built.save_hf(tmp_path / vision)
+        written = load_file(tmp_path / vision / "model.safetensors")
+        assert written.keys() == files.keys()
+        for name, tensor in files.items():
+            assert written[name].dtype == tensor.dtype
+            assert torch.equal(written[name], tensor) == (vision == "frozen" and name.startswith(TOWER)), name
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path / vision, dtype=torch.float32)
+        scored = engine(model=str(tmp_path / vision)).forward(rows)["log_probs"].unbind()
+        with torch.no_grad():
+            for mine, theirs in zip(scored, stock_scores(as_stock(again), samples()), strict=True):
+                assert float((mine - theirs).abs().max()) < 1e-5
+    assert not any(name.startswith(TOWER) for name in found["frozen"])
+    for name, grad in found["frozen"].items():
+        assert torch.equal(grad, found["trained"][name]), name
+
+
+def test_a_checkpoint_is_read_and_resumed(tmp_path):
+    batches = [make_batch(samples(seed)) for seed in (0, 10, 20)]
+    straight = engine()
+    first = straight.train_batch(batches[0], SFT())
+    straight.save(tmp_path / "saved")
+    rest = [straight.train_batch(batch, SFT())["loss"] for batch in batches[1:]]
+    resumed = engine()
+    resumed.load(tmp_path / "saved")
+    assert [resumed.train_batch(batch, SFT())["loss"] for batch in batches[1:]] == rest
+    assert first["loss"] != rest[0]
+
+
+def test_text_alone_is_trained_as_before_and_a_text_model_refuses_images(tmp_path):
+    model().save_pretrained(tmp_path)
+    text = engine(vision="off", model=str(tmp_path))
+    seeing = engine(model=str(tmp_path))
+    batch = tiny_batch([6, 9], vocab=40)
+    found = [built.forward(batch)["log_probs"].values() for built in (text, seeing)]
+    assert float((found[0] - found[1]).abs().max()) < 1e-6
+    with pytest.raises(ValueError, match="leave them out, or set vision='frozen'"):
+        text.forward(make_batch(samples()))
+
+
+def changed(key, value):
+    rows = samples()
+    rows[0][key] = value(rows[0][key])
+    return make_batch(rows)
+
+
+def without(*keys):
+    return make_batch([{k: v for k, v in row.items() if k not in keys} for row in samples()])
+
+
+@pytest.mark.parametrize(
+    ("batch", "problem"),
+    [
+        (lambda: without("mm_token_type_ids"), "media without mm_token_type_ids"),
+        (lambda: without("image_grid_thw"), "has pixel_values without image_grid_thw"),
+        (lambda: changed("image_grid_thw", lambda g: g * torch.tensor([1, 2, 1])), "sample 0: pixel_values has 24"),
+        (lambda: changed("pixel_values", lambda p: p * torch.nan), "sample 0: pixel_values must be finite"),
+        (lambda: changed("mm_token_type_ids", lambda t: t * 0), "sample 0: 1 image grids are left over"),
+        (lambda: changed("input_ids", lambda i: i * 0 + 5), "sample 0: mm_token_type_ids says 1 of a token 5"),
+        (lambda: changed("mm_token_type_ids", lambda t: t * 2), "sample 0: mm_token_type_ids says 2 of a token 44"),
+    ],
+)
+def test_media_that_do_not_fit_are_refused_before_a_step(batch, problem):
+    built = engine()
+    for call in (built.forward, lambda given: built.train_batch(given, SFT())):
+        with pytest.raises(ValueError, match=problem):
+            call(batch())
+    assert built.step == 0
+    other = make_batch(samples())
+    other["input_features"] = jagged([torch.zeros(1, 2)] * len(samples()), 0)
+    with pytest.raises(ValueError, match="has input_features, which no vision tower here reads"):
+        built.forward(other)
+
+
+def test_what_cannot_be_built_is_refused():
+    with pytest.raises(ValueError, match="vision='off': 'off' is for text models"):
+        engine(vision="off")
+    with pytest.raises(ValueError, match="sees no images here"):
+        engine(tiny_model("attention"))
+    with pytest.raises(ValueError, match="sees no images here"):
+        engine(tiny_model())
+    with pytest.raises(ValueError, match="adapters on a model that sees images"):
+        engine(lora=LoraConfig(rank=2))
+    with pytest.raises(ValueError, match="vision is not supported: text models only"):
+        engine(backend="megatron")
+    odd = model()
+    odd.config.vision_config.deepstack_visual_indexes = [1]
+    with pytest.raises(ValueError, match="deepstack_visual_indexes"):
+        engine(odd)
+
+
+def curve(**options):
+    built = engine(**options)
+    out = [built.train_batch(make_batch(make(10 * step)), GRPO(off_policy="mask")) for step, make in enumerate(STEPS)]
+    scores = built.forward(make_batch(samples()))["log_probs"].values().clone()
+    return [row["loss"] for row in out], [row["grad_norm"] for row in out], scores
+
+
+STEPS = (text_only, samples)
+MODES = ({"max_tokens_per_rank": 40}, {"context_parallel": "static:2"}, {"context_parallel": "dynamic"})
+FROZEN = {"max_tokens_per_rank": 40, "vision": "frozen"}
+
+
+class Elsewhere(torch.nn.Module):
+    """A table of positions whose weight is on another device until its own forward gathers it, as FSDP2 offloads."""
+
+    def __init__(self, table):
+        super().__init__()
+        self._table = [table]
+        self.weight = torch.nn.Parameter(torch.empty_like(table.weight, device="meta"))
+
+    def forward(self, places):
+        return self._table[0](places)
+
+
+def positions_by_parameter(tower, grid_thw):
+    """As in verl before its pull request 5682: what is looked up is made where the table's weight is."""
+    return torch.arange(int(grid_thw.prod()), device=tower.pos_embed.weight.device) % tower.num_grid_per_side**2
+
+
+def test_the_tower_reads_no_device_from_an_offloaded_parameter():
+    tower = tiny_model("vision", num_hidden_layers=2).model.visual.eval()
+    grid = torch.tensor([[1, 4, 6], [1, 2, 2]])
+    patches = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel())
+    want = tower(patches, grid_thw=grid).pooler_output
+    assert positions_by_parameter(tower, grid[:1]).device == grid.device
+    tower.pos_embed = Elsewhere(tower.pos_embed)
+    assert torch.equal(tower(patches, grid_thw=grid).pooler_output, want)
+    assert positions_by_parameter(tower, grid[:1]).device != grid.device  # the bug would show
+
+
+def on_two():
+    """All modes; and a step in which one rank holds text alone, the other all images."""
+    out = [curve(**mode) for mode in (*MODES, FROZEN)]
+    built = engine(max_tokens_per_rank=40)
+    rows = samples()
+    lengths = tuple(len(row["input_ids"]) for row in rows)
+    mine = built.plan(lengths).rows_of(dist.get_rank())
+    batch = index_select(make_batch(rows), list(mine))
+    out.append(built.train_batch(LocalBatch(batch, mine, lengths), SFT())["loss"])
+    return out
+
+
+def test_two_ranks_equal_one():
+    single = [curve(), curve(vision="frozen")]
+    alone = engine().train_batch(make_batch(samples()), SFT())["loss"]
+    dist.destroy_process_group()
+    found = launch(on_two, world_size=2, device="cpu", threads=1)
+    ensure_group("cpu")
+    for got, want in zip(found[:4], [single[0]] * 3 + [single[1]], strict=True):
+        assert got[0] == pytest.approx(want[0], rel=1e-4, abs=1e-5)
+        assert got[1] == pytest.approx(want[1], rel=1e-3)
+        assert float((got[2] - want[2]).abs().max()) < 1e-3
+    assert found[4] == pytest.approx(alone, rel=1e-5)

@@ -1,0 +1,125 @@
+"""megatron-core 0.16 on devices that are not CUDA's: what of it asks for CUDA by name, answered by the device.
+
+megatron-core places tensors on `torch.cuda.current_device()` and copies on CUDA's streams, whatever the model is on. On
+a CPU and on NPUs each of our calls into it runs inside `adapted(device)`, an adaptation
+(`engines.devices.adaptations`): for the versions that it was written for, with a name that is gone told before anything
+is changed, and put back at the end. On a GPU nothing is touched.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from engines.devices.adaptations import Adaptation, Patch, applied
+from engines.devices.choice import devices_of
+
+VERSIONS = ">=0.16,<0.17"
+
+
+class _TorchOn(ModuleType):
+    """torch for `schedules`, which counts tokens in a tensor on device="cuda"."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("torch")
+        self._there = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, **options: Any) -> Tensor:
+        """torch.zeros on the device."""
+        return torch.zeros(*size, **{**options, "device": self._there})
+
+
+class _NoStream:
+    """In the place of a stream for copies to the host: they are waited for at once."""
+
+
+ON_HOST = ("num_out_tokens", "num_global_tokens_per_local_expert")
+SPLITS = ("input_splits", "output_splits", "output_splits_tp")
+
+
+def _to_the_host(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """Copy the sizes of an all-to-all to the host and wait. megatron-core copies what is on CUDA devices alone."""
+    if point != dispatcher.cuda_dtoh_point:
+        return tokens_per_expert
+    for name in (*ON_HOST, *SPLITS):
+        value = getattr(dispatcher, name)
+        if isinstance(value, Tensor):
+            setattr(dispatcher, name, value.cpu().numpy() if name in SPLITS else value.cpu())
+    return None if tokens_per_expert is None else tokens_per_expert.cpu()
+
+
+_GATHER, _REDUCE_SCATTER = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather_of_one_size(
+    x: Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Gather parts of different sizes along dimension 0, padded: gloo takes one size alone, and no one saw HCCL's."""
+    if output_split_sizes is None or group.size() == 1:
+        gathered: Tensor = _GATHER(x, group, output_split_sizes, use_global_buffer)
+        return gathered
+    most = max(output_split_sizes)
+    padded = x.new_zeros(most, *x.shape[1:])
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in output_split_sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+
+def _reduce_scatter_of_one_size(
+    x: Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Add up over the group and keep this rank's part, of a size of its own: by a sum of the whole."""
+    if input_split_sizes is None or group.size() == 1:
+        scattered: Tensor = _REDUCE_SCATTER(x, group, input_split_sizes, use_global_buffer)
+        return scattered
+    whole = x.clone()
+    dist.all_reduce(whole, group=group)
+    return whole.split(input_split_sizes)[group.rank()].clone()
+
+
+@cache
+def adaptation_to(device: torch.device) -> Adaptation:
+    """What megatron-core gets on a device that is not CUDA's."""
+    overlaps = devices_of(device).overlaps
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+
+    def patches() -> list[Patch]:
+        wait = torch.get_device_module(device).synchronize if overlaps else nothing
+        return [
+            Patch(torch.cuda, "current_device", lambda: device),
+            Patch(torch.cuda, "synchronize", wait),
+            Patch(schedules, "torch", _TorchOn(device)),
+            Patch(mappings, "_gather_along_first_dim", _gather_of_one_size),
+            Patch(mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_of_one_size),
+            Patch(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NoStream()),
+            Patch(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _to_the_host),
+        ]
+
+    return Adaptation(f"megatron-core on {device}", "megatron-core", VERSIONS, patches)
+
+
+@contextmanager
+def adapted(device: torch.device) -> Iterator[None]:
+    """Run calls into megatron-core for a model on `device`; what is replaced is put back at the end.
+
+    On an NPU its small functions are not compiled either: torch's compiler has no code for one.
+    ValueError for a megatron-core of another version, or one that lacks a name.
+    """
+    if device.type == "cuda":
+        yield
+        return
+    plain = torch.compiler.set_stance("force_eager") if device.type == "npu" else nullcontext()
+    with applied(adaptation_to(device)), plain:
+        yield

@@ -1,0 +1,57 @@
+"""Core attention for megatron-core's layers: rotary embedding and packed attention, on one rank or over a group."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from seqpack.adapters.context import PackedContext
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):
+    """What travels through megatron-core's layers beside the hidden states, under the name of its own such class.
+
+    `context` says where sequences begin and who mixes tokens (this rank alone, or a context-parallel group);
+    `cos`, `sin` [T, R] turn the first R of a head's dimensions. Of the t tokens that this rank has between layers,
+    `counted` bool[t] are those that the router's loss counts, None where nobody asks; `experts` i16[t, layers, k] those
+    to take, -1 where the router chooses, None where it always does.
+    """
+
+    context: PackedContext | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    counted: Tensor | None = None
+    experts: Tensor | None = None
+
+
+class PackedCoreAttention(nn.Module):
+    """In place of megatron-core's DotProductAttention: q [T, heads, D], k and v [T, groups, D] -> [T, heads * D]."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None,
+        packed_seq_params: PackedTokens | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attend in each sequence."""
+        del attention_mask  # causal inside each sequence
+        assert packed_seq_params is not None
+        context = packed_seq_params.context
+        assert context is not None
+        q, k = (rotate(x, packed_seq_params.cos, packed_seq_params.sin).to(value.dtype) for x in (query, key))
+        return context.ops.attention(q, k, value, context, self.scale, None).flatten(1)
+
+
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Turn pairs of dimensions (i, i + R / 2) of x [T, heads, D] by the angles of cos and sin [T, R], R <= D."""
+    assert cos is not None
+    assert sin is not None
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    turned = turned * cos.unsqueeze(1) + torch.cat([-high, low], dim=-1) * sin.unsqueeze(1)
+    return torch.cat([turned, rest], dim=-1)

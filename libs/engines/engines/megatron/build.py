@@ -1,0 +1,34 @@
+"""Build the parts of a Megatron engine: imported where a configuration asks for it."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from engines.adapters.lora import add_adapters
+from engines.config import EngineConfig
+from engines.loading import DTYPES, open_model, read_config
+from engines.megatron.adapters import refuse_layers
+from engines.megatron.executor import MegatronExecutor
+from engines.megatron.sizes import refuse_unsupported_model
+from engines.parallel.choice import layout_of, planner_and_inputs
+from engines.parallel.groups import ParallelGroups
+from engines.step import Engine
+from engines.weights.hub import model_directory
+
+
+def build_megatron_engine(config: EngineConfig, model: Any, trainable: bool) -> Engine:
+    """See `engines.build.build_engine`; a model that cannot be run is refused before its weights are read."""
+    layout = layout_of(config, dist.get_world_size())
+    described = model.config if isinstance(model, nn.Module) else model
+    if model is None and config.model is not None:
+        described = read_config(model_directory(config.model))
+    if described is not None:
+        refuse_unsupported_model(config, described, layout)
+    groups = ParallelGroups.make(layout)
+    opened = open_model(config, model)
+    if config.lora.rank and trainable:
+        refuse_layers(add_adapters(opened.module, config.lora, opened.weights, DTYPES[config.master_dtype]))
+    planner, inputs = planner_and_inputs(config, opened.module.config, groups)
+    executor = MegatronExecutor(config, groups, opened.module, inputs, trainable, opened.disk)
+    return Engine(config, executor, planner, opened.weights)

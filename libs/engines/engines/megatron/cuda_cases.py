@@ -1,0 +1,62 @@
+"""What the Megatron backend's tests on GPUs compare: curves of two steps, as FSDP2 makes them on one device."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from engines.build import build_engine
+from engines.config import EngineConfig
+from engines.megatron.groups import release
+from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
+from seqpack.batches.objective import Objective
+
+LENGTHS = [700, 5, 333, 64, 1, 945]
+"""Those of `engines/cuda_test.py`: kernels are tuned for each shape."""
+STEPS = 2
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {}),
+    "moe": ("moe", {**EXPERTS, "shared_expert_intermediate_size": 256, "output_router_logits": True}),
+}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2": ("dense", {"tensor_parallel": 2}),
+    "PP2": ("dense", {"pipeline_parallel": 2}),
+    "PP2, virtual 2": ("dense", {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "CP2": ("dense", {"context_parallel": "static:2"}),
+    "dynamic": ("dense", {"context_parallel": "dynamic"}),
+    "DP2": ("dense", {}),
+    "DP2, distributed optimizer": ("dense", {"distributed_optimizer": True}),
+    "EP2": ("moe", {"expert_parallel": 2}),
+    "EP2, distributed optimizer": ("moe", {"expert_parallel": 2, "distributed_optimizer": True}),
+    "TP2, experts": ("moe", {"tensor_parallel": 2}),
+}
+"""Of two devices: model and fields of `EngineConfig`."""
+Curve = list[tuple[float, float, float]]
+"""Of each step loss, gradient norm, and whether it was skipped."""
+
+
+def curve(device: str, dtype: str, backend: str, model: str, objective: Objective, **sizes: Any) -> Curve:
+    """Two steps on all ranks of the process group."""
+    kind, changes = MODELS[model]
+    shared = sizes.get("context_parallel", "off") != "off"
+    # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
+    config = EngineConfig(
+        backend=backend, device=device, dtype=dtype, lr=1e-3, eps=1e-2,  # type: ignore[arg-type]
+        max_tokens_per_rank=512 if shared else 1024, **sizes,
+    )  # fmt: skip
+    engine = build_engine(config, tiny_model(kind, scale=1.0, **{**FUSED_SIZES, **changes}))
+    vocab = FUSED_SIZES["vocab_size"]
+    steps = [engine.train_batch(tiny_batch(LENGTHS, seed=seed, vocab=vocab), objective) for seed in range(STEPS)]
+    return [(step["loss"], step["grad_norm"], step["skipped"]) for step in steps]
+
+
+def layout_curves(device: str, dtypes: list[str], objective: Objective) -> dict[tuple[str, str], Curve]:
+    """Those of every layout, on as many ranks as the process group has. Collective."""
+    found = {}
+    for name, (model, sizes) in LAYOUTS.items():
+        for dtype in dtypes:
+            found[name, dtype] = curve(device, dtype, "megatron", model, objective, **sizes)
+            print(dist.get_rank(), name, dtype, found[name, dtype], flush=True)  # which one a failed run was at
+        release()
+        dist.barrier()
+    return found

@@ -1,0 +1,141 @@
+"""On one CUDA device: Megatron's layers over the fused kernels give FSDP2's steps, files and memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines import EngineConfig, build_engine
+from engines.launch import ensure_group
+from engines.megatron.cuda_cases import LENGTHS, MODELS, curve
+from engines.megatron.groups import release
+from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
+from objectives import GRPO, SFT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01)
+# (loss, gradient norm), relative: float32 is plain torch on the device, bfloat16 the fused kernels in other layers.
+BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (5e-3, 0.03)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cuda")
+    yield
+    release()
+    if made:
+        dist.destroy_process_group()
+
+
+def engine(model="dense", **options):
+    kind, changes = MODELS[model]
+    # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
+    settings = {
+        "backend": "megatron",
+        "device": "cuda",
+        "lr": 1e-3,
+        "eps": 1e-2,
+        "max_tokens_per_rank": 2048,
+        **options,
+    }
+    return build_engine(EngineConfig(**settings), tiny_model(kind, scale=1.0, **{**FUSED_SIZES, **changes}))
+
+
+def batch(seed=0):
+    return tiny_batch(LENGTHS, seed=seed, vocab=FUSED_SIZES["vocab_size"])
+
+
+def exported(built):
+    return {piece.name: piece.flat.clone() for piece in built.export_weights(2**40)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_same_curve_as_fsdp2(dtype, model):
+    loss, norm = BOUNDS[dtype]
+    want, got = (curve("cuda", dtype, backend, model, OBJECTIVE) for backend in ("fsdp2", "megatron"))
+    print(want, got)
+    for one, other in zip(want, got, strict=True):
+        assert one[2] == other[2] == 0.0
+        assert other[0] == pytest.approx(one[0], rel=loss, abs=loss)
+        assert other[1] == pytest.approx(one[1], rel=norm)
+
+
+def test_bfloat16_keeps_its_weights_in_float32():
+    built = engine()
+    assert {p.dtype for stage in built.executor.stages for p in stage.parameters()} == {torch.bfloat16}
+    assert {p.main_grad.dtype for stage in built.executor.stages for p in stage.parameters()} == {torch.float32}
+    assert {master.dtype for master in built.executor.updates.masters} == {torch.float32}
+    stock, found = tiny_model(scale=1.0, **FUSED_SIZES), exported(built)
+    for piece in build_engine(EngineConfig(device="cpu"), stock).export_weights(2**40):
+        assert torch.equal(found[piece.name].cpu(), piece.flat)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["plain", "distributed optimizer"])
+def test_resume_and_export(tmp_path, shared):
+    built = engine(distributed_optimizer=shared)
+    built.train_batch(batch(), SFT())
+    built.save(tmp_path / "one", wait=False)
+    before = exported(built)
+    built.train_batch(batch(1), SFT())
+    after = exported(built)
+    built.wait_for_saves()
+    other = engine(distributed_optimizer=not shared)
+    other.load(tmp_path / "one")
+    assert all(torch.equal(value, before[name]) for name, value in exported(other).items())
+    other.train_batch(batch(1), SFT())
+    for name, value in exported(other).items():  # kernels add up in another order from run to run
+        torch.testing.assert_close(value, after[name], atol=1e-4, rtol=1e-2)
+    built.load(tmp_path / "one")
+    built.save_hf(tmp_path / "hf")
+    again = build_engine(EngineConfig(model=str(tmp_path / "hf"), backend="megatron", device="cuda"))
+    torch.testing.assert_close(
+        again.forward(batch())["log_probs"].values(), built.forward(batch())["log_probs"].values()
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["plain", "distributed optimizer"])
+def test_offload_frees_the_device(shared):
+    """Weights and gradients (bfloat16 and float32), masters and two moments (float32): 18 bytes a parameter."""
+    built = engine(distributed_optimizer=shared)
+    built.train_batch(batch(), SFT())
+    size = sum(p.numel() for stage in built.executor.stages for p in stage.parameters())
+    held, before = torch.cuda.memory_allocated(), exported(built)
+    before = {name: value.cpu() for name, value in before.items()}
+    built.offload()
+    freed = (held - torch.cuda.memory_allocated()) / size
+    print(f"{freed:.2f} bytes a parameter freed, {size} parameters")
+    assert freed > 0.95 * 18
+    built.onload()
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in exported(built).items())
+    assert built.train_batch(batch(), SFT())["skipped"] == 0.0
+
+
+def test_a_reference_policy_offloads():
+    built = build_engine(
+        EngineConfig(backend="megatron", device="cuda"), tiny_model(scale=1.0, **FUSED_SIZES), trainable=False
+    )
+    before = built.forward(batch())["log_probs"].values()
+    held = torch.cuda.memory_allocated()
+    built.offload()
+    assert torch.cuda.memory_allocated() < held
+    built.onload()
+    torch.testing.assert_close(built.forward(batch())["log_probs"].values(), before)
+
+
+def test_an_optimizer_on_the_host_takes_the_same_steps():
+    engines = [engine(optimizer_on_host=on) for on in (False, True)]
+    for built in engines:
+        built.train_batch(batch(), SFT())
+    assert {master.device.type for master in engines[1].executor.updates.masters} == {"cpu"}
+    left, right = (exported(built) for built in engines)
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+
+
+def test_recomputed_layers_give_the_same_loss():
+    losses = [engine(gradient_checkpointing=on).train_batch(batch(), SFT()) for on in (False, True)]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-5)
+    assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-2)

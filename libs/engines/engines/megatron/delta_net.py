@@ -1,0 +1,88 @@
+"""The gated delta net over megatron-core's linears: packed, tensor- and sequence-parallel, context-parallel."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.megatron.attention import PackedTokens
+from engines.megatron.sizes import DeltaSizes
+
+
+@dataclass
+class DeltaNetParts:
+    """Specifications of its linears and its norm, as megatron-core's layers have them."""
+
+    in_proj: Any
+    out_norm: Any
+    out_proj: Any
+
+
+class PackedDeltaNet(MegatronModule):
+    """Qwen3.5's token mixer; each tensor-parallel rank has a part of the heads. Names are those of megatron-core's."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: DeltaNetParts,
+        layer_number: int,
+        sizes: DeltaSizes,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert pg_collection is not None
+        self.layer_number = layer_number
+        self.sizes = sizes
+        self.tp = pg_collection.tp.size()
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        self.in_proj = build_module(
+            submodules.in_proj, config.hidden_size, 2 * sizes.keys + 2 * sizes.values + 2 * sizes.value_heads,
+            init_method=config.init_method, gather_output=False, skip_bias_add=False, **common,
+        )  # fmt: skip
+        self.out_proj = build_module(
+            submodules.out_proj, sizes.values, config.hidden_size,
+            init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **common,
+        )  # fmt: skip
+        self.out_norm = build_module(
+            submodules.out_norm, config=config, hidden_size=sizes.value_dim, eps=config.layernorm_epsilon
+        )
+        channels, heads = (2 * sizes.keys + sizes.values) // self.tp, sizes.value_heads // self.tp
+        empty = {"dtype": config.params_dtype, "device": self.in_proj.weight.device}
+        self.conv1d = nn.ParameterDict({"weight": torch.empty(channels, 1, sizes.taps, **empty)})
+        self.A_log = nn.Parameter(torch.empty(heads, **empty))
+        self.dt_bias = nn.Parameter(torch.empty(heads, **empty))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        packed_seq_params: PackedTokens | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Mix tokens in each sequence: [T, 1, H] (a rank's part of T under sequence parallelism) -> the same."""
+        del attention_mask
+        assert packed_seq_params is not None
+        context = packed_seq_params.context
+        assert context is not None
+        sizes = self.sizes
+        joined = self.in_proj(hidden_states)[0].squeeze(1)  # all tokens, this rank's heads
+        keys, values, heads = sizes.keys // self.tp, sizes.values // self.tp, sizes.value_heads // self.tp
+        mixed, gate, beta, decay = joined.split([2 * keys + values, values, heads, heads], dim=-1)
+        weight = self.conv1d["weight"].squeeze(1)
+        mixed = context.ops.causal_conv1d(mixed.contiguous(), weight, None, context, "silu")
+        q, k, v = mixed.split([keys, keys, values], dim=-1)
+        tokens = len(joined)
+        q, k = (part.reshape(tokens, -1, sizes.key_dim) for part in (q, k))
+        v = v.reshape(tokens, -1, sizes.value_dim)
+        wide = torch.promote_types(decay.dtype, torch.float32)
+        decay = -self.A_log.to(wide).exp() * functional.softplus(decay.to(wide) + self.dt_bias.to(wide))
+        out = context.ops.gated_delta_rule(q, k, v, decay, beta.sigmoid(), context)
+        gate = functional.silu(gate.reshape(tokens, -1, sizes.value_dim).to(wide))
+        out = (self.out_norm(out).to(wide) * gate).to(joined.dtype)
+        return self.out_proj(out.reshape(tokens, 1, -1))

@@ -1,0 +1,183 @@
+"""Every layout of four gloo ranks gives the steps, scores, weights and files of one FSDP2 process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines import LocalBatch
+from engines.launch import ensure_group, launch
+from engines.megatron.exact import EXACT, exact_steps
+from engines.megatron.groups import release
+from engines.megatron.layouts import (
+    HELD,
+    LENGTHS,
+    MODELS,
+    RANKS,
+    STEPS,
+    LayoutCase,
+    engine_of,
+    exported_by,
+    largest_difference,
+    measure,
+    measure_all,
+)  # fmt: skip
+from engines.tiny import tiny_batch
+from objectives import GRPO, SFT
+from seqpack import index_select
+
+OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")
+MOE = LayoutCase("Qwen3.5 MoE", {"tensor_parallel": 2})
+TP_PP = LayoutCase("Qwen3.5", {"tensor_parallel": 2, "pipeline_parallel": 2})
+PLANTED = ["expert gradients", "delta net's norm", "q and k norms", "no bug"]
+
+
+def own_rows(engine, batch):
+    rows = engine.plan(LENGTHS).rows_of(engine.groups.plan_index)
+    return LocalBatch(index_select(batch, list(rows)), rows, tuple(LENGTHS))
+
+
+def parts():
+    """A step and scores from the rows that each rank holds, and one row for all ranks."""
+    engine = engine_of(TP_PP)
+    out = [engine.train_batch(own_rows(engine, tiny_batch(list(LENGTHS))), OBJECTIVE)]
+    out.append(engine_of(TP_PP).train_batch(tiny_batch([9]), SFT()))
+    release()
+    return out
+
+
+def half():
+    """Two steps in bfloat16."""
+    engine = engine_of(TP_PP, dtype="bfloat16", distributed_optimizer=True)
+    curve = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), OBJECTIVE) for step in range(STEPS)]
+    release()
+    return curve
+
+
+def planted(bug):
+    """Megatron's silent errors, made again: the weights after two steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if bug == "expert gradients":
+            patch.setattr("engines.megatron.model.mark_experts", lambda model: None)
+        engine = engine_of(MOE)
+    marks = {"delta net's norm": ("out_norm",), "q and k norms": ("q_layernorm", "k_layernorm")}.get(bug, ())
+    if bug == "q and k norms":  # megatron-core knows them by their names as well
+        engine.executor.settings.qk_layernorm = False
+    for name, parameter in engine.executor.stages[0].named_parameters():
+        if any(mark in name for mark in marks):
+            parameter.sequence_parallel = False
+    for step in range(STEPS):
+        engine.train_batch(tiny_batch(list(LENGTHS), seed=step), OBJECTIVE)
+    weights = exported_by(engine)
+    release()
+    return weights
+
+
+def four_ranks(folder):
+    everyone = measure_all(HELD, OBJECTIVE, folder)
+    own = [None] * dist.get_world_size()
+    dist.all_gather_object(own, parts())
+    exact = {model: exact_steps(model, layout, OBJECTIVE) for model, layout in EXACT.items()}
+    return everyone, own, {bug: planted(bug) for bug in PLANTED}, exact, half()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """FSDP2 in this process, by model; a lonely row; the folder that has its checkpoints; stock transformers, exact."""
+    folder = tmp_path_factory.mktemp("layouts")
+    made = ensure_group("cpu")
+    found = {
+        model: measure(LayoutCase(model), OBJECTIVE, folder / f"fsdp2 {model}", backend="fsdp2")
+        for model in MODELS
+        if model in [case.model for case in HELD]
+    }
+    lonely = engine_of(TP_PP, "fsdp2").train_batch(tiny_batch([9]), SFT())
+    exact = {model: exact_steps(model, None, OBJECTIVE) for model in EXACT}
+    engine = engine_of(TP_PP, "fsdp2", dtype="bfloat16")
+    bfloat16 = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), OBJECTIVE) for step in range(STEPS)]
+    if made:
+        dist.destroy_process_group()
+    return found, lonely, folder, exact, bfloat16
+
+
+@pytest.fixture(scope="module")
+def together(alone):
+    return launch(four_ranks, (alone[2],), world_size=RANKS, device="cpu")
+
+
+def assert_same_step(want, got):
+    # Megatron's routers do not count the tokens of each expert.
+    want, got = ({k: v for k, v in row.items() if not k.startswith("expert")} for row in (want, got))
+    assert want.keys() == got.keys()
+    for key in want:
+        if key not in ("plan_hash", "micro_batches", "fill"):
+            assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
+def test_every_layout_gives_the_steps_of_one_process(alone, together, number):
+    want = alone[0][HELD[number].model]
+    for ranks in together[0]:
+        found = ranks[number]
+        for left, right in zip(want.curve, found.curve, strict=True):
+            assert_same_step(left, right)
+        for left, right in zip(want.scores, found.scores, strict=True):
+            torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
+        assert largest_difference(want.trained, found.trained) < 1e-5
+
+
+@pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
+def test_exports_have_the_bits_of_fsdp2s(alone, together, number):
+    stock = alone[0][HELD[number].model].exported
+    for ranks in together[0]:
+        assert ranks[number].exported.keys() == stock.keys()
+        for name, value in stock.items():
+            assert torch.equal(ranks[number].exported[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
+def test_a_checkpoint_of_any_layout_or_of_fsdp2_continues(alone, together, number):
+    want = alone[0][HELD[number].model].resumed["itself"]
+    resumed = together[0][0][number].resumed
+    assert f"fsdp2 {HELD[number].model}" in resumed
+    assert len(resumed) == 3
+    for found in resumed.values():
+        assert_same_step(want, found)
+
+
+FIRST = [i for i, case in enumerate(HELD) if case.model not in [other.model for other in HELD[:i]]]
+
+
+@pytest.mark.parametrize("number", FIRST, ids=[str(HELD[number]) for number in FIRST])
+def test_on_the_same_layout_a_resumed_step_has_the_same_bits(together, number):
+    for ranks in together[0]:
+        assert f"megatron {number}" in ranks[number].resumed
+        assert ranks[number].same_bits
+
+
+def test_ranks_that_hold_their_own_rows_give_the_same_steps(alone, together):
+    for own, lonely in together[1]:
+        assert_same_step(alone[0]["Qwen3.5"].curve[0], own)
+        assert_same_step(alone[1], lonely)
+
+
+def test_bfloat16_follows_the_curve_of_fsdp2(alone, together):
+    for left, right in zip(alone[4], together[4], strict=True):
+        assert right["loss"] == pytest.approx(left["loss"], rel=2e-2)
+        assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=5e-2)
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_the_silent_errors_of_megatron_would_be_seen(alone, together, bug):
+    error = largest_difference(alone[0][MOE.model].trained, together[2][bug])
+    assert error < 1e-5 if bug == "no bug" else error > 1e-3
+
+
+@pytest.mark.parametrize("model", EXACT)
+def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(alone, together, model):
+    want, got = alone[3][model], together[3][model]
+    for left, right in zip(want[0], got[0], strict=True):
+        assert right["loss"] == pytest.approx(left["loss"], rel=1e-9)
+        assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=1e-7)  # the plain one's is float32
+    for name, value in want[1].items():
+        assert got[1][name].dtype == torch.float64
+        torch.testing.assert_close(got[1][name], value, atol=1e-9, rtol=1e-9, msg=name)

@@ -1,0 +1,73 @@
+"""How many layers each pipeline stage holds, and which."""
+
+from dataclasses import dataclass
+
+Split = tuple[tuple[int, ...], ...]
+"""Layers of each stage, chunk by chunk."""
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What is said of the stages: chunks of a rank (interleaved schedule), and layers of the first and last stage."""
+
+    chunks: int = 1
+    first: int | None = None
+    last: int | None = None
+
+    def split(self, layers: int, stages: int) -> Split:
+        """See `split_layers`."""
+        return split_layers(layers, stages, self.chunks, self.first, self.last)
+
+
+def split_layers(layers: int, stages: int, chunks: int = 1, first: int | None = None, last: int | None = None) -> Split:
+    """Layers of each stage, chunk by chunk (one chunk unless the schedule is interleaved).
+
+    `first` and `last` fix those stages; the others share the rest evenly. The sum is always `layers`.
+
+    Raises:
+        ValueError: the layers do not divide; the text says what would.
+    """
+    fixed = {0: first, stages - 1: last} if stages > 1 else {}
+    given = {stage: count for stage, count in fixed.items() if count is not None}
+    free = [stage for stage in range(stages) if stage not in given]
+    rest = layers - sum(given.values())
+    each, over = divmod(rest, len(free)) if free else (0, rest)
+    if rest < len(free) or (over and not free):
+        raise ValueError(
+            f"first and last stage hold {sum(given.values())} of {layers} layers, which leaves {rest} for "
+            f"{len(free)} stages: change first_stage_layers and last_stage_layers"
+        )
+    if over:
+        raise ValueError(
+            f"{rest} layers do not divide over {len(free)} stages: set first_stage_layers and last_stage_layers "
+            f"(such as {_uneven(layers, stages)}), or choose pipeline_parallel from {_divisors(layers)}"
+        )
+    counts = [given.get(stage, each) for stage in range(stages)]
+    odd = [count for count in counts if count % chunks]
+    if odd:
+        raise ValueError(
+            f"a stage of {odd[0]} layers does not divide into {chunks} chunks: lower virtual_pipeline_parallel to a "
+            f"divisor of {odd[0]}"
+        )
+    return tuple((count // chunks,) * chunks for count in counts)
+
+
+def stage_layers(split: Split, stage: int, chunk: int = 0) -> range:
+    """Return the layers of one chunk: chunk 0 of all stages comes first, then chunk 1, ... (Megatron's order)."""
+    before = sum(sum(counts[:chunk]) for counts in split) + sum(counts[chunk] for counts in split[:stage])
+    return range(before, before + split[stage][chunk])
+
+
+def _uneven(layers: int, stages: int) -> str:
+    """The first and last stage with the embedding and the head hold fewer layers than the others."""
+    if stages < 3:
+        return f"{layers // 2} and {layers - layers // 2}"
+    middle = -(-layers // stages)
+    while middle > 1 and layers - middle * (stages - 2) < 2:
+        middle -= 1
+    ends = layers - middle * (stages - 2)
+    return f"{ends // 2} and {ends - ends // 2}"
+
+
+def _divisors(layers: int) -> list[int]:
+    return [size for size in range(1, layers + 1) if layers % size == 0]

@@ -1,0 +1,267 @@
+"""What a step agrees on, writes and says of itself: each call that it makes below is held to its arguments."""
+
+import dataclasses
+import json
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import engines.step
+from engines import EngineConfig, LocalBatch, NonFiniteError
+from engines.execution.metrics import MetricSum, agreed_number
+from engines.parallel.groups import ParallelGroups
+from engines.parallel.layout import ParallelLayout
+from engines.parallel.planning import DataParallelPlanner
+from engines.step import Engine
+from engines.testing.assembled import assemble
+from engines.testing.bigram_executor import Bigram, BigramExecutor
+from engines.testing.facts import edit_facts
+from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
+from engines.testing.plain_executor import build_plain_engine
+from engines.tiny import tiny_batch, tiny_model
+from engines.weights.model_weights import ModelWeights
+from objectives import GRPO, SFT
+from seqpack import view_batch
+from seqpack.batches.batch import jagged
+
+
+class Recorded(BigramExecutor):
+    """Keeps what it was given to score."""
+
+    def score(self, micro_batches, take, scoring):
+        self.scored = [sorted(one.packed.values) for one in micro_batches]
+        super().score(micro_batches, take, scoring)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedPlanner(DataParallelPlanner):
+    prepared: list = dataclasses.field(default_factory=list)
+
+    def prepare(self, plan):
+        self.prepared.append(plan)
+
+
+def bigram(cap=20, **options):
+    config = EngineConfig(**{"device": "cpu", "lr": 0.5, "max_tokens_per_rank": cap, **options})
+    executor = Recorded(ParallelGroups.make(ParallelLayout()), Bigram(48))
+    return Engine(config, executor, RecordedPlanner(cap, 1), weights=None)
+
+
+def plain(**options):
+    model = tiny_model("attention", scale=2.0, num_hidden_layers=2)
+    return build_plain_engine(EngineConfig(**{"device": "cpu", "lr": 1e-2, **options}), model)
+
+
+# ------------------------------------------------------------------ what ranks agree on
+
+
+@pytest.fixture
+def agreements(monkeypatch):
+    seen = []
+    monkeypatch.setattr(engines.step, "check_agreement", lambda *args: seen.append(args))
+    return seen
+
+
+def parts_of(batch):
+    view = view_batch(batch)
+    return LocalBatch(view, tuple(range(len(view))), view.lengths)
+
+
+def test_ranks_compare_the_kind_of_call_the_plan_and_the_counts(agreements):
+    built = bigram()
+    batch = tiny_batch([5, 7])
+    longer = tiny_batch([5, 8])
+    fewer = batch.clone()
+    fewer["loss_mask"] = jagged([*(row & (torch.arange(len(row)) > 3) for row in batch["loss_mask"].unbind())])
+    calls = [
+        lambda one: built.train_batch(one, SFT()),
+        lambda one: built.train_batch(parts_of(one), SFT()),
+        lambda one: built.forward(one),
+        lambda one: built.forward(parts_of(one)),
+    ]
+    for call in calls:
+        call(batch)
+    first = [number for number, *_ in agreements]
+    assert len(set(first)) == 4  # no kind of call agrees with another
+    hash_ = built.plan([5, 7]).hash
+    totals = view_batch(batch).totals
+    assert first == [
+        agreed_number(("whole", hash_, totals)),
+        agreed_number(("parts", hash_, (5, 7))),
+        agreed_number(("scores", hash_, False)),
+        agreed_number(("scores", hash_, True)),
+    ]
+    for call in calls:
+        call(batch)
+    assert [number for number, *_ in agreements[4:]] == first
+    for call in calls:
+        call(longer)
+    assert not {number for number, *_ in agreements[8:]} & set(first)
+    calls[0](fewer)
+    assert agreements[-1][0] not in first  # the same plan, other counts
+    assert {args[1:] for args in agreements} == {("the plan of this step", built.device, built.groups.world)}
+
+
+def test_the_plan_that_was_agreed_on_is_prepared(agreements):
+    built = bigram(cap=8)
+    batch = tiny_batch([5, 7, 4])
+    batch["advantages"] = jagged([row * (i != 1) for i, row in enumerate(batch["advantages"].unbind())])
+    built.train_batch(batch, GRPO())
+    built.train_batch(parts_of(batch), GRPO())
+    built.forward(batch)
+    agreed = [built.plan(lengths).hash for lengths in ([5, 4], [5, 7, 4], [5, 7, 4])]
+    assert [plan.hash for plan in built.planner.prepared] == agreed
+
+
+def test_only_what_scoring_needs_is_packed():
+    built = bigram()
+    batch = tiny_batch([5, 7])
+    built.forward(batch)
+    assert built.executor.scored == [["input_ids"]]
+    batch["position_ids"] = jagged([torch.arange(5), torch.arange(7)])
+    built.forward(batch)
+    assert built.executor.scored == [["input_ids", "position_ids"]]
+
+
+def test_metrics_are_summed_over_the_ranks_that_split_the_batch(monkeypatch):
+    groups = []
+    reduce = MetricSum.reduce
+    monkeypatch.setattr(MetricSum, "reduce", lambda self, group="none": groups.append(group) or reduce(self))
+    built = bigram()
+    built.groups = dataclasses.replace(built.groups, plan="those of the plan")
+    built.train_batch(tiny_batch([5, 7]), SFT())
+    assert groups == ["those of the plan"]
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_an_export_is_the_checkpoint_or_the_live_module():
+    built = plain()
+    live = {name: tensor.clone() for name, tensor in built.executor.tensors()}
+    assert {name: tensor.dtype for name, tensor in assemble(built.export_weights(live=True)).items()} == {
+        name: tensor.dtype for name, tensor in live.items()
+    }
+    for name, tensor in assemble(built.export_weights(live=True, max_bytes=64)).items():
+        assert torch.equal(tensor, live[name])
+    assert max(part.flat.numel() for part in built.export_weights(max_bytes=64)) == 16
+    assert all(part.offset == 0 for part in built.export_weights())
+    built.weights.dtypes["lm_head.weight"] = torch.bfloat16  # what its checkpoint has
+    assert assemble(built.export_weights())["lm_head.weight"].dtype == torch.bfloat16
+    assert assemble(built.export_weights(live=True))["lm_head.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_saved_model_is_loaded_by_transformers(tmp_path, dtype):
+    built = plain()
+    built.train_batch(tiny_batch([5, 7]), SFT())
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "earlier").write_text("of the last export")
+    built.save_hf(str(target), dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert not (target / "earlier").exists()
+    again = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    assert again.dtype == (dtype or torch.float32)
+    assert json.loads((target / "config.json").read_text())["dtype"] == str(again.dtype).removeprefix("torch.")
+    want = dict(built.executor.tensors())
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, want[name].to(tensor.dtype)), name
+
+
+def test_the_last_step_must_have_made_an_update(tmp_path):
+    built = plain()
+    built.guard.in_a_row = 2
+    with pytest.raises(NonFiniteError, match="the last 2 steps made no update"):
+        built.save_hf(tmp_path / "export")
+    with torch.no_grad():
+        next(built.executor.model.parameters())[0, 0] = torch.nan
+    for call in (lambda: list(built.export_weights()), lambda: list(built.export_weights(live=True))):
+        with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values"):
+            call()
+    built.guard.in_a_row = 0
+    with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values"):
+        built.save_hf(tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(tmp_path, monkeypatch):
+    """Rank 1 takes part in the gathering of every tensor, keeps none, and waits for rank 0."""
+    built, alive, barriers = plain(), [], []
+    given = dict(built.executor.tensors())
+
+    def tensors():
+        for name, tensor in given.items():
+            copy = tensor.detach().clone()
+            alive.append(weakref.ref(copy))
+            assert sum(one() is not None for one in alive) <= 2  # what is handed on, and what comes next
+            yield name, copy
+
+    exported = []
+    built.executor.tensors = tensors
+    export = ModelWeights.export
+
+    def recorded(weights, *args, **kwargs):
+        exported.append(kwargs)
+        return export(weights, *args, **kwargs)
+
+    monkeypatch.setattr(ModelWeights, "export", recorded)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(list(tmp_path.iterdir())))
+    built.save_hf(tmp_path / "export")
+    assert len(alive) == len(given)
+    assert exported == [{"carried": False}]
+    assert barriers == [[]]
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+    built.save_hf(tmp_path / "export")
+    assert exported[1:] == [{"carried": True}]
+    assert barriers[1:] == [[tmp_path / "export"]]
+
+
+# ------------------------------------------------------------------ checkpoints and facts
+
+
+def test_a_checkpoint_without_a_count_has_skipped_nothing(tmp_path):
+    built, other = bigram(), bigram()
+    built.train_batch(tiny_batch([5, 7]), SFT())
+    built.save(str(tmp_path / "one"))
+    edit_facts(tmp_path / "one", lambda facts: facts.pop("skipped_steps"))
+    other.load(str(tmp_path / "one"))
+    assert (other.step, other.guard.skipped, other.guard.config) == (1, 0, other.config)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_of_a_pipeline_read_a_checkpoint_together(monkeypatch, tmp_path, stages):
+    built, calls = bigram(), []
+    built.groups = dataclasses.replace(built.groups, layout=ParallelLayout(pp=stages), world="all ranks")
+    monkeypatch.setattr(engines.step, "load_checkpoint", lambda *args: calls.append(args) or {"step": 7})
+    loaded = []
+    built.executor.load_state = loaded.append
+    built.load(tmp_path)
+    assert built.step == 7
+    (args,) = calls
+    assert args[0] == tmp_path
+    assert args[1] is loaded[0]
+    assert args[2] == (None if stages == 1 else "all ranks")
+
+
+def test_plain_facts():
+    built = plain()
+    built.train_batch(tiny_batch([5, 7]), SFT())
+    assert built.state_summary() == {
+        "backend": "fsdp2",
+        "batching": "packed",
+        "device": "cpu",
+        "dtype": "float32",
+        "layout": str(ParallelLayout()),
+        "parameters": sum(p.numel() for p in built.executor.model.parameters()),
+        "step": 1,
+        "world_size": 1,
+    }
+    assert plain(dtype="bfloat16", batching="padded").state_summary()["dtype"] == "bfloat16"
+    assert built.supports("packed")
+    assert not built.supports("tensor_parallel")
+    with pytest.raises(ValueError, match="unknown feature"):
+        built.supports("teleport")

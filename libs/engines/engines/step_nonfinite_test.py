@@ -1,0 +1,119 @@
+"""NaN and divergence over every executor: no update, an error that says where, no export."""
+
+import math
+
+import pytest
+import torch
+
+from engines import NonFiniteError
+from engines.testing.executors import BUILDERS, LENGTHS, assert_same_weights, engine, weights
+from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
+from engines.tiny import tiny_batch
+from objectives import SFT
+
+EXECUTORS = pytest.mark.parametrize("executor", BUILDERS)
+
+
+class Broken(SFT):
+    """An objective whose loss is multiplied by something."""
+
+    def __init__(self, factor):
+        super().__init__()
+        object.__setattr__(self, "factor", factor)
+
+    def __call__(self, *args):
+        loss, metrics = super().__call__(*args)
+        return loss * self.factor, metrics
+
+
+@EXECUTORS
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run(executor, factor):
+    built = engine(executor=executor)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    before = weights(built)
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is (nan|inf); no update was made"):
+        built.train_batch(tiny_batch(LENGTHS), Broken(factor))
+    assert built.step == 1
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+
+
+@EXECUTORS
+def test_skipped_steps_are_counted_and_change_nothing(executor, tmp_path):
+    built = engine(executor=executor, on_nonfinite="skip")
+    before = weights(built)
+    result = built.train_batch(tiny_batch(LENGTHS), Broken(math.nan))
+    assert (result["skipped"], result["skipped_steps"], built.step) == (1.0, 1.0, 0)
+    for name, value in weights(built).items():
+        assert torch.equal(value, before[name])
+    with pytest.raises(NonFiniteError, match="the last 1 steps made no update"):
+        built.save_hf(tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+    fresh, after = engine(executor=executor), built.train_batch(tiny_batch(LENGTHS), SFT())
+    assert (after["skipped"], after["skipped_steps"], after["step"]) == (0.0, 1.0, 1.0)
+    assert after["loss"] == fresh.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
+    assert_same_weights(fresh, built, tolerance=0.0)
+    built.save(tmp_path / "one")
+    fresh.load(tmp_path / "one")
+    assert fresh.train_batch(tiny_batch(LENGTHS), SFT())["skipped_steps"] == 1.0
+
+
+@EXECUTORS
+def test_ten_skipped_steps_in_a_row_end_a_run(executor):
+    built = engine(executor=executor, on_nonfinite="skip")
+    batch = tiny_batch([5, 4])
+    for _ in range(9):
+        built.train_batch(batch, Broken(math.nan))
+    built.train_batch(batch, SFT())
+    for _ in range(9):
+        built.train_batch(batch, Broken(math.nan))
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
+        built.train_batch(batch, Broken(math.nan))
+
+
+@EXECUTORS
+def test_a_gradient_that_is_not_finite_ends_the_run(executor):
+    """The loss is finite, the gradient of sqrt at 0 is not."""
+
+    class Infinite(SFT):
+        def __call__(self, log_probs, *rest):
+            return (log_probs * 0).sum().sqrt(), {}
+
+    built = engine(executor=executor)
+    with pytest.raises(NonFiniteError, match="step 1: the gradient norm is nan"):
+        built.train_batch(tiny_batch(LENGTHS), Infinite())
+
+
+def test_divergence_never_ends_as_an_export(tmp_path):
+    """A learning rate that is absurd: an error at the second step, or when the first one's weights are exported."""
+    built = engine(lr=1e30)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    with pytest.raises(NonFiniteError, match="step 2: "):
+        built.train_batch(tiny_batch(LENGTHS), SFT())
+    with pytest.raises(NonFiniteError, match="the last 1 steps"):
+        built.save_hf(tmp_path / "export")
+    with torch.no_grad():
+        next(built.executor.model.parameters()).fill_(math.inf)
+    with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values that are not finite"):
+        list(built.export_weights())
+    assert not list(tmp_path.iterdir())
+
+
+@EXECUTORS
+def test_a_step_that_failed_leaves_no_gradient_behind(executor):
+    class Raises(SFT):
+        calls = 0
+
+        def __call__(self, *args):
+            type(self).calls += 1
+            if self.calls > 1:
+                raise KeyError("the objective's own mistake")
+            return super().__call__(*args)
+
+    built, fresh = engine(executor=executor, max_tokens_per_rank=20), engine(executor=executor, max_tokens_per_rank=20)
+    with pytest.raises(KeyError, match="mistake"):
+        built.train_batch(tiny_batch(LENGTHS), Raises())
+    batch = tiny_batch(LENGTHS, seed=1)
+    assert built.train_batch(batch, SFT()) == fresh.train_batch(batch, SFT())
+    assert_same_weights(fresh, built, tolerance=0.0)

@@ -1,0 +1,74 @@
+"""The manifest of a checkpoint: its facts, and size and SHA-256 of each of its files; written last.
+
+A directory without one is no checkpoint. Reading checks the manifest against its own hash, then every file against the
+manifest, before anything else is done with them: what is torn, missing or has a flipped bit is named.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "engine.json"
+FORMAT = 1
+_OWN = ("format", "files", "sha256")
+
+Hashes = Mapping[str, Mapping[str, int | str]]
+"""By file name: `bytes` and `sha256`."""
+
+
+def hash_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+    """Return size and hash of these files."""
+    found: dict[str, dict[str, int | str]] = {}
+    for name in names:
+        with (directory / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[name] = {"bytes": (directory / name).stat().st_size, "sha256": digest}
+    return found
+
+
+def write_manifest(directory: Path, facts: Mapping[str, Any], files: Hashes) -> None:
+    """Write facts (plain JSON) and hashes. RuntimeError unless `files` are those of the directory."""
+    there = {path.name for path in directory.iterdir()}
+    if there != files.keys():
+        raise RuntimeError(f"{directory}: nobody wrote or nobody hashed {sorted(there ^ files.keys())}")
+    content = {**facts, "format": FORMAT, "files": dict(sorted(files.items()))}
+    (directory / MANIFEST).write_text(json.dumps({**content, "sha256": _own_hash(content)}, indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return facts and hashes; ValueError for a directory that is no checkpoint, or a manifest that is damaged."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{directory} is not a checkpoint of an engine: it has no {MANIFEST} (was the writer killed?)")
+    try:
+        content = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): take another checkpoint") from error
+    claimed = content.pop("sha256", None)
+    if claimed is None:
+        raise ValueError(f"{path} has no hash: it was written by an earlier version, which wrote none")
+    if claimed != _own_hash(content):
+        raise ValueError(f"{path} is damaged: it is not what its own hash says; take another checkpoint")
+    if content["format"] != FORMAT:
+        raise ValueError(f"{path} has format {content['format']}, this version reads {FORMAT}")
+    return {key: value for key, value in content.items() if key not in _OWN}, content["files"]
+
+
+def check_files(directory: Path, files: Hashes, names: Iterable[str]) -> str | None:
+    """Compare these files with the manifest; what is wrong with the first that differs, None where none does."""
+    for name in names:
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing: copy the checkpoint again, or take another"
+        size = path.stat().st_size
+        if size != files[name]["bytes"]:
+            return f"{path} has {size} bytes and had {files[name]['bytes']}: copy it again, or take another checkpoint"
+        if hash_files(directory, [name])[name]["sha256"] != files[name]["sha256"]:
+            return f"{path} is damaged (its SHA-256 has changed): copy it again, or take another checkpoint"
+    return None
+
+
+def _own_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,49 @@
+"""A part of each table that `python -m engines checkpoints` prints, and that it would show what is wrong."""
+
+import torch
+
+from engines.testing import checkpoint_matrix
+from engines.testing.checkpoint_matrix import LOSS, MOVED, RESUMED, Case, move_all, resume_all
+
+
+def test_resumed_runs_have_the_bits_of_straight_ones():
+    cases = [
+        Case("moe", weights="replicated"),
+        Case("dense", batching="padded"),
+        Case("moe", context_parallel="dynamic", ranks=2),
+        Case("dense", weights="replicated", ranks=2),
+    ]
+    assert set(cases) <= set(RESUMED)
+    assert [found for _, *found in resume_all(cases)] == [[True, True]] * 4
+
+
+def test_a_checkpoint_of_some_ranks_fits_others():
+    cases = [Case("moe"), Case(weights="replicated")]
+    assert set(cases) <= set(MOVED)
+    found = list(move_all(cases, (1, 2, 4)))
+    assert len(found) == 18
+    for case, saved, loaded, state, difference in found:
+        assert state, (case, saved, loaded)
+        assert difference <= LOSS, (case, saved, loaded)
+
+
+def test_a_cell_that_is_wrong_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint_matrix, "resume_all", lambda cases: [(case, True, False) for case in cases])
+    monkeypatch.setattr(checkpoint_matrix, "move_all", lambda cases, worlds: [(Case(), 1, 2, True, 2 * LOSS)])
+    assert checkpoint_matrix.main([Case()]) == 1
+    assert "| 1 | equal | DIFFERENT |" in capsys.readouterr().out
+
+
+def test_a_digest_sees_every_tensor():
+    found = []
+
+    class Built:
+        step = 1
+        executor = None
+
+    for value in (1.0, 2.0):
+        state = {"model": {"a": torch.ones(2)}, "optimizer": {"state": {"a": {"exp_avg": torch.full((2,), value)}}}}
+        built = Built()
+        built.executor = type("Executor", (), {"state": lambda self, state=state: state})()
+        found.append(checkpoint_matrix._digest(built))
+    assert found[0] != found[1]

@@ -1,0 +1,44 @@
+"""Engines of real models over every executor, for the tests of the step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.build import build_engine
+from engines.config import EngineConfig
+from engines.protocol import TrainEngine
+from engines.testing.plain_executor import build_plain_engine
+from engines.tiny import tiny_model
+
+LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
+EPS = 1e-3
+"""Large: with the usual one, a gradient of nearly zero moves a weight by the sign of its rounding error."""
+BUILDERS: dict[str, Callable[..., TrainEngine]] = {"fsdp2": build_engine, "plain": build_plain_engine}
+"""By executor."""
+
+
+def engine(
+    seed: int = 0,
+    kind: str = "dense",
+    trainable: bool = True,
+    executor: str = "fsdp2",
+    model: Any = None,
+    **options: Any,
+) -> TrainEngine:
+    """Build a tiny engine on the CPU; `options` are those of `EngineConfig`."""
+    config = EngineConfig(**{"device": "cpu", "lr": 1e-2, "eps": EPS, "weight_decay": 0.1, **options})
+    return BUILDERS[executor](config, model or tiny_model(kind, seed=seed, scale=2.0), trainable=trainable)
+
+
+def weights(built: TrainEngine) -> dict[str, Tensor]:
+    """Return a copy of the exported tensors, flat."""
+    return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
+
+
+def assert_same_weights(one: TrainEngine, other: TrainEngine, tolerance: float = 1e-5) -> None:
+    """AssertionError naming the first tensor in which two engines differ."""
+    found = weights(other)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance, msg=name)

@@ -1,0 +1,29 @@
+"""Run models in float64 from end to end, though they ask for float32 here and there: for proofs to nine digits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Float64Stays(TorchFunctionMode):
+    """Inside of it, nothing turns a float64 tensor into float32: norms, softmaxes and losses are computed as they come.
+
+    Models and libraries compute such parts in float32 at least, whatever the dtype of their weights is; two that agree
+    to float32 alone could differ by an error of that size.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        del types
+        kwargs = dict(kwargs or {})
+        given = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        wide = any(isinstance(part, Tensor) and part.dtype == torch.float64 for part in given)
+        if wide and func is Tensor.float:
+            return args[0]
+        if wide and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if wide and func is Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return func(*args, **kwargs)

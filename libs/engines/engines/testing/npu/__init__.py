@@ -1,0 +1,1 @@
+"""A stand-in for Ascend NPUs that computes on the CPU: for tests alone."""

@@ -1,0 +1,74 @@
+"""Build the stand-in's library with the C++ compiler of this machine: once for each state of its sources."""
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch._C._distributed_c10d  # pybind11 knows the base class by then
+from torch.utils.cpp_extension import include_paths, library_paths
+
+HERE = Path(__file__).parent
+NAME = "npu_stand_in"
+LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
+
+
+def reason_against() -> str | None:
+    """Why it cannot be built here; None where it can."""
+    if compiler() is None:
+        return "no C++ compiler: install g++, or name one in CXX"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "no Python.h: install the development files of this Python"
+    return None
+
+
+def compiler() -> str | None:
+    """The compiler that CXX names, or g++."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def load_library() -> ModuleType:
+    """Build where nobody did before, and import. ValueError where there is no compiler; CalledProcessError has its
+    words."""
+    if reason := reason_against():
+        raise ValueError(f"the stand-in for NPUs is built from source: {reason}")
+    path = folder() / f"{NAME}.so"
+    if not path.exists():
+        _build(path)
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def folder() -> Path:
+    """The folder of what is built: this user's alone, in the directory for temporary files, named by the sources."""
+    sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
+    digest = hashlib.sha256("".join([torch.__version__, *(path.read_text() for path in sources)]).encode())
+    found = Path(tempfile.gettempdir()) / f"{NAME}_{os.getuid()}_{digest.hexdigest()[:16]}"
+    found.mkdir(mode=0o700, exist_ok=True)
+    if found.stat().st_uid != os.getuid() or found.stat().st_mode & 0o022:
+        raise ValueError(f"{found} can be written by others: remove it")
+    return found
+
+
+def _build(path: Path) -> None:
+    """Compile beside `path` and rename: who looks finds all of it or nothing, and two builders do no harm."""
+    includes = [sysconfig.get_paths()["include"], *include_paths(), str(HERE)]
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += [f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        command = [str(compiler()), *flags, *(f"-I{name}" for name in includes), str(HERE / "stand_in.cpp")]
+        command += ["-o", str(made), *(f"-L{name}" for name in library_paths()), *(f"-l{name}" for name in LIBRARIES)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        made.rename(path)

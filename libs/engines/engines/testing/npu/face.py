@@ -1,0 +1,106 @@
+"""`torch_npu` as its wheel describes it, over the stand-in's library.
+
+What the wheel does not have is an AttributeError, an argument that it does not take a TypeError (a RuntimeError of
+torch's for operators), and what it has and the stand-in does not a NotImplementedError.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from engines.testing.npu import runtime
+from engines.testing.npu.build import load_library
+from engines.testing.npu.cuda_guard import refuse_cuda
+from engines.testing.npu.operators import ATEN, OPERATORS
+from engines.testing.npu.surface import Surface, read_surface, signature
+
+_kept: list[Any] = []
+"""The library of operators: they go when it does."""
+
+
+class NpuModule(ModuleType):
+    """torch.npu."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"torch_npu {read_surface().version} has no torch.npu.{name}")
+
+
+def install() -> ModuleType:
+    """Register device, operators and process group with torch, as importing torch_npu does; torch.npu."""
+    surface, library = read_surface(), load_library()
+    module = _npu_module(surface, library)
+    torch.utils.rename_privateuse1_backend("npu")
+    torch._register_device_module("npu", module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return library.ProcessGroupHCCL(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    dist.Backend.register_backend("hccl", make, devices=["npu"])
+    _kept.extend([_define_operators(surface), _wider_operators()])
+    refuse_cuda()
+    return module
+
+
+def _npu_module(surface: Surface, library: ModuleType) -> ModuleType:
+    module = NpuModule("torch.npu")
+    made = runtime.functions(library) | runtime.classes()
+    if unknown := sorted(made.keys() - surface.names()):
+        raise AssertionError(f"the stand-in has what torch_npu does not: {unknown}")
+    for name, arguments in {**surface.functions, **surface.classes}.items():
+        setattr(module, name, _checked(name, arguments, made.get(name)))
+    for name, value in {**runtime.private(library), "library": library}.items():
+        setattr(module, name, value)
+    return module
+
+
+def _checked(name: str, arguments: str | None, made: Any) -> Any:
+    """A function whose arguments are those of the wheel; classes check their own."""
+    if isinstance(made, type):
+        return made
+    wanted = signature(arguments or "")
+
+    @wraps(made or _checked)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        wanted.bind(*args, **kwargs)
+        if made is None:
+            raise NotImplementedError(f"torch.npu.{name} is in torch_npu, and not in the stand-in")
+        return made(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _define_operators(surface: Surface) -> Any:
+    library = torch.library.Library("npu", "DEF")
+    for schema in surface.operators:
+        library.define(schema)
+    for name, function in OPERATORS.items():
+        library.impl(name, function, "PrivateUse1")
+        differentiable = name in surface.differentiable
+        library.impl(name, function if differentiable else _without_gradient(name, function), "AutogradPrivateUse1")
+    return library
+
+
+def _wider_operators() -> Any:
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in ATEN.items():
+        library.impl(name, function, "PrivateUse1")
+    return library
+
+
+def _without_gradient(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that autograd does not know: an error where a gradient would be lost."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [t for value in args for t in (value if isinstance(value, list | tuple) else [value])]
+        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+            raise RuntimeError(f"npu::{name} has no derivative: call it inside of a torch.autograd.Function")
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,25 @@
+"""Processes in which `import torch_npu` gives the stand-in."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SITE = Path(__file__).with_name("site")
+
+
+@contextmanager
+def stand_in_on_path() -> Iterator[None]:
+    """Processes that are started inside find the stand-in; this one does not import it."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *([before] if before else [])])
+    sys.path.insert(0, str(SITE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(SITE))
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

@@ -1,0 +1,125 @@
+"""Read names and signatures out of torch_npu's wheel, without importing it: `python -m ... WHEEL > surface.json`.
+
+Three sources in the wheel: the Python of `torch_npu.npu` (what `__all__` lists, followed through its imports to the
+definition), the operators that `npu_native_functions_by_codegen.yaml` defines, and the names of backward nodes in the
+library, which tell operators that autograd knows.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import yaml  # type: ignore[import-untyped]
+
+OPERATORS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+LIBRARY = "torch_npu/lib/libtorch_npu.so"
+
+
+def read_surface(wheel: Path) -> dict[str, Any]:
+    """Return version, `torch_npu.npu` and operators of the wheel; ValueError where a public name has no definition."""
+    with ZipFile(wheel) as archive:
+        modules = _Modules(archive)
+        functions, classes, variables = {}, {}, []
+        for name in sorted(modules.exports("torch_npu.npu")):
+            found = modules.find("torch_npu.npu", name)
+            if isinstance(found, ast.FunctionDef):
+                functions[name] = ast.unparse(found.args)
+            elif isinstance(found, ast.ClassDef):
+                classes[name] = _initializer(found)
+            else:
+                variables.append(name)  # assigned, or made when the module is imported
+        described = yaml.safe_load(archive.read(OPERATORS))
+        nodes = set(re.findall(rb"Npu(\w+?)Backward0", archive.read(LIBRARY)))
+        operators = sorted({entry["func"] for entry in described["custom"]})
+        names = {re.split(r"[.(]", operator)[0] for operator in operators}
+    return {
+        "version": wheel.name.split("-")[1],
+        "functions": functions,
+        "classes": classes,
+        "variables": variables,
+        "operators": operators,
+        "differentiable": sorted(names & {_snake(node.decode()) for node in nodes}),
+    }
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """The Python modules in a wheel."""
+
+    archive: ZipFile
+
+    def tree(self, module: str) -> tuple[ast.Module, bool] | None:
+        """The parsed module, and whether it is a package; None for what is not in the wheel."""
+        base = module.replace(".", "/")
+        for path, package in ((f"{base}.py", False), (f"{base}/__init__.py", True)):
+            if path in self.archive.namelist():
+                return ast.parse(self.archive.read(path).decode("utf-8-sig")), package
+        return None
+
+    def exports(self, module: str) -> list[str]:
+        """`__all__` of a module."""
+        found = self.tree(module)
+        for node in found[0].body if found else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                return list(ast.literal_eval(node.value))
+        raise ValueError(f"{module} has no __all__ in this wheel")
+
+    def find(self, module: str, name: str) -> ast.AST | None:
+        """The definition behind a name of a module, through imports; None where it is no function and no class."""
+        found = self.tree(module)
+        if found is None:
+            return None
+        tree, package = found
+        for node in _statements(tree.body):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name or alias.name == "*":
+                        there = self.find(_absolute(module, package, node), name if alias.name == "*" else alias.name)
+                        if there is not None:
+                            return there
+        return None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, those under `if` and `try` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+
+
+def _absolute(module: str, package: bool, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    base = parts[: len(parts) - node.level + package]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _initializer(node: ast.ClassDef) -> str | None:
+    """The arguments of `__new__` or `__init__` but the first; None for a class that has neither."""
+    for name in ("__new__", "__init__"):
+        for member in node.body:
+            if isinstance(member, ast.FunctionDef) and member.name == name:
+                arguments = member.args
+                del arguments.args[0]
+                return ast.unparse(arguments)
+    return None
+
+
+def _snake(name: str) -> str:
+    """npu_rms_norm for RmsNorm."""
+    return "npu_" + re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+if __name__ == "__main__":
+    json.dump(read_surface(Path(sys.argv[1])), sys.stdout, indent=0, sort_keys=True)
+    sys.stdout.write("\n")

@@ -1,0 +1,65 @@
+"""What torch_npu offers under which names, as `read_wheel` found it in the wheel."""
+
+import ast
+import inspect
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("surface.json")
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Names and signatures of one release."""
+
+    version: str
+    functions: dict[str, str]
+    """Of torch_npu.npu: the arguments of each as they are written."""
+    classes: dict[str, str | None]
+    """Of torch_npu.npu: the arguments of the initializer, where the class has one."""
+    variables: list[str]
+    operators: list[str]
+    """Schemas of torch.ops.npu, as torch.library reads them."""
+    differentiable: list[str]
+    """Operators that autograd knows."""
+
+    def names(self) -> set[str]:
+        """All names of torch_npu.npu."""
+        return {*self.functions, *self.classes, *self.variables}
+
+    def operator_names(self) -> set[str]:
+        """Names of operators, without overloads."""
+        return {schema.partition("(")[0].partition(".")[0] for schema in self.operators}
+
+
+@cache
+def read_surface() -> Surface:
+    """The committed surface."""
+    return Surface(**json.loads(FILE.read_text()))
+
+
+def signature(arguments: str) -> inspect.Signature:
+    """A signature from arguments as they are written, with their defaults where these are literals."""
+    node = ast.parse(f"def f({arguments}): pass").body[0]
+    assert isinstance(node, ast.FunctionDef)
+    given = node.args
+    kinds = inspect.Parameter
+    found = []
+    plain = [*given.posonlyargs, *given.args]
+    missing = [None] * (len(plain) - len(given.defaults))
+    for argument, default in zip(plain, [*missing, *given.defaults], strict=True):
+        found.append(kinds(argument.arg, kinds.POSITIONAL_OR_KEYWORD, default=_default(default)))
+    if given.vararg:
+        found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=_default(default)))
+    if given.kwarg:
+        found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(found)
+
+
+def _default(node: ast.expr | None) -> Any:
+    return inspect.Parameter.empty if node is None else ast.literal_eval(node)

@@ -1,0 +1,68 @@
+"""A model that takes no memory yet: parameters on the meta device, buffers as they are to be."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from engines.families.family import VisionForm
+
+
+def model_of(config: PretrainedConfig, vision: VisionForm | None = None, **options: Any) -> Any:
+    """Make the causal LM of a config, or its vision-language model."""
+    if vision is None:
+        return AutoModelForCausalLM.from_config(config, **options)
+    return AutoModelForImageTextToText.from_config(config, **options)
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, vision: VisionForm | None = None) -> Any:
+    """Build the causal LM of a config, or its vision-language model, with meta parameters of this dtype.
+
+    Buffers that no checkpoint holds (rotary frequencies, an embedding's scale) are computed, on the CPU, by the code
+    with which `from_pretrained` fills them: each module's part of `_init_weights`. ValueError for a config that
+    describes no model, or a buffer that this code leaves alone.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_of(config, vision, dtype=dtype)
+    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"config.json describes a model that can't be built: {error}") from error
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    saved = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        _fill_buffers(model, module, prefix, {name for name in saved if name.startswith(prefix)})
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give meta parameters and buffers uninitialised memory on a device; tied ones stay tied. Others are moved."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta and parameter not in made:
+                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            setattr(module, name, made.get(parameter, parameter))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer)
+    model.to(device)
+
+
+def _fill_buffers(model: Any, module: nn.Module, prefix: str, saved: set[str]) -> None:
+    found = {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if f"{prefix}.{name}".removeprefix(".") not in saved
+    }
+    for name, buffer in found.items():
+        if not buffer.is_floating_point():
+            raise ValueError(
+                f"buffer {prefix}.{name} is {buffer.dtype}: only floating-point ones are known to be right"
+            )
+        setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
+    if found:
+        model._init_weights(module)
+    for name in found:
+        if getattr(module, name).isnan().any():
+            raise ValueError(f"transformers says nothing of buffer {prefix}.{name}, which is in no checkpoint")

@@ -1,0 +1,48 @@
+"""Names of models on the Hugging Face hub: the local snapshot of a repository, downloaded where there is a network."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def model_directory(model: str | Path) -> Path:
+    """Return the directory of a model: a local one, or the snapshot of `OWNER/NAME` (or `OWNER/NAME@REVISION`).
+
+    What exists locally is taken as it is, and so is what looks like no name: whoever reads it says what is missing.
+    A snapshot comes from the cache or the hub (huggingface_hub with its own settings: HF_HOME, HF_HUB_OFFLINE, ...).
+    Collective: rank 0 fetches, the others take what it found or, on another machine, fetch for themselves. ValueError
+    where there is neither a directory nor a snapshot to be had.
+    """
+    path = Path(model)
+    if path.exists() or not _NAME.fullmatch(str(model)):
+        return path
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    if not many:
+        return _result(_fetched(str(model)))
+    found: list[Any] = [_fetched(str(model)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    first = _result(found[0])
+    return first if first.is_dir() else _result(_fetched(str(model)))
+
+
+def _fetched(name: str) -> Path | str:
+    """The snapshot, or why there is none."""
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
+    except (OSError, HFValidationError) as error:
+        text = str(error).strip() or type(error).__name__
+        return f"{name} is no local directory, and huggingface_hub has no snapshot of it: {text.splitlines()[0]}"
+
+
+def _result(found: Path | str) -> Path:
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found

@@ -1,0 +1,80 @@
+"""Hub names without a network: a cache that was filled before, and every way in which there is none."""
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+
+from engines import EngineConfig
+from engines.loading import load
+from engines.testing.forked import launch_forked
+from engines.tiny import tiny_model
+from engines.weights import hub
+from engines.weights.hub import model_directory
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with one repository, as huggingface_hub lays it out, and no network."""
+    folder = tmp_path / "models--some-lab--tiny-1.5"
+    (folder / "refs").mkdir(parents=True)
+    for name in ("main", "v2"):
+        (folder / "refs" / name).write_text(COMMIT)
+    tiny_model("dense").save_pretrained(folder / "snapshots" / COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["some-lab/tiny-1.5", "some-lab/tiny-1.5@v2", f"some-lab/tiny-1.5@{COMMIT}"])
+def test_a_cached_name_is_its_snapshot(cache, name):
+    assert model_directory(name).name == COMMIT
+    module = load(EngineConfig(model=name)).module
+    for name, parameter in tiny_model("dense").named_parameters():
+        assert torch.equal(module.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("name", ["some-lab/other", "some-lab/tiny-1.5@v3", "some--lab/x..y"])
+def test_what_is_nowhere_is_said(cache, name):
+    with pytest.raises(ValueError, match=rf"{name} is no local directory, and huggingface_hub has no snapshot of it: "):
+        load(EngineConfig(model=name))
+
+
+def test_what_is_there_goes_before_the_hub(cache, monkeypatch):
+    def asked(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(hub, "snapshot_download", asked)
+    Path("some-lab/tiny-1.5").mkdir(parents=True)
+    for path in ("some-lab/tiny-1.5", ".", "/nowhere/at/all", "a/b/c", "./some-lab/x", "tiny"):
+        assert model_directory(path) == Path(path)
+
+
+def on_ranks(here, folder):
+    """Rank 0 fetches; rank 1 takes its result, and would be told of its error."""
+    calls = []
+
+    def snapshot(repository, **options):
+        calls.append(repository)
+        if repository == "lab/gone":
+            raise ConnectionError("no route")
+        return str(here)
+
+    hub.snapshot_download = snapshot
+    found = model_directory("lab/model")
+    with pytest.raises(ValueError, match=r"lab/gone is no local directory.*no route"):
+        model_directory("lab/gone")
+    (folder / f"calls{torch.distributed.get_rank()}").write_text(" ".join(calls))
+    return found
+
+
+def test_one_rank_fetches_for_all(tmp_path):
+    here = tmp_path / "snapshot"
+    here.mkdir()
+    assert launch_forked(on_ranks, (here, tmp_path), 2) == here
+    assert (tmp_path / "calls0").read_text() == "lab/model lab/gone"
+    assert (tmp_path / "calls1").read_text() == ""

@@ -1,0 +1,73 @@
+"""Host memory while an engine is built: a rank holds its share and no more than one tensor besides, measured.
+
+A checkpoint in bfloat16, in several files; ranks note the highest resident memory of their process (VmHWM).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines import EngineConfig, build_engine
+from engines.loading import load
+from engines.testing.forked import launch_forked
+from engines.tiny import tiny_config, tiny_model
+from engines.weights.empty import empty_model
+from engines.weights.memory import LoadingMemory, loading_memory
+from engines.weights.model_weights import live_tensors
+from engines.weights.saving import save_configuration, save_weights
+
+MIB = 2**20
+SIZES = {"vocab_size": 24_576, "hidden_size": 512, "intermediate_size": 4096, "tie_word_embeddings": False}
+SLACK = 16 * MIB
+"""What building costs beside the weights: modules, planners, allocators."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large")
+    loaded = load(EngineConfig(master_dtype="bfloat16"), tiny_model("attention", **SIZES).to(torch.bfloat16))
+    save_weights(loaded.weights.export(live_tensors(loaded.module).items()), path, file_bytes=20 * MIB)
+    save_configuration(loaded.weights, loaded.module, path)
+    return path
+
+
+def status(key):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def held_while_loading(small, large, weights):
+    """The most bytes that a rank held at a time beyond what it had, of all ranks."""
+    # What is imported and allocated once, whatever the size of a model:
+    build_engine(EngineConfig(model=str(small), device="cpu", weights=weights))
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = status("VmRSS")
+    built = build_engine(EngineConfig(model=str(large), device="cpu", weights=weights), trainable=False)
+    held = torch.tensor([status("VmHWM") - before])
+    own = sum(parameter.to_local().nbytes for parameter in built.executor.model.parameters())
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return int(held), own
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_holds_its_share_and_one_tensor(tmp_path, checkpoint, ranks):
+    tiny_model("attention").save_pretrained(tmp_path)
+    held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, "sharded"), ranks)
+    memory = loading_memory(tiny_config("attention", **SIZES), ranks)
+    assert memory.share == own
+    assert own < held < memory.share + memory.largest + SLACK, (held / MIB, memory)
+    # A rank that held the whole model at any time, even in bfloat16, would be above:
+    whole = loading_memory(tiny_config("attention", **SIZES), 1).share
+    assert ranks == 1 or memory.share + memory.largest + SLACK < memory.share + whole / 2
+
+
+def test_the_arithmetic_counts_rows_as_they_are_cut():
+    config = tiny_config("attention", vocab_size=10, num_hidden_layers=1, tie_word_embeddings=True)
+    rows = dict(empty_model(config, torch.float32).named_parameters())
+    for ranks in (1, 3, 4):
+        share = sum(4 * -(-p.shape[0] // ranks) * p[0].numel() for p in rows.values())
+        largest = max(2 * -(-p.shape[0] // ranks) * p[0].numel() for p in rows.values())
+        assert loading_memory(config, ranks) == LoadingMemory(ranks, share, largest)
+    assert loading_memory(config, 1, master_dtype=torch.bfloat16).share == 2 * sum(p.numel() for p in rows.values())

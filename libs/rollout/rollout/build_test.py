@@ -1,0 +1,77 @@
+"""Configurations are checked when they are made, and what is built is what was asked for."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rollout.build import build_rollout
+from rollout.capability import BACKENDS, NATIVE, supports
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine, Sampling
+from rollout.testing.model import tiny_model
+from rollout.vllm.config import VllmConfig
+from seqpack.capability import No
+
+BAD = {
+    "backend": ["Native", "", None],
+    "max_batch": [0, -1, 1.5, True, None],
+    "max_length": [0, 2.0, False],
+    "prefill_tokens": [0, None, "16"],
+    "compact_below": [-0.1, 1.1, float("nan")],
+    "decoder": ["fast", None],
+    "on_commit": ["", "drop"],
+    "admit": ["", "drop"],
+    "keep_tokens": [-1, 0.5, True, None],
+    "routed_experts": [None, 1, "yes"],
+    "seed": [None, 0.5, True],
+    "vllm": [None, {}],
+    "openai": [None, {}],
+}
+
+
+def test_every_setting_refuses_what_it_cannot_be():
+    assert set(BAD) == {field.name for field in fields(RolloutConfig)}
+    for name, values in BAD.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                RolloutConfig(**{name: value})
+
+
+def test_the_engine_has_its_settings():
+    model = tiny_model(48)
+    engine = build_rollout(RolloutConfig(max_length=20, max_batch=2, decoder="module", seed=5), model, version=3)
+    assert isinstance(engine, RolloutEngine)
+    assert engine.version == 3
+    with pytest.raises(ValueError, match="max_length=20"):
+        engine.generate_batch([[3] * 18], Sampling(max_new_tokens=3))
+    prompts = [[3, 4], [5, 6, 7], [8]]
+    done = engine.generate_batch(prompts, Sampling(max_new_tokens=4))
+    again = build_rollout(RolloutConfig(seed=5), model).generate_batch(prompts, Sampling(max_new_tokens=4))
+    other = build_rollout(RolloutConfig(seed=6), model).generate_batch(prompts, Sampling(max_new_tokens=4))
+    assert [c.ids for c in done] == [c.ids for c in again]
+    assert [c.ids for c in done] != [c.ids for c in other]
+
+
+def test_what_is_not_there_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="hand build_rollout no model"):
+        build_rollout(RolloutConfig(backend="openai"), tiny_model(48))
+    assert supports(RolloutConfig(backend="openai"), "cancel")
+    assert not supports(RolloutConfig(backend="openai"), "two_phase_weights")
+    assert supports(RolloutConfig(backend="vllm"), "cancel")
+    assert not supports(RolloutConfig(backend="vllm"), "tensor_parallel")
+    with pytest.raises(ValueError, match="tensor_parallel is not supported"):
+        build_rollout(RolloutConfig(backend="vllm", vllm=VllmConfig(tensor_parallel=2)), Path())
+    with pytest.raises(ValueError, match="reads a model's directory"):
+        build_rollout(RolloutConfig(backend="vllm"), tiny_model(48))
+    with pytest.raises(ValueError, match="hand build_rollout its model"):
+        build_rollout(RolloutConfig())
+
+
+def test_features_are_answered_before_anything_is_built():
+    engine = build_rollout(RolloutConfig(), tiny_model(48))
+    for feature, answer in NATIVE.items():
+        assert supports(RolloutConfig(), feature) == answer == engine.supports(feature)
+    assert all(len(a.reason) > 20 for a in BACKENDS.values() if isinstance(a, No))
+    with pytest.raises(ValueError, match="known are"):
+        supports(RolloutConfig(), "teleport")

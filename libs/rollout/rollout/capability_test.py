@@ -1,0 +1,30 @@
+"""Every Yes names a test that is there; every No has a reason."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from rollout.capability import NATIVE, feature_of
+from rollout.openai.capability import OPENAI
+from rollout.vllm.capability import VLLM
+from seqpack.capability import No
+
+
+def test_every_answer_has_its_evidence_or_its_reason():
+    here = Path(__file__).parent
+    for feature, answer in [*NATIVE.items(), *VLLM.items(), *OPENAI.items()]:
+        if isinstance(answer, No):
+            assert len(answer.reason) > 20, feature
+            continue
+        file, _, function = answer.evidence.partition("::")
+        assert file.endswith("_test.py"), feature
+        tree = ast.parse((here / file).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, feature
+
+
+def test_an_unknown_feature_is_a_mistake():
+    assert feature_of(NATIVE, "cancel")
+    assert not feature_of(NATIVE, "tensor_parallel")
+    with pytest.raises(ValueError, match=r"unknown feature 'teleport'; known are cancel, continuous_batching, cpu"):
+        feature_of(NATIVE, "teleport")

@@ -1,0 +1,238 @@
+"""Who may begin, what is trained and when weights move, as a pure state machine: events in, decisions out.
+
+Groups are numbered 0, 1, ... in the order of the run's tasks. The rules, with B groups a step, W a window, v the
+version of the samplers' weights and `ahead` groups of slack (`StalenessSettings`):
+
+1. A group begins while fewer than (1 + v) W + ahead groups are trained or under way: back-pressure is waiting, nothing
+   is ever dropped. One that failed begins again, under its number, with the weights of then.
+2. A step takes the B finished groups that were begun first. It waits as long as a group that is still sampled, or one
+   that would be left behind, could then not be trained within the bound (earliest deadline first).
+3. After `parameter_sync_step` steps, and after the last, weights move. With `partial_rollout` at once, interrupting
+   what runs; else once nothing runs. Nothing begins and nothing is trained until the samplers have them. A transfer
+   that failed is asked for again.
+
+What follows, and is held by an exhaustive search and a stateful test: a group is trained exactly once, with a staleness
+of at most `bound`; what could begin has begun; something can always happen until the run is done.
+
+Why rule 2 never waits in vain: up to the end of window v at most (1 + v) W + ahead groups have begun, and until the end
+of window v + bound as many are trained, since bound W >= ahead. So serving them in order of their beginning keeps every
+deadline, and a batch may run ahead of that order only as far as the deadlines stay possible.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rollout.control.settings import StalenessSettings
+
+Phase = Literal["open", "draining", "syncing"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All answers of a group are there."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A group broke with its sampler and must be begun again. A task that cannot be played is finished, not failed."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The step under way is done."""
+
+
+@dataclass(frozen=True)
+class Synced:
+    """All samplers have the new weights."""
+
+
+@dataclass(frozen=True)
+class SyncFailed:
+    """All samplers have the old weights still."""
+
+
+Event = Finished | Failed | Trained | Synced | SyncFailed
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Sample this group with the samplers' present weights, `version`."""
+
+    group: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train step `step`, from 1, on these groups; `staleness` is the largest of them."""
+
+    step: int
+    groups: tuple[int, ...]
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Hand the samplers the weights as number `version`; `interrupt`: what runs goes on from its tokens then."""
+
+    version: int
+    interrupt: bool
+
+
+Decision = Begin | Train | Sync
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A group under way: its number, and the version of the weights that its first token came from."""
+
+    group: int
+    version: int
+
+
+@dataclass(frozen=True)
+class ControlState:
+    """Where a run is. A group below `next` is trained, or in one of `again`, `running`, `ready`, `training`."""
+
+    step: int = 0
+    """Steps done."""
+    synced: int = 0
+    """Steps whose weights the samplers have."""
+    next: int = 0
+    """The lowest number that was never begun."""
+    again: tuple[int, ...] = ()
+    running: tuple[Begun, ...] = ()
+    ready: tuple[Begun, ...] = ()
+    training: tuple[Begun, ...] = ()
+    phase: Phase = "open"
+
+    @property
+    def under_way(self) -> int:
+        """Groups that have begun and are not trained."""
+        return len(self.running) + len(self.ready) + len(self.training)
+
+
+@dataclass
+class StalenessController:
+    """The state machine with its state: `begin()` once, then `handle(event)`; both return what is to be done now.
+
+    Decisions are commands, in order: each counts as obeyed, and is answered by the event of its end.
+    """
+
+    settings: StalenessSettings
+    state: ControlState = field(default_factory=ControlState)
+
+    def begin(self) -> tuple[Decision, ...]:
+        """What can be done in the present state; for a new run, or one that is resumed."""
+        self.state, decisions = decide(self.settings, self.state)
+        return decisions
+
+    def handle(self, event: Event) -> tuple[Decision, ...]:
+        """Take in what happened. ValueError: it cannot have happened, as nobody was told to do it."""
+        self.state = after(self.state, event)
+        return self.begin()
+
+    @property
+    def version(self) -> int:
+        """The number of the samplers' weights."""
+        return self.settings.version_of(self.state.synced)
+
+    @property
+    def done(self) -> bool:
+        """Whether every step is trained and its weights handed over."""
+        return self.state.synced == self.settings.total_steps
+
+    @property
+    def staleness(self) -> int:
+        """Of the oldest group under way, in transfers of weights."""
+        state = self.state
+        begun = [group.version for group in (*state.running, *state.ready, *state.training)]
+        return self.version - min(begun, default=self.version)
+
+
+def after(state: ControlState, event: Event) -> ControlState:
+    """The state in which an event leaves another one, before anything is decided."""
+    match event:
+        case Finished(group):
+            found, rest = _without(state.running, group)
+            return replace(state, running=rest, ready=(*state.ready, found))
+        case Failed(group):
+            found, rest = _without(state.running, group)
+            return replace(state, running=rest, again=(*state.again, group))
+        case Trained():
+            if not state.training:
+                raise ValueError("no step is under way: nothing can be trained")
+            return replace(state, step=state.step + 1, training=())
+    if state.phase != "syncing":
+        raise ValueError(f"no weights are under way: {type(event).__name__} cannot have happened")
+    return replace(state, phase="open", synced=state.step if isinstance(event, Synced) else state.synced)
+
+
+def decide(settings: StalenessSettings, state: ControlState) -> tuple[ControlState, tuple[Decision, ...]]:
+    """Everything that the rules allow now, and the state in which it is under way."""
+    made: list[Decision] = []
+    if state.phase != "syncing" and not state.training and _sync_due(settings, state):
+        if state.running and not settings.partial_rollout:
+            return replace(state, phase="draining"), ()
+        state = replace(state, phase="syncing")
+        return state, (Sync(settings.version_of(state.step), bool(state.running)),)
+    if state.phase != "open":
+        return state, ()
+    if not state.training and (batch := _next_batch(settings, state)):
+        taken = set(batch)
+        state = replace(state, ready=tuple(g for g in state.ready if g not in taken), training=batch)
+        oldest = settings.version_of(state.synced) - batch[0].version
+        made.append(Train(state.step + 1, tuple(sorted(g.group for g in batch)), max(0, oldest)))
+    state, begun = _begin(settings, state)
+    return state, (*made, *begun)
+
+
+def capacity(settings: StalenessSettings, synced: int) -> int:
+    """How many groups may have begun once the samplers have the weights of `synced` steps (rule 1)."""
+    return min(settings.total, (1 + settings.version_of(synced)) * settings.window + settings.ahead)
+
+
+def _sync_due(settings: StalenessSettings, state: ControlState) -> bool:
+    ended = state.step % settings.parameter_sync_step == 0 or state.step == settings.total_steps
+    return ended and state.synced < state.step
+
+
+def _begin(settings: StalenessSettings, state: ControlState) -> tuple[ControlState, list[Decision]]:
+    version = settings.version_of(state.synced)
+    room = capacity(settings, state.synced) - state.step * settings.batch - state.under_way
+    if settings.max_running is not None:
+        room = min(room, settings.max_running - len(state.running))
+    room = max(0, room)
+    first = sorted(state.again)[:room]
+    new = range(state.next, min(settings.total, state.next + room - len(first)))
+    numbers = [*first, *new]
+    running = (*state.running, *(Begun(number, version) for number in numbers))
+    again = tuple(number for number in state.again if number not in set(first))
+    state = replace(state, again=again, running=running, next=state.next + len(new))
+    return state, [Begin(number, version) for number in numbers]
+
+
+def _next_batch(settings: StalenessSettings, state: ControlState) -> tuple[Begun, ...]:
+    """The groups of the next step, those begun first in front; () while it must wait (rule 2)."""
+    if state.step == settings.total_steps or len(state.ready) < settings.batch:
+        return ()
+    batch = tuple(sorted(state.ready, key=lambda g: (g.version, g.group))[: settings.batch])
+    chosen = set(batch)
+    left = sorted(g.version for g in (*state.running, *state.ready) if g not in chosen)
+    for older, version in enumerate(left, 1):  # `older` groups at least must be trained by this one's deadline
+        deadline = min(settings.total_steps, (version + settings.bound + 1) * settings.parameter_sync_step)
+        if older > (deadline - state.step - 1) * settings.batch:
+            return ()
+    return batch
+
+
+def _without(groups: tuple[Begun, ...], number: int) -> tuple[Begun, tuple[Begun, ...]]:
+    found = [g for g in groups if g.group == number]
+    if len(found) != 1:
+        raise ValueError(f"group {number} is not being sampled: it cannot have ended")
+    return found[0], tuple(g for g in groups if g.group != number)

@@ -1,0 +1,1 @@
+"""What an agent acts in: the protocol of environments, and those that come with the library."""

@@ -1,0 +1,26 @@
+"""Environments whose code blocks: called in threads of their own, so that no game holds up sampling."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.failure import EpisodeFailed
+from rollout.tools.workers import OverrunError, RefusedError, Workers
+
+ENVIRONMENTS = Workers("environment")
+
+
+async def call(key: str, timeout: float, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what the function gives, and raise what it raises; `key` is the environment's name, `timeout` in seconds.
+
+    Raises:
+        EpisodeFailed: no answer in time, or too many earlier calls that still run.
+    """
+    try:
+        ended = await ENVIRONMENTS.run(key, timeout, function, *args, **options)
+    except OverrunError:
+        raise EpisodeFailed(f"{key} gave no answer within {timeout:g} s", retryable=True) from None
+    except RefusedError as refused:
+        raise EpisodeFailed(f"{key} is refused: {refused}", retryable=False) from None
+    if ended.error is not None:
+        raise ended.error
+    return ended.value

@@ -1,0 +1,145 @@
+"""What an agent acts in: the protocol between an environment and the code that plays an episode in it.
+
+    open -> step -> step -> ... -> finish(end) -> close
+
+One object is one episode; a factory (a class, a `Task`) makes it. All methods are async. The factory and the methods
+run in a thread of the episode's own, on an event loop of its own, so they may block (`rollout.environments.hosted`);
+one that takes more seconds than the factory's `timeout` (600 where it has none) fails the episode, to be tried again. A
+factory marked `rollout.tools.workers.instant` says that nothing of it blocks: it runs on the event loop that samples,
+which saves the thread. What methods raise fails the episode, which is never a reward of zero: `EpisodeFailed(reason,
+retryable=True)` and OSError (ConnectionError, TimeoutError) have it played again, anything else is final.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rollout.tools.tool import Tool, ToolCall
+
+if TYPE_CHECKING:  # an episode's conversations are made of environments' words
+    from rollout.episodes.conversation import Conversation
+
+Message = Mapping[str, Any]
+End = Literal["done", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
+"""How an episode ended: by the environment; a turn cut off at max_new_tokens; turns, tokens or time used up; the engine
+or the run stopped it; somebody's code broke."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One assistant turn, read. `problems` are the reasons why parts of it could not be read as tool calls.
+
+    `text` is everything the model wrote, `content` what remains for the user, `reasoning` its thinking. `finished`
+    is False when a limit cut the turn off.
+    """
+
+    text: str
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    finished: bool = True
+
+
+class Converse(Protocol):
+    """Begins a conversation of its own with the policy, beside the episode's: a sub-agent."""
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub") -> "Conversation":
+        """The conversation, ready for its first `reply()`; its segments are recorded in the episode."""
+        ...
+
+
+def _no_conversation(messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub") -> "Conversation":
+    del messages, tools
+    raise ValueError(f"no episode is being played here: {agent!r} has no engine to speak through")
+
+
+@dataclass(frozen=True)
+class EpisodeContext:
+    """Which episode this is.
+
+    `index` numbers the episodes of a group, `attempt` the times this one has failed and was begun again. `seed` (None:
+    the run has none) is derived from the task's id and `index`: an environment that draws numbers draws them from it.
+    `data` is the task's. `converse` plays sub-agents through the same engine. `environment` is the name that stands
+    before `task_id` in the records of a run with environments of a user's.
+    """
+
+    task_id: str
+    attempt: int = 0
+    index: int = 0
+    seed: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    converse: Converse = field(default=_no_conversation, repr=False, compare=False)
+    environment: str = ""
+
+    @property
+    def key(self) -> str:
+        """The `task_id` of the episode: environment/id, or the id alone."""
+        return f"{self.environment}/{self.task_id}" if self.environment else self.task_id
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first messages of an episode, and the tools that the model is told of."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows a reply.
+
+    `messages` go to the model next; `done` ends the episode. `metrics` are numbers for the run's tables, the last value
+    of a name counts. `context`: the conversation goes on from these messages instead of all that was said so far
+    (compaction), followed by `messages`.
+    """
+
+    messages: tuple[Message, ...] = ()
+    done: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    context: tuple[Message, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an episode is worth, and the parts that came to it, for people.
+
+    Raises ValueError, with the part's name, for what is not a finite number.
+    """
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("reward", self.reward), *((f"reward part {n!r}", v) for n, v in self.parts.items())):
+            if isinstance(value, str) or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}: a score is made of finite numbers")
+
+
+class Environment(Protocol):
+    """One episode of a task.
+
+    A factory may also have `score_group(episodes) -> Sequence[Score]`, blocking or async: it scores the episodes of a
+    group that did not fail relative to one another, once all have ended, in place of what `finish` gave each.
+    """
+
+    async def open(self, context: EpisodeContext) -> Opening:
+        """Begin."""
+        ...
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Answer one reply, one that a limit cut off included (`finished` is False)."""
+        ...
+
+    async def finish(self, end: End) -> Score:
+        """Score the episode, however it ended."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything; called once, whatever happened before."""
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment]

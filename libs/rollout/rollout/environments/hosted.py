@@ -1,0 +1,200 @@
+"""Somebody's environment in a thread of its own: whatever its methods do, sampling goes on.
+
+1. Each environment has one thread with one event loop, from its making to its close: what it binds to either (a
+   client, a lock, a database) holds from method to method, and its own tasks go on between them.
+2. A method that gives no answer in time fails the episode, to be tried again. One that awaits is cancelled; one that
+   blocks keeps its thread, which nobody waits for, and closes the environment when it comes free.
+3. Threads that are left behind are counted by the environment's name; past a bound no more of it are made.
+4. A conversation with the policy that an environment begins (a sub-agent) is played on the loop that samples.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from rollout.environments.blocking import ENVIRONMENTS
+from rollout.environments.environment import (
+    Converse,
+    End,
+    Environment,
+    EnvironmentFactory,
+    EpisodeContext,
+    Message,
+    Opening,
+    Outcome,
+    Reply,
+    Score,
+)
+from rollout.failure import EpisodeFailed
+from rollout.tools.tool import Tool
+from rollout.tools.workers import Ended, RefusedError
+
+T = TypeVar("T")
+TIMEOUT = 600.0  # seconds that a method may take where the factory has no `timeout`
+GRACE = 1.0  # seconds in which a thread that was given up may still close its environment
+
+
+async def host(factory: EnvironmentFactory) -> Environment:
+    """Make the environment of an episode: as it is where the factory is marked `instant`, else in a thread of its own.
+
+    Raises whatever the factory raises, EpisodeFailed where its earlier environments hang, and ValueError for a
+    `timeout` of the factory that is no number above 0.
+    """
+    if getattr(factory, "instant", False):
+        return factory()
+    hosted = HostedEnvironment(factory)
+    await hosted.start()
+    return hosted
+
+
+class HostedEnvironment:
+    """An environment that lives in a thread; its methods are awaited from the loop that samples."""
+
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        self._factory = factory
+        self._name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        self._timeout = getattr(factory, "timeout", TIMEOUT)
+        if not isinstance(self._timeout, int | float) or not self._timeout > 0:
+            raise ValueError(f"{self._name}.timeout must be more than 0 seconds, got {self._timeout!r}")
+        self._outside = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._outside.create_future()
+        self._environment: Any = None
+        self._given_up = False  # a call was left unanswered: its thread may hang
+        self._inside: asyncio.AbstractEventLoop
+        self._end: asyncio.Event
+
+    async def start(self) -> None:
+        """Begin the thread, and make the environment in it."""
+        self._life = asyncio.ensure_future(ENVIRONMENTS.run(self._name, math.inf, self._live))
+        try:
+            await asyncio.wait((self._ready, self._life), return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.done():
+                self._life.result()  # RefusedError
+            self._environment = await self._call("the environment's factory", self._factory)
+        except RefusedError as refused:
+            raise EpisodeFailed(f"{self._name} is refused: {refused}", retryable=False) from None
+        finally:
+            if self._environment is None:
+                await self._leave()
+
+    async def open(self, context: EpisodeContext) -> Opening:
+        """The environment's own; its conversations are played outside."""
+        inside = replace(context, converse=partial(self._converse, context.converse))
+        opening: Opening = await self._call("open()", self._environment.open, inside)
+        return opening
+
+    async def step(self, reply: Reply) -> Outcome:
+        """The environment's own."""
+        outcome: Outcome = await self._call("step()", self._environment.step, reply)
+        return outcome
+
+    async def finish(self, end: End) -> Score:
+        """The environment's own."""
+        score: Score = await self._call("finish()", self._environment.finish, end)
+        return score
+
+    async def close(self) -> None:
+        """The environment's own, and the end of its thread."""
+        try:
+            if self._given_up:
+                self._timeout = min(self._timeout, GRACE)
+            await self._call("close()", self._environment.close)
+        finally:
+            await self._leave()
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the method gives, or what it raises."""
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_attempt(function, arguments), self._inside))
+        answered = False
+        try:
+            async with asyncio.timeout(None if math.isinf(self._timeout) else self._timeout):
+                ended = await answer
+            answered = True
+        except TimeoutError:
+            reason = f"{what} of {self._name} gave no answer within {self._timeout:g} s"
+            raise EpisodeFailed(reason, retryable=True) from None
+        finally:
+            self._given_up = self._given_up or not answered
+        if isinstance(ended.error, Exception):
+            raise ended.error
+        if ended.error is not None:  # SystemExit and its like end a program, not a run
+            raise EpisodeFailed(f"{what} raised {type(ended.error).__name__}: {ended.error}", False) from ended.error
+        return ended.value
+
+    async def _leave(self) -> None:
+        """Let the thread end: at once, or when it comes free."""
+        try:
+            if self._ready.done():
+                self._inside.call_soon_threadsafe(self._end.set)
+                await asyncio.wait([self._life], timeout=GRACE)
+        finally:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+
+    # -- inside the thread -----------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._inside, self._end = asyncio.get_running_loop(), asyncio.Event()
+        self._outside.call_soon_threadsafe(self._begun)
+        await self._end.wait()
+
+    def _begun(self) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def _converse(
+        self, converse: Converse, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub"
+    ) -> Any:
+        return OutsideConversation(_there(self._outside, converse, messages, tools, agent), self._outside)
+
+
+class OutsideConversation:
+    """A `Conversation` for an environment in a thread: what it does is done on the loop that samples."""
+
+    def __init__(self, conversation: Any, outside: asyncio.AbstractEventLoop) -> None:
+        self._conversation, self._outside = conversation, outside
+
+    async def reply(self) -> Reply:
+        """Sample one turn."""
+        future = asyncio.run_coroutine_threadsafe(self._conversation.reply(), self._outside)
+        return await asyncio.wrap_future(future)
+
+    def say(self, messages: Sequence[Message]) -> bool:
+        """Add what others say."""
+        return _there(self._outside, self._conversation.say, messages)
+
+    def go_on_from(self, messages: Sequence[Message]) -> bool:
+        """Go on from other messages."""
+        return _there(self._outside, self._conversation.go_on_from, messages)
+
+    def fork(self, agent: str) -> "OutsideConversation":
+        """A branch."""
+        return OutsideConversation(_there(self._outside, self._conversation.fork, agent), self._outside)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._conversation, name)
+
+
+async def _attempt(function: Callable[..., Any], arguments: Sequence[Any]) -> Ended:
+    """Somebody else's code: what it raises is data, and ends no loop."""
+    try:
+        value = function(*arguments)
+        return Ended(await value if asyncio.iscoroutine(value) or hasattr(value, "__await__") else value)
+    except BaseException as error:  # noqa: BLE001
+        return Ended(error=error)
+
+
+def _there(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a plain function on another loop, and wait for what it gives; only this thread waits."""
+
+    async def call() -> T:
+        return function(*arguments)
+
+    return asyncio.run_coroutine_threadsafe(call(), loop).result()

@@ -1,0 +1,124 @@
+"""TextArena's single-player games: `TextArenaTask("TowerOfHanoi-v0")` is an environment factory.
+
+Needs the package `textarena`. Games that download their words (Wordle, Hangman, ...) are not for machines without a
+network; Hanoi, FrozenLake, Mastermind, Sokoban and Minesweeper need nothing.
+"""
+
+import random
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import textarena
+
+from rollout.environments.blocking import call
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.environments.moves import game_seed, last_move
+
+INSTRUCTIONS = "Think first if you like; then give your move in square brackets, in the form that the game asks for."
+_RANDOM = threading.Lock()  # the games draw from Python's global generator: one at a time, each with a state of its own
+
+
+@dataclass(frozen=True)
+class TextArenaTask:
+    """A game by its id; called, it makes the environment of one episode.
+
+    `options` go to `textarena.make`. The game's feedback is the user's turn; of a reply, the last square brackets are
+    the move. The reward is the game's own at its end, 0 to 1; `cut_off_reward` where a limit ended the episode.
+    A call of the game that takes longer than `timeout` seconds fails the episode, to be tried again.
+
+    Raises ValueError for an id that TextArena does not have.
+    """
+
+    instant: ClassVar[bool] = True  # every call of a game has a thread
+    id: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    instructions: str = INSTRUCTIONS
+    cut_off_reward: float = 0.0
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        known = textarena.envs.registration.ENV_REGISTRY
+        if self.id not in known:
+            family = self.id.split("-")[0]
+            close = [name for name in known if name.startswith(family)][:5]
+            raise ValueError(f"TextArena has no game {self.id!r}" + (f"; it has {', '.join(close)}" if close else ""))
+
+    def __call__(self) -> "TextArenaEnvironment":
+        """An episode of this game."""
+        return TextArenaEnvironment(self)
+
+
+class TextArenaEnvironment:
+    """One game."""
+
+    def __init__(self, task: TextArenaTask) -> None:
+        self._task = task
+        self._game: Any = None
+        self._random: Any = None
+        self._invalid = 0
+
+    async def open(self, context: EpisodeContext) -> Opening:
+        """Set the game up, by the task's seed."""
+        board = await self._call(self._reset, game_seed(context))
+        return Opening([{"role": "user", "content": f"{board}\n\n{self._task.instructions}"}])
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Make the move, and say what the game says."""
+        if not reply.finished:
+            return Outcome(metrics=self._metrics())
+        move = last_move(reply.content)
+        done, text = await self._call(self._move, reply.content.strip() if move is None else f"[{move}]")
+        return Outcome(() if done else ({"role": "user", "content": text},), done=done, metrics=self._metrics())
+
+    async def finish(self, end: End) -> Score:
+        """The game's reward."""
+        if end != "done":
+            return Score(self._task.cut_off_reward, {"game": self._task.cut_off_reward})
+        rewards, _ = await self._call(self._game.close)
+        reward = float((rewards or {}).get(0, 0.0))
+        return Score(reward, {"game": reward})
+
+    async def close(self) -> None:
+        """Let go of the game."""
+        self._game = None
+
+    async def _call(self, function: Any, *arguments: Any) -> Any:
+        return await call(self._task.id, self._task.timeout, self._with_own_random, function, *arguments)
+
+    def _with_own_random(self, function: Any, *arguments: Any) -> Any:
+        with _RANDOM:
+            outside = random.getstate()
+            if self._random is not None:
+                random.setstate(self._random)
+            try:
+                return function(*arguments)
+            finally:
+                self._random = random.getstate()
+                random.setstate(outside)
+
+    def _reset(self, seed: int) -> str:
+        game = textarena.make(self._task.id, **self._task.options)
+        while isinstance(game, textarena.Wrapper):  # they repeat the whole history at every turn: the chat keeps that
+            game = game.env
+        self._game = game
+        random.seed(seed)
+        game.reset(num_players=1, seed=seed)
+        return self._said()
+
+    def _move(self, move: str) -> tuple[bool, str]:
+        errors = self._game.state.error_count
+        done, _ = self._game.step(move)
+        info = self._game.state.game_info[0]
+        self._invalid += int(self._game.state.error_count > errors or bool(done and info.get("invalid_move")))
+        return done, self._said()
+
+    def _said(self) -> str:
+        """What the game said since it was last asked, without the player's own moves."""
+        _, observations = self._game.get_observation()
+        own = textarena.ObservationType.PLAYER_ACTION
+        return "\n".join(text.strip() for _, text, kind in observations if kind != own)
+
+    def _metrics(self) -> dict[str, float]:
+        return {"invalid_moves": self._invalid}

@@ -1,0 +1,84 @@
+"""Episodes as a training batch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rollout.episodes.episode import Episode
+from rollout.episodes.segment import Segment
+from rollout.experts import ROUTED_EXPERTS, RoutedExperts
+from seqpack.batches.batch import make_batch
+
+TYPES = "mm_token_type_ids"
+
+
+def to_batch(episodes: Sequence[Episode]) -> TensorDict:
+    """The training batch of the episodes that did not fail, one row a segment.
+
+    Jagged `input_ids`, `position_ids`, `loss_mask`, `rollout_log_probs`, `policy_version`, all (B, j) and aligned;
+    `reward` (B,) float32 and `group` (B,) int64, the episode's own in each of its rows; `episode` (B,) int64, the
+    episode's place in `episodes`, by which a group counts an episode of several rows once; `episode_tokens` (B,) int64,
+    all that it sampled, by which a mean over answers does. ValueError when nothing is left.
+
+    Where an engine told which experts tokens went to, `routed_experts` (B, j, layers, k) int16, -1 where unknown.
+    Where an episode shows images, every row has `pixel_values`, `image_grid_thw` (none of a row of text) and
+    `mm_token_type_ids`; videos likewise.
+    """
+    scored = [(place, episode) for place, episode in enumerate(episodes) if episode.score is not None]
+    rows = [(place, episode, segment) for place, episode in scored for segment in episode.segments]
+    if not rows:
+        why = next((f", the first for: {e.error}" for e in episodes if e.error is not None), "")
+        raise ValueError(f"none of {len(episodes)} episodes can be trained on{why}; a batch needs at least one")
+    segments = [segment for _, _, segment in rows]
+    lengths = [len(segment.ids) for segment in segments]
+
+    def column(entries: Iterable[Sequence[float]], dtype: torch.dtype) -> Sequence[Tensor]:
+        """One tensor for all rows, cut into theirs: a tensor made for each costs ten times as much."""
+        return torch.tensor(list(chain.from_iterable(entries)), dtype=dtype).split(lengths)
+
+    columns: dict[str, Sequence[Any]] = {
+        "input_ids": column((s.ids for s in segments), torch.int64),
+        "position_ids": column(map(range, lengths), torch.int64),
+        "loss_mask": column((s.loss_mask for s in segments), torch.bool),
+        "rollout_log_probs": column((s.log_probs for s in segments), torch.float32),
+        "policy_version": column((s.policy_versions for s in segments), torch.int32),
+        "reward": [float(episode.reward) for _, episode, _ in rows],
+        "group": [int(episode.group) for _, episode, _ in rows],
+        "episode": [place for place, _, _ in rows],
+        "episode_tokens": [sum(s.sampled for s in episode.segments) for _, episode, _ in rows],
+        **_experts(segments),
+        **_media([segment for _, _, segment in rows]),
+    }
+    return make_batch([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+
+
+def _experts(segments: Sequence[Segment]) -> Mapping[str, Sequence[Tensor]]:
+    """i16[tokens, layers, k] of each row; nothing where no row has any. ValueError: rows of two models."""
+    told = [s.routed_experts for s in segments if s.routed_experts is not None]
+    if not told:
+        return {}
+    if len({(experts.layers, experts.k) for experts in told}) > 1:
+        raise ValueError("the episodes were sampled from models of different experts")
+    nothing = RoutedExperts(told[0].layers, told[0].k, b"")
+    rows = [nothing if s.routed_experts is None else s.routed_experts for s in segments]
+    return {ROUTED_EXPERTS: [row.resized(len(s.ids)).tensor() for row, s in zip(rows, segments, strict=True)]}
+
+
+def _media(segments: Sequence[Segment]) -> Mapping[str, Sequence[Tensor]]:
+    """The media of all rows by key, an empty tensor for a row without any of a kind; nothing where no row has any."""
+    shown = [segment.media or {} for segment in segments]
+    empty = {key: torch.as_tensor(value)[:0] for media in shown for key, value in media.items() if key != TYPES}
+    if not empty:
+        return {}
+    columns = {key: [torch.as_tensor(media.get(key, none)) for media in shown] for key, none in empty.items()}
+    return {**columns, TYPES: [_types(s, media) for s, media in zip(segments, shown, strict=True)]}
+
+
+def _types(segment: Segment, media: Mapping[str, Any]) -> Tensor:
+    """i64[tokens]: those of the prompt that were given, then text."""
+    own = torch.as_tensor(media.get(TYPES, ()), dtype=torch.int64)
+    return torch.cat([own, own.new_zeros(len(segment.ids) - len(own))])

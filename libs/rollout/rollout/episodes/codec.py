@@ -1,0 +1,61 @@
+"""Episodes as bytes, for a ledger and between processes: JSON, exact to the bit of every log-probability."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rollout.environments.environment import Score
+from rollout.episodes.episode import Episode
+from rollout.episodes.segment import Segment
+from rollout.experts import RoutedExperts
+
+
+def encode_episodes(episodes: Sequence[Episode]) -> bytes:
+    """ValueError: an episode holds media, or something in its messages that JSON cannot write."""
+    return json.dumps([_plain(episode) for episode in episodes], ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decode_episodes(data: bytes) -> list[Episode]:
+    """What `encode_episodes` was given; messages come back in JSON's types."""
+    return [_episode(row) for row in json.loads(data)]
+
+
+def _plain(episode: Episode) -> dict[str, Any]:
+    if any(segment.media for segment in episode.segments):
+        raise ValueError(f"episode {episode.id} holds media, which cannot be kept as text yet")
+    row = {name: getattr(episode, name) for name in episode.__dataclass_fields__}
+    row["segments"] = [
+        [
+            s.ids,
+            [int(on) for on in s.loss_mask],
+            s.log_probs,
+            s.policy_versions,
+            s.agent,
+            None if s.routed_experts is None else s.routed_experts.plain(),
+        ]
+        for s in episode.segments
+    ]
+    row["score"] = None if episode.score is None else asdict(episode.score)
+    row["messages"] = [dict(message) for message in episode.messages]
+    return row | {"timings": dict(episode.timings), "metrics": dict(episode.metrics)}
+
+
+def _episode(row: dict[str, Any]) -> Episode:
+    segments = tuple(_segment(*entries) for entries in row["segments"])
+    score = None if row["score"] is None else Score(**row["score"])
+    return Episode(**{**row, "segments": segments, "score": score, "messages": tuple(row["messages"])})
+
+
+def _segment(
+    ids: list[int],
+    mask: list[int],
+    log_probs: list[float],
+    versions: list[int],
+    agent: str,
+    experts: list[Any] | None = None,
+) -> Segment:
+    """`experts` lacks in what was written before they were kept."""
+    streams = (tuple(ids), tuple(map(bool, mask)), tuple(log_probs), tuple(versions))
+    routed = None if experts is None else RoutedExperts.read(experts)
+    return Segment(*streams, agent=agent, routed_experts=routed)

@@ -1,0 +1,355 @@
+"""Episodes: the model speaks, the environment answers, until one of them is done or a limit is reached.
+
+1. The environment opens; its messages begin a conversation.
+2. Turn by turn: sample a reply, show it to the environment, add what it says (or go on from what it puts in place).
+3. However that ends, `finish(end)` scores it, and `close()` is called once.
+4. What an environment or a reward raises fails the episode and nobody else; `EpisodeFailed(retryable=True)` or an
+   OSError (a connection that broke, a time limit) has it played again with the same seed, so that a lost machine does
+   not choose among a model's answers.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from rollout.chat import Chat
+from rollout.engine import RolloutEngine, Sampling
+from rollout.environments.environment import (
+    End,
+    Environment,
+    EnvironmentFactory,
+    EpisodeContext,
+    Message,
+    Outcome,
+    Score,
+)
+from rollout.environments.hosted import host
+from rollout.environments.sources import TaskRow
+from rollout.episodes.budget import TokenBudget
+from rollout.episodes.conversation import Conversation, TokensSpentError
+from rollout.episodes.episode import Episode
+from rollout.failure import EpisodeFailed, may_pass
+from rollout.seeds import derive_seed
+from rollout.tools.tool import Tool
+from rollout.tools.workers import REWARDS, OverrunError, RefusedError
+
+T = TypeVar("T")
+GROUP_SCORE_TIMEOUT = 600.0  # seconds
+CLOSE_TIMEOUT = 60.0
+
+
+class _Late(Exception):  # noqa: N818  not an error: time is up
+    """A deadline passed while the environment was asked."""
+
+
+@dataclass
+class _Play:
+    """An episode under way."""
+
+    context: EpisodeContext
+    group: int
+    begun: float = field(default_factory=time.monotonic)
+    conversations: list[Conversation] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    generate_s: float = 0.0
+    environment_s: float = 0.0
+
+    def ended(self, end: End, score: Score | None, error: str | None) -> Episode:
+        """The episode, with all that was sampled in it."""
+        context = self.context
+        return Episode(
+            id=f"{context.key}/{context.index}/{context.attempt}",
+            task_id=context.key,
+            attempt=context.attempt,
+            segments=tuple(s for c in self.conversations for s in c.segments if s.sampled or c is self.main),
+            score=score,
+            end=end,
+            timings={
+                "generate_s": self.generate_s,
+                "environment_s": self.environment_s,
+                "total_s": time.monotonic() - self.begun,
+            },
+            error=error,
+            messages=tuple(self.main.messages) if self.main else (),
+            metrics=self.metrics | {"turns": self.main.turns if self.main else 0},
+            group=self.group,
+        )
+
+    @property
+    def main(self) -> Conversation | None:
+        """The episode's own conversation."""
+        return next((c for c in self.conversations if not c.agent), None)
+
+    async def ask(self, answer: Awaitable[T], what: str, deadline: float | None = None) -> T:
+        """Await the environment. EpisodeFailed: whatever it raised; _Late: the deadline passed meanwhile."""
+        begun = time.monotonic()
+        limit: asyncio.Timeout | None = None
+        try:
+            if deadline is None:  # a thousand times a step: what limits nothing shall cost nothing
+                return await answer
+            async with asyncio.timeout(max(0.0, deadline - begun)) as limit:
+                return await answer
+        except EpisodeFailed:
+            raise
+        except Exception as error:
+            if limit is not None and isinstance(error, TimeoutError) and limit.expired():
+                raise _Late from None
+            raise EpisodeFailed(f"{what} raised {type(error).__name__}: {error}", may_pass(error)) from error
+        finally:
+            self.environment_s += time.monotonic() - begun
+
+
+async def run_episode(
+    environment: EnvironmentFactory,
+    engine: RolloutEngine,
+    chat: Chat,
+    sampling: Sampling,
+    *,
+    context: EpisodeContext | None = None,
+    max_turns: int = 8,
+    max_tokens: int | None = None,
+    deadline: float | None = None,
+    group: int = 0,
+) -> Episode:
+    """Play one episode; one that fails comes back with its error, and is not tried again here.
+
+    Sampling stops at the chat's stop tokens besides `sampling.stop_token_ids`. `max_turns` bounds the replies of the
+    episode's own conversation, `max_tokens` the tokens of it: each of its streams has at most as many, prompt and turns
+    together, and so have all the turns of all its streams, sub-agents' too (a turn gets at most what is left).
+    `deadline` (seconds of `time.monotonic()`) bounds all of it. Each reaches `finish(end)`. `context.seed`, or else the
+    seed in `sampling`, fixes what is sampled. An environment is played in a thread of its own unless its factory is
+    marked `instant` (`rollout.environments.hosted`).
+    """
+    return (await _play(environment, engine, chat, sampling, context, max_turns, max_tokens, deadline, group))[0]
+
+
+async def run_group(
+    environment: EnvironmentFactory,
+    engine: RolloutEngine,
+    chat: Chat,
+    sampling: Sampling,
+    *,
+    size: int,
+    row: TaskRow | None = None,
+    group: int = 0,
+    attempts: int = 2,
+    max_turns: int = 8,
+    max_tokens: int | None = None,
+    deadline: float | None = None,
+) -> list[Episode]:
+    """Play `size` episodes of one task at once, in order of their index.
+
+    One that fails in a way that may pass is begun again, up to `attempts` times in all, while its siblings go on. The
+    seed in `sampling` is the run's: the row's id, its visit and the index give each episode its own. A factory's
+    `score_group` scores them against one another at the end. A factory with a `run_group` of its own plays the group
+    instead (`AgentTask`: an agent that drives itself). When this call is cancelled, or an engine fails, every episode
+    is cancelled and its environment closed.
+    """
+    if size < 1 or attempts < 1:
+        raise ValueError(f"a group has at least 1 episode and each at least 1 attempt, got {size} and {attempts}")
+    row = row or TaskRow("task")
+    if (own := getattr(environment, "run_group", None)) is not None:
+        limits = {"max_turns": max_turns, "max_tokens": max_tokens, "deadline": deadline}
+        return list(await own(engine, chat, sampling, size=size, row=row, group=group, attempts=attempts, **limits))
+    seed = row.seed(sampling.seed)
+
+    async def play(index: int) -> Episode:
+        own = None if seed is None else derive_seed(seed, "episode", index)
+        for attempt in range(attempts):
+            context = EpisodeContext(row.id, attempt, index, own, row.data, environment=row.environment)
+            episode, again = await _play(
+                environment, engine, chat, sampling, context, max_turns, max_tokens, deadline, group
+            )
+            if not again:
+                break
+        return episode
+
+    return await score_together(environment, await together(play(index) for index in range(size)))
+
+
+async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order; where one raises or the caller is cancelled, all are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            if not task.cancelling():  # once is enough: a second time would end what it closes
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _play(
+    factory: EnvironmentFactory,
+    engine: RolloutEngine,
+    chat: Chat,
+    sampling: Sampling,
+    context: EpisodeContext | None,
+    max_turns: int,
+    max_tokens: int | None,
+    deadline: float | None,
+    group: int,
+) -> tuple[Episode, bool]:
+    """The episode, and whether it failed in a way that may pass."""
+    if max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1, got {max_turns}")
+    context = context or EpisodeContext("task", seed=sampling.seed)
+
+    def begin(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> Conversation:
+        seed = context.seed
+        if agent and seed is not None:
+            seed = derive_seed(seed, "agent", agent, len(play.conversations))
+        limits = {"max_tokens": max_tokens, "budget": budget, "deadline": deadline}
+        made = _Timed(play, engine, chat, sampling, messages, tools, agent=agent, seed=seed, **limits)
+        play.conversations.append(made)
+        return made
+
+    def converse(messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub") -> Conversation:
+        if not agent:
+            raise ValueError("name the agent of a conversation beside the episode's own")
+        return begin(messages, tools, agent)
+
+    play, budget = _Play(replace(context, converse=converse), group), TokenBudget(max_tokens)
+    try:
+        end, score = await _in_environment(play, factory, engine, begin, max_turns, deadline)
+    except EpisodeFailed as failed:
+        return play.ended("failed", None, failed.reason), failed.retryable
+    return play.ended(end, score, None), False
+
+
+class _Timed(Conversation):
+    """A conversation whose sampling is timed for its episode, and whose branches are part of it."""
+
+    def __init__(self, play: _Play, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._play = play
+
+    async def reply(self) -> Any:
+        begun = time.monotonic()
+        try:
+            return await super().reply()
+        finally:
+            self._play.generate_s += time.monotonic() - begun
+
+    def fork(self, agent: str) -> Conversation:
+        branch = super().fork(agent)
+        self._play.conversations.append(branch)
+        return branch
+
+
+Begin = Callable[[Sequence[Message], Sequence[Tool], str], Conversation]
+
+
+async def _in_environment(
+    play: _Play,
+    factory: EnvironmentFactory,
+    engine: RolloutEngine,
+    begin: Begin,
+    max_turns: int,
+    deadline: float | None,
+) -> tuple[End, Score]:
+    """Open, play, score, close; the last whatever happened."""
+    environment = await play.ask(host(factory), "the environment's factory")
+    whole = False
+    try:
+        with attended(engine):
+            end = await _turns(play, environment, begin, max_turns, deadline)
+        score = await play.ask(environment.finish(end), "finish()")
+        if not isinstance(score, Score):
+            raise EpisodeFailed(f"finish() gave {type(score).__name__}: it gives a Score", retryable=False)
+        whole = True
+    finally:
+        problem = await _close(play, environment)
+        if whole and problem:
+            raise problem
+    return end, score
+
+
+def attended(engine: RolloutEngine) -> AbstractContextManager[None]:
+    """Around turns that ask an engine time and again: one that gathers requests hears who is yet to ask."""
+    tell = getattr(engine, "attended", None)
+    return nullcontext() if tell is None else tell()
+
+
+async def _close(play: _Play, environment: Environment) -> EpisodeFailed | None:
+    """What went wrong, not raised: the reason for which the episode ends must not be lost to it."""
+    try:
+        await play.ask(environment.close(), "close()", time.monotonic() + CLOSE_TIMEOUT)
+    except EpisodeFailed as failed:
+        return failed
+    except _Late:
+        return EpisodeFailed(f"close() did not return within {CLOSE_TIMEOUT:g} s", retryable=True)
+    return None
+
+
+async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns: int, deadline: float | None) -> End:
+    """Play turn by turn, and say how it ended."""
+    try:
+        opening = await play.ask(environment.open(play.context), "open()", deadline)
+        try:
+            conversation = begin(opening.messages, opening.tools, "")
+        except ValueError as error:
+            raise EpisodeFailed(str(error), retryable=False) from error
+        for turn in range(max_turns):
+            limit = conversation.limit
+            reply = await conversation.reply()
+            outcome = await play.ask(environment.step(reply), "step()", deadline)
+            play.metrics.update(outcome.metrics)
+            reason = conversation.stop_reason
+            if reason == "abort" or reason == "deadline":
+                return reason
+            if not reply.finished:
+                return "max_tokens" if limit < conversation.max_new_tokens else "length"
+            if outcome.done:
+                return "done"
+            if turn + 1 < max_turns and not _go_on(conversation, outcome):
+                return "max_tokens"
+    except _Late:
+        return "deadline"
+    except TokensSpentError:
+        return "max_tokens"
+    except EpisodeFailed as failed:
+        if isinstance(failed.__cause__, TokensSpentError):  # a sub-agent's, and the environment let it pass
+            return "max_tokens"
+        raise
+    return "max_turns"
+
+
+def _go_on(conversation: Conversation, outcome: Outcome) -> bool:
+    try:
+        if outcome.context is not None:
+            return conversation.go_on_from([*outcome.context, *outcome.messages])
+        return conversation.say(outcome.messages)
+    except ValueError as error:
+        raise EpisodeFailed(str(error), retryable=False) from error
+
+
+async def score_together(factory: object, episodes: list[Episode]) -> list[Episode]:
+    """The episodes with the scores of the factory's `score_group`, where it has one."""
+    score_group = getattr(factory, "score_group", None)
+    played = [e for e in episodes if e.score is not None]
+    if score_group is None or not played:
+        return episodes
+    try:
+        ended = await REWARDS.run("score_group", GROUP_SCORE_TIMEOUT, score_group, played)
+        problem = f"score_group raised {type(ended.error).__name__}: {ended.error}" if ended.error is not None else None
+        value = ended.value
+        if problem is None and inspect.isawaitable(value):
+            value = await value
+    except (OverrunError, RefusedError) as error:
+        problem, value = f"score_group: {error}", ()
+    scores = list(value or ()) if problem is None else []
+    if problem is None and (len(scores) != len(played) or not all(isinstance(s, Score) for s in scores)):
+        problem = f"score_group gave {len(scores)} scores for {len(played)} episodes: it gives one Score each"
+    new = {e.id: score for e, score in zip(played, scores, strict=False)} if problem is None else {}
+    return [_rescored(e, new.get(e.id), problem) if e.score is not None else e for e in episodes]
+
+
+def _rescored(episode: Episode, score: Score | None, problem: str | None) -> Episode:
+    if problem is not None:
+        return replace(episode, score=None, end="failed", error=problem)
+    return replace(episode, score=score)

@@ -1,0 +1,102 @@
+"""A run that stops: its episodes are cancelled once, each environment closes to the end, and no task is left behind."""
+
+import asyncio
+
+import pytest
+
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.environments.environment import Opening, Outcome, Score
+from rollout.environments.hosted import host
+from rollout.episodes.playing import run_group
+from rollout.testing.chat import tiny_tokenizer
+from rollout.testing.scripted import ScriptedEngine
+
+TOKENIZER = tiny_tokenizer()
+SIZE = 4
+
+
+class Waiting:
+    """Never answers a reply; `made` are all of its kind, in order."""
+
+    made: list["Waiting"]
+
+    def __init__(self):
+        self.events = []
+        type(self).made.append(self)
+
+    def __init_subclass__(cls):
+        cls.made = []
+
+    async def open(self, context):
+        self.index = context.index
+        self.events.append("open")
+        return Opening(({"role": "user", "content": "37+58="},))
+
+    async def step(self, reply):
+        self.events.append("step")
+        await asyncio.sleep(3600)
+        return Outcome(done=True)
+
+    async def finish(self, end):
+        return Score(1.0)
+
+    async def close(self):
+        self.events.append("close")
+
+
+def stop(kind):
+    """Play a group until each of its environments was stepped, and cancel it."""
+    reply = TOKENIZER("95<|im_end|>", add_special_tokens=False)["input_ids"]
+
+    async def play():
+        engine = ScriptedEngine(lambda prompt, turn: reply)
+        job = asyncio.create_task(
+            run_group(kind, engine, Chat(TOKENIZER), Sampling(max_new_tokens=20, seed=0), size=SIZE)
+        )
+        while sum("step" in e.events for e in kind.made) < SIZE:
+            await asyncio.sleep(0.01)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play())
+    assert [e.events for e in kind.made] == [["open", "step", "close"]] * SIZE
+
+
+def test_every_sibling_is_cancelled_and_closed():
+    class Quick(Waiting):
+        pass
+
+    stop(Quick)
+
+
+def test_one_that_has_closed_interrupts_no_other_that_still_does():
+    class Slow(Waiting):
+        async def close(self):
+            await asyncio.sleep(0.1 * self.index)
+            self.events.append("close")
+
+    stop(Slow)
+
+
+def test_whoever_stops_waiting_for_a_close_leaves_nothing_behind():
+    class Slow(Waiting):
+        async def close(self):
+            self.events.append("close")
+            await asyncio.sleep(0.3)
+
+    async def play():
+        environment = await host(Slow)
+        closing = asyncio.create_task(environment.close())
+        while not Slow.made[0].events:
+            await asyncio.sleep(0.01)
+        for _ in range(2):  # the second meets the wait for the thread's end
+            closing.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play())

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over any rollout engine, which records the exact tokens of every session."""

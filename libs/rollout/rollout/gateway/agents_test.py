@@ -1,0 +1,233 @@
+"""Agents as episodes: scores, truncation, failures, retries, seeds, groups, sub-agents, thinking that is stripped."""
+
+import asyncio
+import time
+
+import openai
+import pytest
+
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.environments.environment import EpisodeContext, Score
+from rollout.environments.sources import TaskRow
+from rollout.episodes.batch import to_batch
+from rollout.episodes.playing import run_group
+from rollout.failure import EpisodeFailed
+from rollout.gateway.agents import AgentTask, Seat, run_agent, run_agents
+from rollout.gateway.server import TokenGateway
+from rollout.testing.chat import TEMPLATE, tiny_tokenizer
+from rollout.testing.scripted import ScriptedEngine
+
+TOKENIZER = tiny_tokenizer()
+
+
+def encode(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def play(agent, *texts, chat=None, group=None, **options):
+    """The engine and the episode (with `group` the episodes) of an agent whose policy says `texts` in turn."""
+    engine = ScriptedEngine(lambda prompt, turn: encode(texts[turn % len(texts)]))
+
+    async def run():
+        async with TokenGateway(engine, chat or Chat(TOKENIZER)) as gateway:
+            if group is None:
+                played = await run_agent(agent, gateway, **options)
+            else:
+                played = await run_agents(agent, gateway, size=group, **options)
+            assert (gateway.open_sessions, gateway.in_flight) == (0, 0)
+            return played
+
+    return engine, asyncio.run(run())
+
+
+async def say(seat: Seat, messages, **options):
+    async with openai.AsyncOpenAI(base_url=seat.base_url, api_key=seat.api_key, max_retries=0) as api:
+        answer = await api.chat.completions.create(model=seat.model, messages=messages, **options)
+    return answer.choices[0].message
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def talker(seat: Seat) -> float:
+    """Asks twice, whatever is said."""
+    messages = [user(f"task {seat.context.task_id}")]
+    for _ in range(2):
+        messages += [await say(seat, messages), user("go on")]
+    return float("two" in messages[-2].content)
+
+
+def test_an_agent_is_played_and_scored() -> None:
+    engine, episode = play(talker, "one<|im_end|>", "two<|im_end|>", context=EpisodeContext("t", index=3))
+    assert (episode.id, episode.end, episode.reward, episode.error) == ("t/3/0", "done", 1.0, None)
+    (segment,) = episode.segments
+    assert list(segment.ids) == [*engine.prompts[1], *encode("two<|im_end|>")]
+    assert segment.sampled == len(encode("one<|im_end|>two<|im_end|>"))
+    assert episode.metrics == {"turns": 2}
+    assert [m["content"] for m in episode.messages] == ["task t", "one", "go on", "two"]
+    assert episode.timings["total_s"] >= episode.timings["generate_s"] >= 0
+
+
+def test_a_blocking_agent_is_played_too() -> None:
+    def agent(seat: Seat) -> Score:
+        with openai.OpenAI(base_url=seat.base_url, api_key=seat.api_key, max_retries=0) as api:
+            answer = api.chat.completions.create(model=seat.model, messages=[user("hi")])
+        return Score(0.5, {"length": len(answer.choices[0].message.content)})
+
+    _, episodes = play(agent, "four<|im_end|>", group=3)
+    assert [e.score.parts for e in episodes] == [{"length": 4}] * 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "end"),
+    [({"max_turns": 1}, "max_turns"), ({"max_tokens": 60}, "max_tokens"), ({"deadline": 0.0}, "deadline")],
+)
+def test_a_limit_is_truncation_and_no_failure(limits, end) -> None:
+    _, episode = play(talker, "one" + "x" * 30 + "<|im_end|>", cut_off_reward=-0.5, **limits)
+    assert (episode.end, episode.error, episode.reward) == (end, None, -0.5)
+
+
+def test_an_agent_that_sees_the_limit_may_still_score_itself() -> None:
+    async def agent(seat):
+        with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
+            await talker(seat)
+        return 0.25
+
+    _, episode = play(agent, "one<|im_end|>", max_turns=1)
+    assert (episode.end, episode.reward) == ("max_turns", 0.25)
+
+
+def test_a_deadline_ends_an_agent_that_sleeps(monkeypatch) -> None:
+    monkeypatch.setattr("rollout.gateway.agents.GRACE", 0.1)
+
+    async def agent(seat):
+        await say(seat, [user("hi")])
+        await asyncio.sleep(30)
+
+    begun = time.monotonic()
+    _, episode = play(agent, "one<|im_end|>", deadline=begun + 3)
+    assert (episode.end, episode.error, episode.reward) == ("deadline", None, 0.0)
+    assert len(episode.segments) == 1
+    assert time.monotonic() - begun < 25
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (ZeroDivisionError("oh"), "the agent raised ZeroDivisionError: oh"),
+        (EpisodeFailed("the sandbox is gone", retryable=False), "the sandbox is gone"),
+        (float("nan"), "reward is nan"),
+        (None, "gave NoneType: it gives a Score or a number"),
+    ],
+)
+def test_what_breaks_is_a_failure_and_no_zero(value, message) -> None:
+    async def agent(seat):
+        await say(seat, [user("hi")])
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    _, episode = play(agent, "one<|im_end|>")
+    assert (episode.end, episode.score) == ("failed", None)
+    assert message in episode.error
+    assert episode.segments[0].sampled == len(encode("one<|im_end|>"))  # what was played is kept for people
+
+
+def test_a_group_retries_what_may_pass_and_is_scored_together() -> None:
+    class Agent:
+        def __init__(self):
+            self.attempts = []
+
+        async def __call__(self, seat):
+            self.attempts.append((seat.context.index, seat.context.attempt))
+            await say(seat, [user("hi")])
+            if seat.context.index == 1 and seat.context.attempt == 0:
+                raise EpisodeFailed("lost", retryable=True)
+            return 1.0
+
+        def score_group(self, episodes):
+            return [Score(float(place)) for place, _ in enumerate(episodes)]
+
+    agent = Agent()
+    _, episodes = play(agent, "one<|im_end|>", group=3, row=TaskRow("t"))
+    assert sorted(agent.attempts) == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert [e.id for e in episodes] == ["t/0/0", "t/1/1", "t/2/0"]
+    assert [e.reward for e in episodes] == [0.0, 1.0, 2.0]
+    assert to_batch(episodes)["episode"].tolist() == [0, 1, 2]
+
+
+def test_seeds_follow_from_the_task_the_index_and_the_turn() -> None:
+    def seeds(task, seed):
+        engine, _ = play(talker, "x<|im_end|>", group=2, row=TaskRow(task), sampling=Sampling(seed=seed))
+        return {sampling.seed for sampling in engine.samplings}
+
+    assert len(seeds("a", 1)) == 4
+    assert seeds("a", 1) == seeds("a", 1)
+    assert not seeds("a", 1) & seeds("b", 1)
+    assert seeds("a", None) == {None}
+
+
+def test_an_agent_stands_where_an_environment_does() -> None:
+    async def agent(seat):
+        await say(seat, [user("hi")], temperature=0)
+        return 1.0
+
+    engine = ScriptedEngine(lambda prompt, turn: encode("x<|im_end|>"))
+    task = AgentTask(agent)
+    sampling = Sampling(temperature=0.7, seed=1)
+    episodes = asyncio.run(run_group(task, engine, Chat(TOKENIZER), sampling, size=2, row=TaskRow("t"), max_turns=1))
+    assert [(e.id, e.reward, e.group) for e in episodes] == [("t/0/0", 1.0, 0), ("t/1/0", 1.0, 0)]
+    assert {(s.temperature, s.greedy) for s in engine.samplings} == {(0.7, False)}
+    with pytest.raises(ValueError, match="an agent drives itself"):
+        task()
+
+
+def test_a_sub_agent_is_a_segment_of_its_own() -> None:
+    async def agent(seat):
+        messages = [user("hi")]
+        messages.append(await say(seat, messages))
+        await say(seat, [{"role": "system", "content": "you are a helper"}, user("sum up")])
+        seat.join("other-framework", "helper")
+        headers = {"X-Session-ID": "other-framework"}
+        async with openai.AsyncOpenAI(base_url=seat.base_url, api_key=seat.gateway.token, max_retries=0) as api:
+            await api.chat.completions.create(model=seat.model, messages=[user("other")], extra_headers=headers)
+        await say(seat, [*messages, user("on")])
+        return 1.0
+
+    _, episode = play(agent, "one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>")
+    assert [segment.agent for segment in episode.segments] == ["", "", "helper"]
+    assert sum(s.sampled for s in episode.segments) == len(encode("onetwothreefour" + "<|im_end|>" * 4))
+    assert episode.metrics["turns"] == 4
+
+
+STRIPPING = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{%- if message.role == 'assistant' and message.reasoning_content and "
+    "not messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list -%}\n"
+    "<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif -%}{{ message.content }}",
+)
+
+
+@pytest.mark.parametrize("returns_reasoning", [True, False])
+def test_a_template_that_strips_thinking_begins_a_segment_that_is_exact(returns_reasoning) -> None:
+    """What the model saw is what is trained: the second turn follows the conversation without the first thinking."""
+    tokenizer = tiny_tokenizer(STRIPPING)
+
+    async def agent(seat):
+        messages = [user("hi")]
+        for _ in range(2):
+            answer = await say(seat, messages)
+            assert answer.reasoning_content == "Hm."
+            kept = answer.model_dump(exclude_none=True)
+            if not returns_reasoning:
+                kept.pop("reasoning_content")
+            messages += [kept, user("go on")]
+        return 1.0
+
+    engine, episode = play(agent, "<think>\nHm.\n</think>\n\nyes<|im_end|>", chat=Chat(tokenizer))
+    first, second = episode.segments
+    assert "Hm." not in TOKENIZER.decode(engine.prompts[1])
+    assert list(second.ids[: len(engine.prompts[1])]) == engine.prompts[1]
+    assert first.sampled == second.sampled == len(encode("<think>\nHm.\n</think>\n\nyes<|im_end|>"))

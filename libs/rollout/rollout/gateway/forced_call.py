@@ -1,0 +1,58 @@
+"""`tool_choice` without a grammar: the beginning of a call is given, so that the model can only go on with it.
+
+The beginning is what the chat template writes for a call, token by token up to where the offered tools (or the named
+one's arguments) first differ. It is given, not sampled: nothing of it is trained, and the log-probs of what follows are
+exactly those of a model that read it. What the model then writes is its own: arguments that no parser can read are
+content, as ever.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from chat_tools.parsing.formats import find_format
+from chat_tools.parsing.grammar import Format
+from chat_tools.parsing.parser import parse
+from rollout.chat import Chat
+from rollout.environments.environment import Message
+from rollout.tools.tool import Tool
+
+ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"a": "a"}, {"z": 1})  # what they share no call can lack
+
+
+def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int]:
+    """The tokens with which a turn begins that calls `name` (None: any of the tools).
+
+    Raises ValueError where the template's calls do not begin in a way that forces one.
+    """
+    names = [tool.name for tool in tools] if name is None else [name]
+    turns = [_turn(chat, tools, called, arguments) for called in names for arguments in ARGUMENTS]
+    ids = [chat.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+    count = next((i for i, column in enumerate(zip(*ids, strict=False)) if len(set(column)) > 1), min(map(len, ids)))
+    given = [int(token) for token in ids[0][:count]]
+    text = str(chat.tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    marks = _openings(find_format(chat.tool_format))
+    if not any(mark in text for mark in marks) or (name is not None and name not in text):
+        raise ValueError(f"the chat template's calls begin with {text!r}, which does not force one")
+    return given
+
+
+def _turn(chat: Chat, tools: Sequence[Tool], name: str, arguments: dict[str, Any]) -> str:
+    """A turn that makes this call, from where the generation prompt ends."""
+    asked: list[Message] = [{"role": "user", "content": "x"}]
+    call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    prompt = chat.render(asked, tools, add_generation_prompt=True)
+    whole = chat.render([*asked, turn], tools, add_generation_prompt=False)
+    if not whole.startswith(prompt):
+        raise ValueError("the chat template writes a turn with a call in another way than it asks for one")
+    text = whole[len(prompt) :]
+    schemas = [tool.schema for tool in tools]
+    found = parse(text.partition(chat.end_of_turn)[0], chat.tool_format, schemas, prefill=chat.prefill).tool_calls
+    if [call.name for call in found] != [name]:
+        raise ValueError(f"the chat template writes calls in another format than {chat.tool_format}")
+    return text
+
+
+def _openings(fmt: Format) -> list[str]:
+    section = [fmt.section[0]] if fmt.section else []
+    return [mark for mark in (*section, *(opening for opening, _ in fmt.calls), fmt.opening) if mark]

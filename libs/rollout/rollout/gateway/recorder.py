@@ -1,0 +1,148 @@
+"""What a session of the gateway leaves behind: the exact tokens of its conversations.
+
+Strategy
+1. A conversation is a stream of tokens: what was given, what was sampled, in order. After each sampled turn it has a
+   mark: the key of the messages so far (with the answer as the client got it) and how many tokens they are.
+2. A request whose messages begin with a marked conversation and go on with what others say extends it: the new
+   messages alone are tokenised, and stand after the recorded tokens.
+3. At the end of a stream that no other request is extending, the stream itself goes on. Elsewhere (a branch, a retry,
+   two requests at once) a new stream begins with the recorded tokens, which are not trained there.
+4. A request for several choices has them all sampled after the same tokens. The first goes on with the stream, each
+   other begins one as a branch does: every choice was the policy's, and what an agent makes of them (the best, a vote)
+   hangs on all. A request may go on from any of them.
+5. Any other request begins a new stream with its whole conversation: another system prompt, other tools, a compacted
+   history, a sub-agent.
+
+Invariants (tests): a sampled token is trained in exactly one stream, with the log-prob and version that it was sampled
+with; a turn that was not answered leaves nothing; ids before a mark never change.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout.chat import Chat
+from rollout.engine import Completion
+from rollout.environments.environment import Message
+from rollout.episodes.segment import Segment, Stream
+from rollout.gateway.wire import ChatRequest, tools_key
+from rollout.tools.tool import Tool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a sampled turn ends: the first `tokens` tokens of `stream`, which are these messages.
+
+    `stop` is the token that ended the turn, None where a limit or a stop text did.
+    """
+
+    stream: Stream
+    tokens: int
+    messages: tuple[Message, ...]
+    stop: int | None
+
+
+@dataclass
+class Turn:
+    """A request under way: its prompt, and where the answer will be recorded.
+
+    `given` are the last tokens of the prompt: the beginning of the answer, where it was given.
+    """
+
+    prompt_ids: list[int]
+    given: Sequence[int]
+    messages: tuple[Message, ...]
+    stream: Stream
+    key: bytes  # of the conversation up to the answer
+    number: int  # of this session's requests
+
+
+@dataclass
+class Recorder:
+    """The streams of one session and the marks in them."""
+
+    chat: Chat
+    streams: list[Stream] = field(default_factory=list)
+    messages: tuple[Message, ...] = ()  # the longest conversation, for people
+    requests: int = 0
+    turns: int = 0
+    calls: int = 0
+    marks: dict[bytes, Mark] = field(default_factory=dict, repr=False)
+    busy: set[int] = field(default_factory=set, repr=False)  # streams (by id) that a turn under way will extend
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The streams in which something was sampled, as they are now, in the order in which they began."""
+        return tuple(segment for segment in (stream.segment() for stream in self.streams) if segment.sampled)
+
+    def number_call(self) -> int:
+        """The number of the session's next call."""
+        self.calls += 1
+        return self.calls - 1
+
+    def begin(self, request: ChatRequest, given: Sequence[int] = ()) -> Turn:
+        """Find or begin the stream of a request, whose answer begins with `given`. The turn must be ended by `commit`
+        or `abandon`.
+
+        Raises ValueError for messages that the chat template does not take.
+        """
+        keys = conversation_keys(request)
+        last = max((i for i, m in enumerate(request.messages) if m["role"] == "assistant"), default=-1)
+        mark = self.marks.get(keys[last]) if last >= 0 else None
+        messages, stream = request.messages, Stream()
+        prompt = None
+        if mark is not None:
+            messages = (*mark.messages, *request.messages[last + 1 :])
+            prompt = self._continued(mark, request.messages[last + 1 :], request.tools)
+            if prompt is not None and mark.tokens == len(mark.stream.ids) and id(mark.stream) not in self.busy:
+                stream = mark.stream
+        if prompt is None:
+            prompt = self.chat.open(messages, request.tools)
+        self.busy.add(id(stream))
+        turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests)
+        self.requests += 1
+        return turn
+
+    def _continued(self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """The recorded tokens and those of what follows; None where the template would rewrite what is recorded."""
+        following = self.chat.follow(mark.messages, messages, tools, mark.stop)
+        return None if following is None else [*mark.stream.ids[: mark.tokens], *following]
+
+    def commit(self, turn: Turn, choices: Sequence[tuple[Completion, Message]]) -> None:
+        """Record a turn: its prompt, and of each choice what was sampled and the answer as the client gets it."""
+        for index, (completion, answer) in enumerate(choices):
+            stream = turn.stream if index == 0 else Stream()
+            if not stream.ids:
+                self.streams.append(stream)
+            stream.given(turn.prompt_ids[len(stream.ids) :])
+            stream.sampled(completion)
+            stop = completion.ids[-1] if completion.stop_reason == "stop" else None
+            mark = Mark(stream, len(stream.ids), (*turn.messages, answer), stop)
+            self.marks[next_key(turn.key, answer)] = mark
+            if len(mark.messages) > len(self.messages):
+                self.messages = mark.messages
+            self.turns += 1
+
+    def abandon(self, turn: Turn) -> None:
+        """Let go of a turn's stream; where the turn was not committed, the session is as it was before."""
+        self.busy.discard(id(turn.stream))
+
+
+def conversation_keys(request: ChatRequest) -> list[bytes]:
+    """One key a message: of the tools and all messages up to it."""
+    key = hashlib.blake2b(tools_key(request.tools).encode(), digest_size=16).digest()
+    keys = []
+    for message in request.messages:
+        key = next_key(key, message)
+        keys.append(key)
+    return keys
+
+
+def next_key(key: bytes, message: Message) -> bytes:
+    """The key of a conversation with one more message.
+
+    An assistant's reasoning is left out: clients drop it, and it is in the recorded tokens either way.
+    """
+    seen = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return hashlib.blake2b(key + json.dumps(seen, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,0 +1,31 @@
+"""What a session recorded, as data."""
+
+from dataclasses import dataclass
+
+from rollout.environments.environment import Message
+from rollout.episodes.segment import Segment
+from rollout.gateway.session import LiveSession
+
+
+@dataclass(frozen=True)
+class Session:
+    """The segments of a session, in the order in which they began, and what became of its requests.
+
+    `turns` were answered, `cancelled` ones lost their client, `refused` ones failed after they had begun. `messages` is
+    the longest conversation, for people; `generate_s` the seconds that requests spent in the engine, summed.
+    """
+
+    id: str
+    segments: tuple[Segment, ...]
+    messages: tuple[Message, ...]
+    turns: int
+    cancelled: int
+    refused: int
+    generate_s: float
+
+    @classmethod
+    def of(cls, live: LiveSession) -> "Session":
+        """Copy what an open session has recorded so far."""
+        recorder = live.recorder
+        counts = (recorder.turns, live.cancelled, live.refused)
+        return cls(live.id, recorder.segments, recorder.messages, *counts, live.generate_s)

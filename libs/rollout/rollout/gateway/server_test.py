@@ -1,0 +1,360 @@
+"""The gateway over real HTTP with the real openai client: tokens, tools, streams, disconnects, 500 sessions."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from rollout.chat import Chat
+from rollout.engine import Completion, Sampling
+from rollout.gateway.server import SESSION_HEADER
+from rollout.gateway.session import SessionLimits
+from rollout.testing.gateway import (
+    ADD,
+    CALL,
+    QUESTION,
+    TOKEN,
+    TOKENIZER,
+    TURNS,
+    Script,
+    ask,
+    check,
+    client,
+    decode,
+    encode,
+    serve,
+    turn,
+    user,
+)
+
+
+def test_an_agent_with_tools_goes_on_from_its_own_tokens() -> None:
+    engine = Script(CALL + "<|im_end|>", "It is 95.<|im_end|>", "Bye<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            messages = [QUESTION]
+            answer = (await api.chat.completions.create(model="policy", messages=messages, tools=[ADD])).choices[0]
+            assert answer.finish_reason == "tool_calls"
+            (call,) = answer.message.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 37, "b": 58}
+            messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "95"}]
+            answer = (await api.chat.completions.create(model="policy", messages=messages, tools=[ADD])).choices[0]
+            assert (answer.message.content, answer.finish_reason) == ("It is 95.", "stop")
+            messages += [answer.message.model_dump(), {"role": "user", "content": "thanks"}]
+            await api.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        return gateway.session("s")
+
+    session = serve(engine, agent)
+    (segment,) = session.segments
+    check(segment)
+    sampled = encode(CALL + "<|im_end|>" + "It is 95.<|im_end|>" + "Bye<|im_end|>")
+    assert [i for i, mask in zip(segment.ids, segment.loss_mask, strict=True) if mask] == sampled
+    for prompt, text in zip(engine.prompts, engine.texts, strict=True):
+        assert list(segment.ids[: len(prompt) + len(encode(text))]) == prompt + encode(text)
+    assert "<tool_response>\n95\n</tool_response>" in decode(segment.ids)
+    assert session.turns == 3
+
+
+@pytest.mark.parametrize("text", TURNS)
+def test_whatever_the_turn_sending_it_back_goes_on_from_it(text) -> None:
+    engine = Script(text, "x<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            first = (await api.chat.completions.create(model="policy", messages=[QUESTION], tools=[ADD])).choices[0]
+            messages = [QUESTION, first.message.model_dump(exclude={"reasoning_content"})]
+            calls = first.message.tool_calls or ()
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "95"} for call in calls]
+            messages += [{"role": "user", "content": "and?"}]
+            await api.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        return gateway.session("s")
+
+    (segment,) = serve(engine, agent).segments
+    check(segment)
+    first = engine.prompts[0] + encode(text)
+    assert engine.prompts[1][: len(first)] == first == list(segment.ids[: len(first)])
+
+
+def test_what_does_not_extend_the_conversation_begins_a_new_segment() -> None:
+    """Another system prompt, other tools, a compacted history; each segment is exact by itself."""
+    engine = Script("one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            await ask(api, QUESTION)
+            await ask(api, {"role": "system", "content": "be brief"}, QUESTION)
+            await ask(api, QUESTION, turn("one"), user("go on"), tools=[ADD])
+            await ask(api, QUESTION, turn("edited"), user("go on"))
+        return gateway.session("s").segments
+
+    segments = serve(engine, agent)
+    assert len(segments) == 4
+    for segment, prompt, text in zip(segments, engine.prompts, engine.texts, strict=True):
+        check(segment)
+        assert list(segment.ids) == prompt + encode(text)
+        assert sum(segment.loss_mask) == len(encode(text))
+
+
+def test_a_branch_begins_with_the_recorded_tokens_and_trains_them_once() -> None:
+    engine = Script("one<|im_end|>", "left<|im_end|>", "right<|im_end|>", "end<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            await ask(api, QUESTION)
+            await ask(api, QUESTION, turn("one"), user("a"))
+            await ask(api, QUESTION, turn("one"), user("b"))
+            await ask(api, QUESTION, turn("one"), user("b"), turn("right"), user("c"))
+        return gateway.session("s").segments
+
+    trunk, branch = serve(engine, agent)
+    check(trunk)
+    check(branch)
+    first = engine.prompts[0] + encode("one<|im_end|>")
+    assert list(trunk.ids[: len(first)]) == list(branch.ids[: len(first)]) == first
+    assert sum(branch.loss_mask) == len(encode("right<|im_end|>end<|im_end|>"))
+    assert sum(trunk.loss_mask) == len(encode("one<|im_end|>left<|im_end|>"))
+
+
+def test_requests_at_once_that_extend_one_conversation_do_not_mix() -> None:
+    engine = Script("one<|im_end|>", "left<|im_end|>", "right<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            await ask(api, QUESTION)
+            engine.gate.clear()
+            both = [asyncio.create_task(ask(api, QUESTION, turn("one"), user(x))) for x in "ab"]
+            while engine.running < 2:
+                await asyncio.sleep(0.01)
+            engine.gate.set()
+            await asyncio.gather(*both)
+        return gateway.session("s").segments
+
+    for segment in serve(engine, agent):
+        check(segment)
+        assert decode(segment.ids).count("<|im_start|>assistant") == 2
+
+
+def test_a_stop_text_ends_the_answer_and_the_record_where_it_is_complete() -> None:
+    engine = Script("The sum is 95. END of it<|im_end|>", "x<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            answer = await ask(api, QUESTION, stop=["ND", "never"], logprobs=True)
+            assert (answer.message.content, answer.finish_reason) == ("The sum is 95. E", "stop")
+            assert len(answer.logprobs.content) == len(encode("The sum is 95. END"))
+            await ask(api, QUESTION, answer.message, user("go on"))
+        return gateway.session("s").segments
+
+    (segment,) = serve(engine, agent)
+    check(segment)
+    assert "The sum is 95. END<|im_end|>\n<|im_start|>user\ngo on" in decode(segment.ids)
+
+
+def test_an_answer_at_its_limit_says_so_and_the_next_request_closes_it() -> None:
+    engine = Script("abcdefgh<|im_end|>", "x<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            answer = await ask(api, QUESTION, max_tokens=3)
+            assert (answer.message.content, answer.finish_reason) == ("abc", "length")
+            await ask(api, QUESTION, answer.message, user("go on"), max_completion_tokens=5)
+        return gateway.session("s").segments
+
+    (segment,) = serve(engine, agent)
+    check(segment)
+    assert "abc<|im_end|>\n<|im_start|>user\ngo on" in decode(segment.ids)
+    assert [s.max_new_tokens for s in engine.samplings] == [3, 5]
+
+
+def test_settings_reach_the_engine() -> None:
+    engine = Script("x<|im_end|>")
+
+    async def agent(gateway):
+        gateway.open("seeded", sampling=Sampling(temperature=0.7, seed=5, max_new_tokens=9))
+        async with client(gateway) as api, client(gateway, "seeded") as seeded:
+            await ask(api, QUESTION, temperature=0.5, top_p=0.9, seed=7, max_tokens=4, extra_body={"top_k": 3})
+            await ask(api, QUESTION, temperature=0)
+            await ask(seeded, QUESTION)
+            await ask(seeded, QUESTION)
+
+    serve(engine, agent, sampling=Sampling(temperature=0.9))
+    stop = Chat(TOKENIZER).stop_ids
+    first, greedy, *seeded = engine.samplings
+    assert first == Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=7, max_new_tokens=4, stop_token_ids=stop)
+    assert greedy == Sampling(greedy=True, stop_token_ids=stop)
+    assert all(s.temperature == 0.7 and s.max_new_tokens == 9 for s in seeded)
+    assert len({s.seed for s in seeded}) == 2
+
+
+def test_the_sessions_sampling_wins_where_the_trainer_says_so() -> None:
+    engine = Script("x<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            await ask(api, QUESTION, temperature=0, top_p=0.5, max_tokens=4)
+
+    serve(engine, agent, sampling=Sampling(temperature=0.9), own_sampling=True)
+    assert engine.samplings == [Sampling(temperature=0.9, max_new_tokens=4, stop_token_ids=Chat(TOKENIZER).stop_ids)]
+
+
+def test_token_ids_are_given_to_who_asks() -> None:
+    """A stream's first chunk has the prompt's, each of its pieces the new ones."""
+    engine = Script("x<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            asked = {"model": "policy", "messages": [QUESTION], "extra_body": {"return_token_ids": True}}
+            whole = await api.chat.completions.create(**asked)
+            chunks = [c async for c in await api.chat.completions.create(**asked, stream=True)]
+        assert whole.prompt_token_ids == chunks[0].prompt_token_ids == engine.prompts[0]
+        told = [token for chunk in chunks for token in chunk.choices[0].token_ids]
+        assert whole.choices[0].token_ids == told == encode("x<|im_end|>")
+
+    serve(engine, agent)
+
+
+class Aborting(Script):
+    """Breaks off each answer after two tokens, as an engine does whose weights are being replaced."""
+
+    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None):
+        done = len(prompt_ids) - (len(self.prompts[0]) if self.prompts else len(prompt_ids))
+        rest = encode(self.texts[0])[done : done + 2]
+        self.prompts.append(list(prompt_ids))
+        self.samplings.append(sampling)
+        self.version += 1
+        log_probs = tuple(-float(len(prompt_ids) + i) for i in range(len(rest)))
+        reason = "stop" if rest[-1:] == encode("<|im_end|>") else "abort"
+        return Completion(tuple(rest), log_probs, reason, (self.version,) * len(rest))
+
+
+def test_an_answer_that_new_weights_break_off_goes_on_from_its_own_tokens() -> None:
+    engine = Aborting("abcde<|im_end|>", version=0)
+
+    async def agent(gateway):
+        gateway.open("s", sampling=Sampling(seed=1, max_new_tokens=10))
+        async with client(gateway) as api:
+            answer = await ask(api, QUESTION)
+            assert (answer.message.content, answer.finish_reason) == ("abcde", "stop")
+        return gateway.session("s").segments
+
+    (segment,) = serve(engine, agent)
+    assert [v for v in segment.policy_versions if v >= 0] == [1, 1, 2, 2, 3, 3]
+    assert [s.max_new_tokens for s in engine.samplings] == [10, 8, 6]
+    assert len({s.seed for s in engine.samplings}) == 3
+
+
+def test_an_engine_that_only_aborts_is_reported() -> None:
+    async def agent(gateway):
+        async with client(gateway) as api:
+            with pytest.raises(openai.InternalServerError, match="broke off"):
+                await ask(api, QUESTION)
+            assert gateway.session("s").segments == ()
+
+    engine = Aborting("")
+    serve(engine, agent)
+    assert len(engine.prompts) == 3
+
+
+def test_limits_of_a_session() -> None:
+    async def agent(gateway):
+        prompt = len(encode("<|im_start|>user\n37+58=<|im_end|>\n<|im_start|>assistant\n"))
+        gateway.open("turns", limits=SessionLimits(max_turns=1))
+        gateway.open("tokens", limits=SessionLimits(max_tokens=prompt + 2))
+        gateway.open("none", limits=SessionLimits(max_tokens=prompt))
+        gateway.open("late", limits=SessionLimits(deadline=0.0))
+        with pytest.raises(ValueError, match="open already"):
+            gateway.open("late")
+        async with client(gateway, "turns") as api:
+            await ask(api, QUESTION)
+            with pytest.raises(openai.BadRequestError, match="1 turns") as caught:
+                await ask(api, QUESTION)
+            assert caught.value.code == "max_turns"
+        async with client(gateway, "tokens") as api:
+            assert (await ask(api, QUESTION)).message.content == "ab"
+        for name, code in (("none", "context_length_exceeded"), ("late", "deadline")):
+            async with client(gateway, name) as api:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await ask(api, QUESTION)
+                assert caught.value.code == code
+        with pytest.raises(ValueError, match="max_turns must be at least 1"):
+            SessionLimits(max_turns=0)
+
+    serve(Script("abcd<|im_end|>"), agent)
+
+
+def test_a_closed_session_cancels_its_work_and_is_forgotten() -> None:
+    engine = Script("x<|im_end|>")
+
+    async def agent(gateway):
+        async with client(gateway) as api:
+            await ask(api, QUESTION)
+            engine.gate.clear()
+            asked = asyncio.create_task(ask(api, QUESTION))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            session = await gateway.close("s")
+            with pytest.raises(openai.ConflictError, match="closed"):
+                await asked
+        assert (engine.cancelled, engine.running, gateway.open_sessions) == (1, 0, 0)
+        assert [len(s.ids) for s in session.segments] == [len(engine.prompts[0]) + 2]
+        with pytest.raises(KeyError):
+            gateway.session("s")
+
+    serve(engine, agent)
+
+
+def test_500_sessions_are_held_at_once() -> None:
+    """All of them wait in the engine together, then each goes on from its own tokens."""
+    count = 500
+    engine = Script("one<|im_end|>")
+
+    async def agent(gateway, api, number):
+        session = {SESSION_HEADER: f"session-{number}"}
+        question = user(f"question {number}")
+        await ask(api, question, extra_headers=session)
+        await ask(api, question, turn("one"), user("more"), extra_headers=session)
+
+    async def body(gateway):
+        engine.gate.clear()
+        limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
+        http = httpx.AsyncClient(limits=limits, timeout=300)
+        async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=TOKEN, max_retries=0, http_client=http) as api:
+            agents = [asyncio.create_task(agent(gateway, api, number)) for number in range(count)]
+            while engine.running < count:
+                await asyncio.sleep(0.02)
+            assert (gateway.open_sessions, gateway.in_flight, engine.most) == (count, count, count)
+            engine.gate.set()
+            await asyncio.gather(*agents)
+        assert gateway.in_flight == 0
+        for number in range(count):
+            session = await gateway.close(f"session-{number}")
+            (segment,) = session.segments
+            check(segment)
+            text = decode(segment.ids)
+            assert f"question {number}<|im_end|>" in text
+            assert text.count("one<|im_end|>") == session.turns == 2
+        assert gateway.open_sessions == 0
+
+    serve(engine, body)
+
+
+class Late(Script):
+    """Past its deadline an answer holds nothing."""
+
+    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None):
+        self.prompts.append(list(prompt_ids))
+        return Completion((), (), "deadline", ())
+
+
+def test_an_answer_without_a_token_is_told_and_leaves_no_segment() -> None:
+    async def agent(gateway):
+        async with client(gateway) as api:
+            answer = await ask(api, QUESTION)
+            assert (answer.message.content, answer.finish_reason) == ("", "length")
+        assert gateway.limit_hit("s") == "deadline"
+        assert (gateway.session("s").segments, gateway.session("s").turns) == ((), 1)
+
+    serve(Late(""), agent)

@@ -1,0 +1,299 @@
+"""Environments of `verifiers` 0.4 (its v1 API: Taskset, Task, Harness, Agent, Env), played through a gateway.
+
+Needs the package `verifiers`. Its default harnesses fetch uv and packages, and its default runtime is remote: here the
+program of an agent is either `InProcessHarness`, a chat loop in this process, or `ProgramHarness`, verifiers' own chat
+program in its subprocess runtime, run by this Python. Neither needs a network; the tools of a task are its MCP servers,
+which verifiers starts on this machine.
+
+Strategy
+1. verifiers sends each model call through a proxy of its own to the gateway, with the trace's id as X-Session-ID.
+2. The moment a trace is made, `Seat.join` opens that session: the gateway records its exact tokens.
+3. The trace's rewards, which verifiers computed, are the parts of the episode's score.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+from verifiers.v1.configs.agent import resolve_agent
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.episode import EnvInfo
+from verifiers.v1.episode import Episode as VerifiersEpisode
+from verifiers.v1.harnesses.null import NullHarness
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.mcp.launch import serve_shared
+from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
+from verifiers.v1.trace import TraceTask
+
+from rollout.chat import Chat
+from rollout.engine import RolloutEngine, Sampling
+from rollout.environments.environment import Score
+from rollout.environments.sources import TaskRow
+from rollout.episodes.episode import Episode
+from rollout.failure import EpisodeFailed
+from rollout.gateway.agents import AgentTask, Seat
+
+MAX_CALLS = 64  # rounds of tool calls in one turn, after which a loop that does not end is ended
+
+
+class InProcessHarness(vf.Harness[HarnessConfig]):
+    """A chat loop in this process: it calls the task's tools until the model answers without a call."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    def __init__(self, config: HarnessConfig | None = None) -> None:
+        super().__init__(config or HarnessConfig(id="null"))
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> ProgramResult:
+        """Play one segment. Model calls go to `endpoint` with `secret`, tools to `mcp_urls`."""
+        del trace, runtime
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with AsyncExitStack() as stack:
+            api = await stack.enter_async_context(AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0))
+            tools, dispatch, live = await connect_mcp({"mcpServers": servers}, stack)
+            offered = {"tools": tools} if tools else {}
+            for _ in range(MAX_CALLS):
+                answer = await api.chat.completions.create(model=ctx.model, messages=messages, **offered)
+                message = answer.choices[0].message
+                messages.append(message)
+                for call in message.tool_calls or ():
+                    content = await _called(live, dispatch, call)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                if not message.tool_calls:
+                    break
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+async def _called(live: Any, dispatch: Any, call: Any) -> Any:
+    """What a tool answers; a call that cannot be made is the model's news."""
+    name = call.function.name
+    if name not in dispatch:
+        return f"Error: there is no tool {name!r}; available: {', '.join(dispatch) or 'none'}"
+    return await call_mcp(live, dispatch, name, json.loads(call.function.arguments))
+
+
+class ProgramHarness(NullHarness):
+    """verifiers' own chat program, in the subprocess runtime, run by this Python with the packages it has."""
+
+    def __init__(self, config: HarnessConfig | None = None) -> None:
+        super().__init__(config or HarnessConfig(id="null"))
+
+    async def setup(self, runtime: Any) -> None:
+        """Nothing is fetched."""
+
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, *arguments: Any, **options: Any) -> ProgramResult:
+        """Run the program to its end."""
+        return await super().launch(ctx, trace, _ThisPython(runtime), *arguments, **options)
+
+
+class _ThisPython:
+    """A runtime in which a script is run by the Python that runs us; for the rest, the runtime itself."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    async def prepare_uv_script(self, script: str, env: Any = None, *, activate: bool = True) -> list[str]:
+        del env, activate
+        path = "verifiers_program.py"
+        await self._runtime.write(path, script.encode())
+        return [sys.executable, path]
+
+    async def run_program(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        packages = os.pathsep.join(path for path in sys.path if path)
+        return await self._runtime.run_program(argv, {"PYTHONPATH": packages, **env})
+
+
+@dataclass(frozen=True)
+class VerifiersAgent:
+    """The tasks of a verifiers taskset, each played by the policy; called with a seat, it plays and scores one.
+
+    `harness()` makes the agent's program. With `environment` (an `Env`, whose taskset this is) its `run(task, agents)`
+    directs the episode: every role is the policy's, and the score is the mean over the traces of trainable roles.
+    Rewards become the score's parts, metrics too. Raises ValueError for a taskset without end.
+    """
+
+    taskset: Any
+    harness: Callable[[], Any] = InProcessHarness
+    environment: Any = None
+    tasks: dict[str, Any] = field(init=False, repr=False)
+    held: list[dict[str, Any]] = field(init=False, repr=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.taskset.bounded:
+            raise ValueError("the taskset has no end: give a view of it, taskset.take(1000)")
+        object.__setattr__(self, "tasks", {task.key: task for task in self.taskset})
+
+    def rows(self) -> list[TaskRow]:
+        """The tasks, by verifiers' own keys."""
+        return [TaskRow(key) for key in self.tasks]
+
+    async def run_group(
+        self, engine: RolloutEngine, chat: Chat, sampling: Sampling, *, size: int, **options: Any
+    ) -> list[Episode]:
+        """The episodes of a group, as those of `AgentTask`: a `VerifiersAgent` stands where an environment does."""
+        return await AgentTask(self).run_group(engine, chat, sampling, size=size, **options)
+
+    async def __call__(self, seat: Seat) -> Score:
+        """Play the task of the seat's episode."""
+        task = self.tasks.get(seat.context.task_id)
+        if task is None:
+            raise ValueError(f"the taskset has no task {seat.context.task_id!r}: take the rows of rows()")
+        played: list[Any] = []
+        async with AsyncExitStack() as stack:
+            client = vf.EvalClientConfig(
+                base_url=seat.base_url, api_key_var=stack.enter_context(_key_in_environment(seat))
+            )
+            shared = self.held[-1] if self.held else await stack.enter_async_context(self._shared_tools())
+            if self.environment is None:
+                config = vf.AgentConfig(harness=HarnessConfig(id="null"), runtime=SubprocessConfig())
+                await _PolicyAgent(config, client, self.harness(), seat, "", played, shared).run(task)
+            else:
+                await self._direct(task, client, seat, played, shared)
+        return _score(played)
+
+    async def _direct(self, task: Any, client: Any, seat: Seat, played: list[Any], shared: dict[str, Any]) -> None:
+        env = self.environment
+
+        def make(name: str, spec: Any) -> _PolicyAgent:
+            config = spec.model_copy(update={"harness": HarnessConfig(id="null"), "runtime": SubprocessConfig()})
+            return _PolicyAgent(config, client, self.harness(), seat, name, played, shared)
+
+        agents = vf.Agents(env.config, make)
+        await env.setup(agents)
+        await env.run(task, agents)
+        told = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        await env.finalize(task, VerifiersEpisode(env=EnvInfo(id=env.config.env_id), task=told, traces=played))
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Hold what all episodes share (the taskset's tool servers, what an `Env` starts), else made for each."""
+        async with self._shared_tools() as shared:
+            self.held.append(shared)
+            try:
+                yield
+            finally:
+                self.held.remove(shared)
+
+    @asynccontextmanager
+    async def _shared_tools(self) -> AsyncIterator[dict[str, Any]]:
+        async with AsyncExitStack() as stack:
+            toolsets = self.taskset.toolsets(self.taskset.config)
+            shared = await stack.enter_async_context(serve_shared(toolsets)) if toolsets else {}
+            if self.environment is not None:
+                stack.push_async_callback(self.environment.stop)
+                await self.environment.start()
+            yield shared
+
+
+class _PolicyAgent(vf.Agent):
+    """A role that is played by the policy: its traces are sessions of the episode."""
+
+    def __init__(
+        self,
+        config: Any,
+        client: Any,
+        harness: Any,
+        seat: Seat,
+        name: str,
+        played: list[Any],
+        shared: dict[str, Any],
+    ) -> None:
+        super().__init__(resolve_agent(config, model=seat.model, client=client))
+        self.harness = harness
+        self._seat, self._name, self._played, self._shared = seat, name, played, shared
+
+    def _minted(self, trace: Any) -> None:
+        trace.agent.name = self._name
+        trace.agent.trainable = self.trainable
+        self._seat.join(trace.id, self._name)
+
+    async def run(self, task: Any, *, tools: Any = None, **options: Any) -> Any:
+        trace = await super().run(
+            task, tools=self._shared if tools is None else tools, on_trace=self._minted, **options
+        )
+        self._played.append(trace)
+        return trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any, *, tools: Any = None, **options: Any) -> AsyncIterator[Any]:
+        shared = self._shared if tools is None else tools
+        made = None
+        try:
+            async with super().interaction(task, tools=shared, on_trace=self._minted, **options) as made:
+                yield made
+        finally:
+            if made is not None:
+                self._played.append(made.trace)
+
+
+def _score(played: Sequence[Any]) -> Score:
+    """The mean of the trainable traces' rewards. EpisodeFailed where one of them failed, or none was played."""
+    traces = [trace for trace in played if trace.agent.trainable]
+    if not traces:
+        raise EpisodeFailed("verifiers played no trainable agent", retryable=False)
+    broken = next((trace for trace in traces if not trace.ok), None)
+    if broken is not None:
+        last = broken.errors[-1] if broken.errors else None
+        reason = "for no stated reason" if last is None else f"{last.type}: {last.message}"
+        raise EpisodeFailed(f"verifiers: the rollout failed, {reason}"[:2000], retryable=False)
+    parts: dict[str, float] = {}
+    for trace in traces:
+        for name, reward in trace.rewards.items():
+            if reward is not None:
+                parts[name] = parts.get(name, 0.0) + float(reward.value) / len(traces)
+    return Score(sum(trace.reward for trace in traces) / len(traces), parts)
+
+
+_KEYS = Counter[str]()  # how many episodes under way read each variable
+_KEYS_LOCK = threading.Lock()
+
+
+@contextmanager
+def _key_in_environment(seat: Seat) -> Iterator[str]:
+    """The name of a variable that holds the gateway's token while an episode needs it: verifiers reads keys there.
+
+    The programs that it starts inherit no variable with API_KEY in its name.
+    """
+    name = f"ROLLOUT_GATEWAY_{urlsplit(seat.base_url).port}_API_KEY"
+    with _KEYS_LOCK:
+        _KEYS[name] += 1
+        os.environ[name] = seat.gateway.token
+    try:
+        yield name
+    finally:
+        with _KEYS_LOCK:
+            _KEYS[name] -= 1
+            if not _KEYS[name]:
+                del os.environ[name]

@@ -1,0 +1,1 @@
+"""What a run issued, finished and trained, written ahead: it survives a kill."""

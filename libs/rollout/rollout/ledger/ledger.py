@@ -1,0 +1,266 @@
+"""`RolloutLedger`: an append-only file that says where every group of an asynchronous run is.
+
+1. Written ahead: a group is recorded before it is sampled, its payload before anyone is told that it is there, a step
+   before it is trained. So at any kill the file knows at least what was done.
+2. A checkpoint holds the weights of a step. A run that goes on from it trains the recorded steps after it again, on the
+   same groups with the same payloads, and then goes on: no group is skipped, and in the history of the weights that are
+   left none is trained twice. Groups that were being sampled begin again.
+3. Every record is handed to the operating system at once: a killed process loses nothing. `fsync="steps"` also waits
+   for the disk at steps, checkpoints and compactions: a machine that loses its power loses at most what was sampled
+   since, and samples it again. "always" waits at every record, "never" at none.
+4. Compaction, after a checkpoint, writes what is still needed into a new file and renames it over the old one.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, get_args
+
+from rollout.ledger.records import (
+    HEAD_BYTES,
+    MAGIC,
+    NUMBER_BYTES,
+    Kind,
+    begun_body,
+    frame,
+    number_body,
+    numbers_body,
+    read_begun,
+    read_number,
+    read_numbers,
+    records,
+)
+from rollout.ledger.state import LedgerState, Sampled
+
+Fsync = Literal["always", "steps", "never"]
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SLACK = 1 << 20  # bytes that may be dead before a file is worth compacting
+_COPY_BYTES = 1 << 20
+
+
+class RolloutLedger:
+    """The ledger of one run; a context manager. One process at a time may hold it.
+
+    `step`: that of the checkpoint that the run goes on from, 0 where there is none; None: of the last one that the
+    ledger was told of. What was being sampled when the run ended
+    is in `state.missing()`, what was recorded beyond the checkpoint in `state.batches`.
+
+    After an error of a disk that is full, open it anew.
+
+    Raises:
+        ValueError: another process holds it, a record is damaged, or the checkpoint is older than one that the ledger
+            knows to be whole.
+    """
+
+    def __init__(self, path: Path | str, step: int | None = None, fsync: Fsync = "steps") -> None:
+        if fsync not in get_args(Fsync):
+            raise ValueError(f"fsync is one of {', '.join(get_args(Fsync))}, got {fsync!r}")
+        self.path = Path(path)
+        self.state = LedgerState()
+        self._fsync = fsync
+        self._end = 0
+        self._file = self._locked()
+        opened = False
+        try:
+            self._end = self._read()
+            self._go_on_from(self.state.saved if step is None else step)
+            opened = True
+        finally:
+            if not opened:
+                os.close(self._file)
+
+    def __enter__(self) -> "RolloutLedger":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def begun(self, group: int, version: int) -> None:
+        """A group is about to be sampled by the weights `version`."""
+        self.state.begin(group, version)
+        self._append(Kind.BEGUN, begun_body(group, version))
+
+    def finished(self, group: int, payload: bytes = b"") -> None:
+        """A group is sampled; `payload` is what `payload(group)` gives back until a checkpoint holds it."""
+        offset = self._end + HEAD_BYTES + NUMBER_BYTES
+        self.state.finish(group, offset, len(payload))
+        self._append(Kind.FINISHED, number_body(group, payload))
+
+    def again(self, group: int) -> None:
+        """A group broke with its sampler, and may be begun again."""
+        self.state.again(group)
+        self._append(Kind.AGAIN, number_body(group))
+
+    def train(self, step: int, groups: Sequence[int]) -> None:
+        """A step is about to be trained on these groups; for a recorded step that is repeated, nothing."""
+        if step in self.state.batches:
+            self.state.train(step, groups)
+            return
+        self.state.train(step, groups)
+        self._append(Kind.TRAIN, numbers_body(step, groups), barrier=True)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is whole, on disk: what it holds is never repeated. May compact."""
+        self.state.save(step)
+        self._append(Kind.SAVED, number_body(step), barrier=True)
+        if self._end > 2 * self._live() + _SLACK:
+            self.compact()
+
+    def payload(self, group: int) -> bytes:
+        """What `finished` was given. KeyError: the group is not sampled, or a checkpoint holds it."""
+        found = self.state.sampled[group]
+        return os.pread(self._file, found.length, found.offset)
+
+    def compact(self) -> None:
+        """Rewrite the file with what is still needed: whole or not at all, whenever the process ends."""
+        part = self.path.with_suffix(".part")
+        new = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        whole = False
+        try:
+            moved, end = self._write_live(new)
+            if self._fsync != "never":
+                os.fsync(new)
+            fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(part, self.path)
+            whole = True
+        finally:
+            if not whole:
+                os.close(new)
+        if self._fsync != "never":
+            _fsync_folder(self.path.parent)
+        os.close(self._file)
+        self._file, self._end = new, end
+        self.state.sampled.update(moved)
+
+    def close(self) -> None:
+        """Let go of the file. Nothing is held back in memory."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _locked(self) -> int:
+        """The file, made where it was not there, held by this process alone."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise ValueError(f"{self.path} is in use by another process: end that run first") from None
+        return file
+
+    def _read(self) -> int:
+        """Fold the records into the state, drop a torn tail; where the next record goes."""
+        size = os.fstat(self._file).st_size
+        if size < len(MAGIC):
+            os.ftruncate(self._file, 0)
+            self._write(MAGIC)
+            return len(MAGIC)
+        with mmap.mmap(self._file, size, prot=mmap.PROT_READ) as data, memoryview(data) as view:
+            if view[: len(MAGIC)] != MAGIC:
+                raise ValueError(f"{self.path} is not a ledger of this version: move it away")
+            try:
+                end = self._fold(view)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}") from error
+        os.ftruncate(self._file, end)
+        return end
+
+    def _fold(self, data: memoryview) -> int:
+        """Take in every whole record; where the last one ends."""
+        state, end = self.state, len(MAGIC)
+        for kind, begin, end in records(data, len(MAGIC)):
+            if kind == Kind.BEGUN:
+                state.begin(*read_begun(data, begin))
+            elif kind == Kind.FINISHED:
+                state.finish(read_number(data, begin), begin + NUMBER_BYTES, end - begin - NUMBER_BYTES)
+            elif kind == Kind.TRAIN:
+                state.train(*read_numbers(data, begin, end))
+            elif kind == Kind.SAVED:
+                state.save(read_number(data, begin))
+            elif kind == Kind.AGAIN:
+                state.again(read_number(data, begin))
+            else:
+                state.saved, pairs = read_numbers(data, begin, end)
+                state.done.begins, state.done.ends = list(pairs[::2]), list(pairs[1::2])
+        return end
+
+    def _go_on_from(self, step: int) -> None:
+        state = self.state
+        if step < state.saved:
+            raise ValueError(
+                f"{self.path} knows of a checkpoint of step {state.saved}, and the run would go on from step {step}: "
+                "bring that checkpoint back, or begin a new run"
+            )
+        if step > state.saved:
+            self.saved(step)  # the kill came between the checkpoint and its record
+        for group in list(state.running):
+            self.again(group)
+
+    def _append(self, kind: Kind, body: bytes, barrier: bool = False) -> None:
+        self._write(frame(kind, body))
+        if self._fsync == "always" or (barrier and self._fsync == "steps"):
+            os.fsync(self._file)
+
+    def _write(self, data: bytes) -> None:
+        """Append whole, or cut the file back to what it was. ValueError: the disk is full."""
+        at = self._end
+        try:
+            done = os.pwrite(self._file, data, at)
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], at + done)
+        except OSError as error:
+            os.ftruncate(self._file, at)
+            if error.errno in _FULL:
+                raise ValueError(
+                    f"{self.path} cannot grow ({error.strerror}): free some space and go on with --resume"
+                ) from error
+            raise
+        self._end = at + len(data)
+
+    def _live(self) -> int:
+        """About how many bytes a compacted file has."""
+        sampled = sum(found.length for found in self.state.sampled.values())
+        return sampled + 64 * (len(self.state.sampled) + len(self.state.running)) + 16 * len(self.state.done.begins)
+
+    def _write_live(self, file: int) -> tuple[dict[int, Sampled], int]:
+        """Write the state into a file; where its payloads lie there, and its length."""
+        state, end, moved = self.state, 0, {}
+        buffer = bytearray(MAGIC)
+
+        def flush() -> None:
+            nonlocal end
+            view = memoryview(buffer)
+            while view:
+                written = os.write(file, view)
+                end, view = end + written, view[written:]
+            del view
+            buffer.clear()
+
+        buffer += frame(Kind.BASE, numbers_body(state.saved, state.done.pairs()))
+        for group, found in state.sampled.items():
+            buffer += frame(Kind.BEGUN, begun_body(group, found.version))
+            moved[group] = Sampled(found.version, end + len(buffer) + HEAD_BYTES + NUMBER_BYTES, found.length)
+            buffer += frame(Kind.FINISHED, number_body(group, self.payload(group)))
+            if len(buffer) > _COPY_BYTES:
+                flush()
+        for step, groups in sorted(state.batches.items()):
+            buffer += frame(Kind.TRAIN, numbers_body(step, groups))
+        for group, version in state.running.items():
+            buffer += frame(Kind.BEGUN, begun_body(group, version))
+        flush()
+        return moved, end
+
+
+def _fsync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

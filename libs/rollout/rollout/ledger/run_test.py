@@ -1,0 +1,169 @@
+"""Whole small runs of controller and ledger that are killed, by SIGKILL, at every named point and at random moments.
+
+The run is a loop over the two: it samples in an order of its own, trains by adding numbers up, and writes checkpoints
+whole or not at all. A log that knows nothing of the ledger says what each step was trained on; a start from a
+checkpoint forgets the steps after it, as the weights do. What is left must be every group once.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from rollout.control.settings import StalenessSettings
+from rollout.control.staleness import (
+    Begin,
+    Begun,
+    ControlState,
+    Failed,
+    Finished,
+    StalenessController,
+    Sync,
+    Synced,
+    SyncFailed,
+    Train,
+    Trained,
+)
+from rollout.ledger.ledger import RolloutLedger
+
+FORK = multiprocessing.get_context("fork")
+SETTINGS = StalenessSettings(3, 14, staleness_threshold=1.0, parameter_sync_step=2, partial_rollout=True)
+SAVE_EVERY = 4
+POINTS = ("begun", "finished", "again", "train", "saved", "compact", "checkpoint")
+
+
+def checkpoint_of(folder):
+    path = folder / "checkpoint.json"
+    return json.loads(path.read_text()) if path.is_file() else {"step": 0, "sum": 0}
+
+
+def save(folder, step, total):
+    part = folder / "checkpoint.part"
+    part.write_text(json.dumps({"step": step, "sum": total}))
+    os.replace(part, folder / "checkpoint.json")
+
+
+def note(folder, line):
+    with (folder / "independent.log").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def play(folder, seed, kill_at=None, pace=0.0):
+    """The child: go on from the checkpoint to the end; `kill_at`: (point, its number, "before" or "after")."""
+    draw, calls = random.Random(seed), {}
+
+    def at(point, act, *arguments):
+        calls[point] = calls.get(point, 0) + 1
+        if (point, calls[point], "before") == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = act(*arguments)
+        if (point, calls[point], "after") == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    start = checkpoint_of(folder)
+    note(folder, {"from": start["step"]})
+    ledger = RolloutLedger(folder / "ledger", start["step"], fsync="never")
+    total, step = start["sum"], start["step"]
+
+    def train(number, groups):
+        nonlocal total, step
+        payloads = [json.loads(ledger.payload(group)) for group in groups]
+        assert [payload["group"] for payload in payloads] == list(groups)
+        total += sum(payload["group"] for payload in payloads)
+        step = number
+        note(folder, {"step": number, "groups": list(groups)})
+        if number % SAVE_EVERY == 0 or number == SETTINGS.total_steps:
+            at("checkpoint", save, folder, number, total)
+            at("saved", ledger.saved, number)
+            at("compact", ledger.compact)
+
+    for number, groups in sorted(dict(ledger.state.batches).items()):
+        train(number, groups)
+    ready = tuple(Begun(g, s.version) for g, s in ledger.state.sampled.items() if g not in ledger.state.taken)
+    synced = step if step == SETTINGS.total_steps else step - step % SETTINGS.parameter_sync_step
+    state = ControlState(step, synced, ledger.state.next, tuple(ledger.state.missing()), (), ready)
+    controller = StalenessController(SETTINGS, state)
+    todo, sampling = list(controller.begin()), []
+    while not controller.done:
+        time.sleep(pace)
+        if todo:
+            decision = todo.pop(0)
+            if isinstance(decision, Begin):
+                at("begun", ledger.begun, decision.group, decision.version)
+                sampling.append(decision.group)
+            elif isinstance(decision, Train):
+                at("train", ledger.train, decision.step, decision.groups)
+                train(decision.step, decision.groups)
+                todo += controller.handle(Trained())
+            else:
+                assert isinstance(decision, Sync)
+                todo += controller.handle(SyncFailed() if draw.random() < 0.2 else Synced())
+        else:
+            group = sampling.pop(draw.randrange(len(sampling)))
+            if draw.random() < 0.1:
+                at("again", ledger.again, group)
+                todo += controller.handle(Failed(group))
+            else:
+                at("finished", ledger.finished, group, json.dumps({"group": group}).encode())
+                todo += controller.handle(Finished(group))
+    ledger.close()
+
+
+def end_of(folder, *arguments, after=None, **options):
+    child = FORK.Process(target=play, args=(folder, *arguments), kwargs=options)
+    child.start()
+    if after is not None:
+        time.sleep(after)
+        os.kill(child.pid, signal.SIGKILL)
+    child.join(120)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def assert_nothing_lost(folder):
+    steps = {}
+    for line in map(json.loads, (folder / "independent.log").read_text().splitlines()):
+        if "from" in line:
+            steps = {step: groups for step, groups in steps.items() if step <= line["from"]}
+        else:
+            assert line["step"] == len(steps) + 1
+            steps[line["step"]] = line["groups"]
+    trained = [group for groups in steps.values() for group in groups]
+    assert len(steps) == SETTINGS.total_steps
+    assert sorted(trained) == list(range(SETTINGS.total))  # skipped = duplicated = 0
+    assert checkpoint_of(folder) == {"step": SETTINGS.total_steps, "sum": sum(range(SETTINGS.total))}
+
+
+def test_a_run_that_nobody_kills(tmp_path):
+    assert end_of(tmp_path, 0) == 0
+    assert_nothing_lost(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_every_named_point(tmp_path, point, when):
+    """At the first, the second, the third, ... time that the run comes by; then it goes on to its end."""
+    for number in (1, 2, 3, 4, 7, 12, 23, 60):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code = end_of(folder, number, kill_at=(point, number, when))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        assert end_of(folder, number + 100) == 0
+        assert_nothing_lost(folder)
+    assert number > 3
+
+
+def test_kills_at_twenty_seeded_random_moments_of_one_run(tmp_path):
+    draw, killed = random.Random(3), 0
+    for number in range(20):
+        killed += end_of(tmp_path, number, pace=0.02, after=draw.uniform(0.02, 0.3)) == -signal.SIGKILL
+    assert killed >= 5
+    assert end_of(tmp_path, 99) == 0
+    assert_nothing_lost(tmp_path)

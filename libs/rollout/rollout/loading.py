@@ -1,0 +1,79 @@
+"""What a user brings, by name: `FILE.py:NAME` or `package.module:name`."""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_object(spec: str, kind: str, of: type | tuple[type, ...] | None = None) -> Any:
+    """Return the object that `spec` names; `kind` says in errors what it was wanted for ("reward", "environment").
+
+    A file is imported once, however often it is named, and can import its neighbours: its folder is put at the end of
+    `sys.path`. NAME may be dotted (`Class.attribute`). What the user's own code raises is raised as it is.
+
+    Raises:
+        ValueError: the spec has another shape, there is no such file, module or name, or the object is not `of` that
+            type. The text says what to write.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(f"--{kind} {spec!r} is not FILE.py:NAME or package.module:name, such as my_{kind}.py:{kind}")
+    module = _file(place, kind) if place.endswith(".py") else _module(place, kind)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{place} has no {part!r} for --{kind}{_hint(part, found)}")
+        found = getattr(found, part)
+    if of is not None and not isinstance(found, of):
+        names = " or ".join(t.__name__ for t in (of if isinstance(of, tuple) else (of,)))
+        raise ValueError(f"--{kind} {spec} is a {type(found).__name__}; a {names} is needed")
+    return found
+
+
+def _file(place: str, kind: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path} for --{kind}: give its path from {Path.cwd()}, or all of it")
+    name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"  # two files, two modules
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # so it is for every path that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # as `import` does: the next attempt begins anew
+        raise
+    return module
+
+
+def _module(place: str, kind: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if place != missing and not place.startswith(missing + "."):
+            raise  # the module is there, and lacks something itself
+        raise ValueError(
+            f"there is no module {missing!r} for --{kind}: install its package, put its folder on PYTHONPATH, "
+            f"or name the file, FILE.py:NAME"
+        ) from error
+
+
+def _hint(name: str, owner: Any) -> str:
+    public = [other for other in vars(owner) if not other.startswith("_")] if hasattr(owner, "__dict__") else []
+    close = difflib.get_close_matches(name, public, n=3)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    own = [n for n in public if getattr(getattr(owner, n), "__module__", None) == getattr(owner, "__name__", "")]
+    return f"; it has {', '.join(own[:10])}" if own else ""

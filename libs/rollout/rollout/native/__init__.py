@@ -1,0 +1,1 @@
+"""The native engine: sampling from a plain transformers module in this process."""

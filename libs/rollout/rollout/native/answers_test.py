@@ -1,0 +1,62 @@
+"""Answers across threads: each future once, each loop woken once, closed loops and cancelled futures left alone."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rollout.native.answers import Answers
+
+
+def test_futures_of_a_loop_are_told_together():
+    async def play():
+        loop, answers, woken = asyncio.get_running_loop(), Answers(), []
+        call = loop.call_soon_threadsafe
+        futures = [loop.create_future() for _ in range(5)]
+        futures[3].cancel()
+
+        def tell():
+            for i, future in enumerate(futures):
+                answers.put(future, ValueError("wrong") if i == 1 else i)
+            loop.call_soon_threadsafe = lambda *job: woken.append(1) or call(*job)
+            answers.send()
+            answers.send()
+
+        threading.Thread(target=tell).start()
+        return await asyncio.gather(*futures, return_exceptions=True), woken
+
+    told, woken = asyncio.run(play())
+    assert woken == [1]
+    assert [type(t) if isinstance(t, BaseException) else t for t in told] == [
+        0,
+        ValueError,
+        2,
+        asyncio.CancelledError,
+        4,
+    ]
+
+
+def test_a_closed_loop_is_passed_over():
+    answers, told = Answers(), []
+
+    async def later():
+        future = asyncio.get_running_loop().create_future()
+        answers.put(future, "here")
+        answers.send()
+        return await future
+
+    closed = asyncio.new_event_loop()
+    answers.put(closed.create_future(), "nobody")
+    closed.close()
+    told.append(asyncio.run(later()))
+    assert told == ["here"]
+
+
+def test_an_answer_that_was_not_sent_is_not_told():
+    async def play():
+        future = asyncio.get_running_loop().create_future()
+        Answers().put(future, 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(future, 0.01)
+
+    asyncio.run(play())

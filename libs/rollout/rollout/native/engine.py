@@ -1,0 +1,395 @@
+"""The native engine: continuous batching over a plain Hugging Face module in this process.
+
+The batch (`rollout.native.batch`) belongs to whoever holds the lock, one decode step at a time: the decoding thread,
+which works while async requests are there, a caller of `generate_batch`, or an exchange of weights. Event loops never
+wait for the lock: they post what they want done between two steps.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    import transformers  # noqa: F401  what the decoders below are made of
+except ImportError as error:
+    raise ImportError("the native engine needs transformers: pip install 'tessera-rollout[native]'") from error
+
+from rollout.capability import NATIVE, feature_of
+from rollout.config import KEEP_TOKENS, Admission, DecoderChoice, OnCommit
+from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
+from rollout.native.answers import Answers
+from rollout.native.batch import ContinuousBatch
+from rollout.native.decoders import decoder_of
+from rollout.native.media import SeenPrompt, seen_prompt
+from rollout.native.request import Request
+from rollout.native.rounds import Rounds
+from rollout.native.threads import StepThread
+from rollout.native.turns import FairLock
+from rollout.native.weights import named_tensors, stage
+from rollout.requests import OpenRequests, check_pause, settle
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket, Piece
+from rollout.sync.staging import WeightStaging
+from seqpack.capability import No, Yes
+
+
+class NativeEngine:
+    """Samples from a causal language model of transformers (any module with its `forward` and `config`).
+
+    Requests join and leave between any two decode steps. `generate_batch` is the synchronous core; the async methods
+    are the RolloutEngine protocol. The module is used as it is: nothing is patched.
+
+    Args:
+        model: the module; it is put in eval mode for the length of a step.
+        pad_token_id: what short prompts are padded with where the module's own forward runs.
+        max_batch: rows that decode together.
+        max_length: prompt plus completion; the config's max_position_embeddings where None.
+        seed: of the engine's generator, which numbers the requests that bring no seed.
+        version: the number of the weights that the module has.
+        compact_below: rows move together when less than this share of the slots works.
+        prefill_tokens: prompt tokens of one forward pass, and of the read prompts that are kept while anything runs.
+        decoder: "lean" reads the module's weights in a forward pass of its own (Qwen3.5), "module" calls the module's;
+            "auto" takes the first that can.
+        on_commit: what a swap of weights does to the caches of running rows. "keep": they go on from what the old
+            weights computed, which costs nothing (and log-probs of later tokens differ from a teacher-forced pass of
+            the new weights). "recompute": prompt and tokens so far are read again by the new weights.
+        admit: when an async request may begin. "any_step": beside whatever runs. "rounds": with all that were asked
+            while the last ones ran, once those are done and every episode under way has asked
+            (`rollout.native.rounds`); then equal runs give equal bits whatever threads do.
+        keep_tokens: memory, in tokens, for the states of finished requests: a prompt that goes on from all tokens of
+            one (the next turn of a conversation) is read from there. Least recently used ones go first, and all of
+            them when the weights change; a round in which no prompt goes on from any ends them too. A delta net's state
+            counts as the tokens whose keys and values take as much. 0: nothing is kept.
+        routed_experts: completions tell which experts their tokens went to (`rollout.experts`); ValueError for a module
+            that has no router known here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pad_token_id: int = 0,
+        max_batch: int = 512,
+        max_length: int | None = None,
+        seed: int = 0,
+        version: int = 0,
+        compact_below: float = 0.75,
+        prefill_tokens: int = 16384,
+        decoder: DecoderChoice = "auto",
+        on_commit: OnCommit = "keep",
+        admit: Admission = "any_step",
+        keep_tokens: int = KEEP_TOKENS,
+        routed_experts: bool = False,
+    ) -> None:
+        if min(max_batch, prefill_tokens) < 1:
+            raise ValueError(f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}")
+        if keep_tokens < 0:
+            raise ValueError(f"keep_tokens is a count of tokens, 0 to keep nothing, got {keep_tokens}")
+        if not 0 <= compact_below <= 1:
+            raise ValueError(f"compact_below is a share of rows in [0, 1], got {compact_below}")
+        if on_commit not in ("keep", "recompute"):
+            raise ValueError(f'on_commit is "keep" or "recompute", got {on_commit!r}')
+        if admit not in ("any_step", "rounds"):
+            raise ValueError(f'admit is "any_step" or "rounds", got {admit!r}')
+        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self._model = model
+        self._max_length = max_length or int(config.max_position_embeddings)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._on_commit = on_commit
+        self._weights = WeightStaging(*named_tensors(model), version=version)
+        self._lock = FairLock()
+        decoding = decoder_of(model, pad_token_id, decoder, routed_experts)
+        self._batch = ContinuousBatch(decoding, max_batch, prefill_tokens, compact_below, version, keep_tokens)
+        self._thread = StepThread(self._turn, self._failed)
+        self._exchange = ThreadPoolExecutor(1, "rollout-weights")
+        self._asked: set[Request] = set()
+        self._open = OpenRequests(self._end)
+        self._leader: asyncio.Task[Any] | None = None
+        self._idle: list[asyncio.Future[None]] = []
+        self._answers = Answers()
+        self._rounds = Rounds(self._add) if admit == "rounds" else None
+
+    @property
+    def version(self) -> int:
+        """The number of the weights in use."""
+        return self._weights.version
+
+    def supports(self, feature: str) -> Yes | No:
+        """Whether this engine has the feature; ValueError lists the features for an unknown name."""
+        return feature_of(NATIVE, feature)
+
+    def load(self) -> Load:
+        """The requests that decode and those that wait, from any thread."""
+        asked = [r for r in tuple(self._asked) if not r.done]
+        running = sum(r.slot is not None for r in asked)
+        return Load(running, len(asked) - running)
+
+    @property
+    def decode_steps(self) -> int:
+        """Decode steps so far; the first token of a request comes from the prefill."""
+        return self._batch.decode_steps
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens read so far; a prompt that several requests share counts once."""
+        return self._batch.prefilled_tokens
+
+    # -- the asynchronous face -------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        media: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Sample one completion, beside whatever else runs. Cancelling the task frees the slot at the next step.
+
+        Args:
+            prompt_ids: the tokens to continue.
+            sampling: how.
+            media: images and videos that the prompt shows, where the module is a vision-language model
+                (`rollout.native.media.seen_prompt`).
+            request_id: what `cancel` calls it.
+            deadline: seconds of `time.monotonic()`; past it the completion comes back with what it has.
+            on_tokens: called after each step with the ids and log-probs of the new tokens; see `RolloutEngine`.
+        """
+        self._check(prompt_ids, sampling)
+        if media:
+            prompt_ids = seen_prompt(self._model, prompt_ids, media)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = self._request(prompt_ids, sampling, lambda answer: self._answers.put(future, answer))
+        if on_tokens is not None:
+            request.told = self._answers.stream(future, on_tokens)
+        with self._open.opened(request, request_id, deadline):
+            self._asked.add(request)
+            try:
+                if self._rounds is not None:
+                    self._rounds.ask(request, future)
+                else:
+                    self._thread.post(lambda: self._batch.add(request))
+                    await self._begin()
+                return await future
+            finally:
+                self._asked.discard(request)
+                if not request.done:  # cancelled, or `on_tokens` raised
+                    self._end(request, "abort")
+
+    def attended(self) -> contextlib.AbstractContextManager[None]:
+        """Around an episode, which asks time and again: in rounds, the next one waits for it (`Rounds.attended`)."""
+        return contextlib.nullcontext() if self._rounds is None else self._rounds.attended()
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request before the next step: its `generate` returns what it has, with stop_reason "abort". False where
+        no such request is waiting or running.
+        """
+        return self._open.cancel(request_id)
+
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Let no waiting request begin, and return once nothing runs. "abort" ends what runs before its next step: the
+        completions come back with what they have and stop_reason "abort".
+        """
+        check_pause(mode)
+        quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def hold() -> None:
+            self._batch.held = True
+            if mode == "abort":
+                for request in self._batch.running:
+                    self._batch.end(request, "abort")
+            self._idle.append(quiet)
+
+        self._post(hold)
+        try:
+            await quiet
+        except asyncio.CancelledError:
+            self._post(self._release)  # who gave up waiting does not know that anything is held
+            raise
+
+    async def resume(self) -> None:
+        """Run the requests that waited, and new ones; old weights kept since a commit are let go."""
+        self._weights.settle()
+        self._post(self._release)
+
+    def _post(self, job: Callable[[], None]) -> None:
+        """Have something done before the next step, or at once where nothing runs. Returns at once."""
+        self._thread.post(job)
+        self._thread.start()
+
+    def forget(self) -> None:
+        """Let go of the kept states of finished requests. Who changes what the module computes by other means than its
+        parameters or this engine (an adapter switched off) calls this.
+        """
+        self._post(self._batch.forget)
+
+    def _add(self, requests: list[Request]) -> None:
+        """Have a round of requests begin in one step. A round of first turns alone begins with nothing kept: what
+        another phase of a run left behind must not decide its bits.
+        """
+
+        def add() -> None:
+            if not any(map(self._batch.continues, requests)):
+                self._batch.forget()
+            for request in requests:
+                self._batch.add(request)
+
+        self._post(add)
+
+    def _end(self, request: Request, reason: StopReason) -> None:
+        """Answer a request with what it has before the next step."""
+        if self._rounds is not None:
+            self._rounds.hurry(request)
+        self._post(lambda: self._batch.end(request, reason))
+
+    async def _begin(self) -> None:
+        """See that the posted requests are begun; the first of many gives the others a few turns to ask as well."""
+        loop, me = asyncio.get_running_loop(), asyncio.current_task()
+        settled = self._thread.awake
+        if not settled and self._leader is not None and not self._leader.done() and self._leader.get_loop() is loop:
+            return
+        self._leader = me
+        try:
+            if not settled:
+                await settle()
+        finally:
+            self._leader = None
+            self._thread.start()
+
+    def _release(self) -> None:
+        self._batch.held = False
+
+    def _turn(self) -> bool:
+        """One step of the decoding thread; whether there is more to do."""
+        with self._lock, self._sampling():
+            self._thread.run_posted()
+            if self._batch.has_work:
+                self._batch.step()
+            self._tell()
+            return self._batch.has_work
+
+    def _failed(self, error: BaseException) -> None:
+        """A step broke: everyone who waits hears of it, and the engine begins anew."""
+        with self._lock:
+            self._batch.drop_all(error)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Send the answers of a step, and tell those who wait for quiet."""
+        if self._idle and not self._batch.running:
+            for quiet in self._idle:
+                self._answers.put(quiet, None)
+            self._idle = []
+        self._answers.send()
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Begin to stage new weights beside those in use, which go on sampling."""
+        self._weights.prepare(manifest)
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Stage a bucket; the number of elements that still lack."""
+        return self._weights.receive(bucket.pieces())
+
+    async def commit(self, version: int) -> None:
+        """Swap the staged weights in between two decode steps; the old ones are kept until `resume`."""
+        await self._between_steps(self._weights.commit, version)
+
+    async def abort(self) -> None:
+        """Drop what is staged, or swap the old weights back in."""
+        await self._between_steps(self._weights.abort)
+
+    async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
+        """Replace the weights between two decode steps; what runs goes on with the new ones. See `load_weights`."""
+        stage(self._weights, version, pieces)
+        await self._between_steps(self._weights.commit, version)
+        self._weights.settle()
+
+    def load_weights(self, version: int, pieces: Iterable[Piece]) -> None:
+        """Replace every parameter. All or nothing: pieces are collected and checked first (one more copy of the weights
+        in memory), and a ValueError about any of them leaves the old weights and version in place. Persistent buffers
+        may be left out; of tied weights one name is enough. The stream is read to its end whatever happens.
+        """
+        stage(self._weights, version, pieces)
+        self._exchanged(self._weights.commit, version)
+        self._weights.settle()
+
+    async def _between_steps(self, exchange: Callable[..., None], *arguments: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._exchange, self._exchanged, exchange, *arguments)
+
+    def _exchanged(self, exchange: Callable[..., None], *arguments: int) -> None:
+        """Change the weights while nothing reads them, and let the batch know."""
+        with self._lock, self._sampling():
+            before = self._weights.version
+            exchange(*arguments)
+            if self._weights.version != before:
+                self._batch.swap(self._weights.version, self._on_commit == "recompute")
+
+    # -- the synchronous core --------------------------------------------------------------------------------------
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> list[Completion]:
+        """One completion a prompt, in order. `sampling` is one for all or one each. Async requests go on beside it."""
+        settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(settings) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(settings)} sampling settings; give one, or one each")
+        for prompt, s in zip(prompts, settings, strict=True):
+            self._check(prompt, s)
+        answers: dict[int, Completion | BaseException] = {}
+
+        def answer_to(index: int) -> Callable[[Completion | BaseException], None]:
+            return lambda answer: answers.__setitem__(index, answer)
+
+        requests = [self._request(p, s, answer_to(i)) for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
+        self._asked.update(requests)
+        for request in requests:
+            self._thread.post(functools.partial(self._batch.add, request))
+        done = False
+        try:
+            while len(answers) < len(requests):
+                with self._lock, self._sampling():
+                    self._thread.run_posted()
+                    self._batch.step()
+                    self._tell()
+            done = True
+        finally:
+            self._asked.difference_update(requests)
+            if not done:
+                self._failed(RuntimeError("another call of this engine failed or was interrupted"))
+        for answer in answers.values():
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answers[i] for i in range(len(requests))]  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Without gradients, the module in eval mode."""
+        training = self._model.training
+        if training:
+            self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if training:
+                self._model.train()
+
+    def _request(
+        self, prompt: Sequence[int], sampling: Sampling, answer: Callable[[Completion | BaseException], None]
+    ) -> Request:
+        seed = 0 if sampling.greedy else sampling.seed
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), generator=self._generator))
+        return Request(prompt if isinstance(prompt, SeenPrompt) else tuple(prompt), sampling, seed, answer)
+
+    def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        check_request(prompt, sampling, self._batch.decoder.vocab_size, self._max_length)

@@ -1,0 +1,25 @@
+"""Whether a module's weights are still those that were read."""
+
+import torch
+from torch import nn
+
+_PROBED = 4
+"""Elements of each parameter that are compared by value."""
+
+
+def fingerprint(model: nn.Module) -> tuple[object, ...] | None:
+    """Changes when a parameter is replaced or written to. None where that cannot be told.
+
+    torch counts the writes to a tensor, but not those through `.data`, nor any to a tensor made in inference mode: of
+    each parameter a few elements are compared as well, which a step of training changes in nearly all of them. NaN is
+    always a change.
+    """
+    parameters = list(model.parameters())
+    if any(p.is_inference() for p in parameters):
+        return None
+    plain = [p.detach() for p in parameters if p.is_contiguous()]
+    probes = torch.cat([p.view(-1).narrow(0, 0, min(_PROBED, p.numel())).double() for p in plain]) if plain else None
+    return (
+        *((p.data_ptr(), p._version) for p in parameters),
+        *(probes.tolist() if probes is not None else ()),
+    )

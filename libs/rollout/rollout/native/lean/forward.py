@@ -1,0 +1,86 @@
+"""The forward pass of Qwen3.5 over tokens in one dimension, written once for packed prompts and for decode steps.
+
+T tokens stand side by side: those of packed prompts, or the newest one of each row. Everything that looks beyond a
+token (convolution, recurrence, attention) is asked of a `Mixers`, which knows what T means and keeps the caches.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+from torch.nn.functional import embedding, silu, softplus
+
+from rollout.native.lean.rotary import Rotation
+from rollout.native.lean.weights import AttentionWeights, DeltaWeights, ModelWeights, wide
+
+
+class Mixers(Protocol):
+    """What looks beyond a token; `index` counts the layers of the kind."""
+
+    def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Causal convolution and silu of x [T, D]."""
+        ...
+
+    def recur(self, index: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Gated delta rule of q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv]: [T, Hv, Dv]."""
+        ...
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Softmax attention of q [T, Hq, D] over each sequence's k, v [T, Hkv, D] so far: [T, Hq, D]."""
+        ...
+
+
+def hidden_states(weights: ModelWeights, ids: Tensor, turn: Rotation, mixers: Mixers) -> Tensor:
+    """States [T, H] of ids [T] after the last norm; its factor is in the head."""
+    h = embedding(ids, weights.embed)
+    for layer in weights.layers:
+        x = _norm(h, weights.eps)
+        if isinstance(layer.mixer, DeltaWeights):
+            h = _delta_net(layer.mixer, h, x, layer.index, mixers)
+        else:
+            h = _attention(layer.mixer, h, x, layer.index, turn, mixers)
+        both = layer.up_gate(_norm(h, weights.eps))
+        h = layer.down.added_to(h, silu(both[1]) * both[0])
+    return _norm(h, weights.eps)
+
+
+def _norm(x: Tensor, eps: Tensor) -> Tensor:
+    """Divide x [..., D] by sqrt(mean of squares + eps), in float32 at least."""
+    y = wide(x)
+    length = vector_norm(y, dim=-1, keepdim=True)
+    y = y * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+    return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
+def _delta_net(w: DeltaWeights, h: Tensor, x: Tensor, index: int, mixers: Mixers) -> Tensor:
+    """h + the delta net of x."""
+    qkv, z, b, a = w.project(x)
+    keys = w.key_heads * w.key_dim
+    y, count = mixers.convolve(index, qkv, w.conv), x.shape[0]
+    qk = y.narrow(1, 0, 2 * keys).view(count, 2 * w.key_heads, w.key_dim)
+    v = y.narrow(1, 2 * keys, w.value_heads * w.value_dim).view(count, w.value_heads, w.value_dim)
+    o = mixers.recur(
+        index,
+        qk.narrow(1, 0, w.key_heads),
+        qk.narrow(1, w.key_heads, w.key_heads),
+        v,
+        w.fade * softplus(wide(a) + w.dt_bias),
+        b.sigmoid(),
+    )
+    gated = wide(_norm(o, w.eps).flatten(1)) * silu(wide(z))
+    return w.out.added_to(h, gated if gated.dtype == x.dtype else gated.to(x.dtype))
+
+
+def _attention(w: AttentionWeights, h: Tensor, x: Tensor, index: int, turn: Rotation, mixers: Mixers) -> Tensor:
+    """h + the attention of x."""
+    both, v, gate = w.split(x)
+    both = turn(_norm(both, w.eps) * w.norm if x.dtype == w.norm.dtype else _scaled_norm(both, w))
+    q, k = both.narrow(1, 0, w.heads), both.narrow(1, w.heads, w.kv_heads)
+    o = mixers.attend(index, q, k, v, w.scale)
+    return w.out.added_to(h, o.flatten(1) * gate.sigmoid())
+
+
+def _scaled_norm(x: Tensor, w: AttentionWeights) -> Tensor:
+    """Norm and factor of a narrow type: rounded once, as the module does."""
+    return (_norm(x.float(), w.eps) * w.norm).to(x.dtype)

@@ -1,0 +1,55 @@
+"""Prompts side by side in one packed pass: no padding, and the caches that decoding goes on from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from seqpack.ops import attention, causal_conv1d, causal_conv1d_state, gated_delta_rule
+
+
+@dataclass
+class PackedCache:
+    """Caches after m prompts of T tokens together; it is the pass's `Mixers` and keeps what each layer leaves.
+
+    `kv` [T, 2, Hkv, D] an attention layer; `conv` [m, D, K - 1] and `state` [m, Hv, Dk, Dv] a delta net.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    kv: list[Tensor] = field(default_factory=list)
+    conv: list[Tensor] = field(default_factory=list)
+    state: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "PackedCache":
+        """An empty one for prompts of these lengths."""
+        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+
+    def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Each prompt over its own past; its last K - 1 inputs are kept."""
+        assert index == len(self.conv)
+        self.conv.append(causal_conv1d_state(x, self.cu_seqlens, weight.shape[1]))
+        return causal_conv1d(x, weight, None, self.cu_seqlens, "silu")
+
+    def recur(self, index: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Each prompt from a zero state; its last state is kept."""
+        assert index == len(self.state)
+        o, final = gated_delta_rule(q, k, v, g, beta, self.cu_seqlens, output_final_state=True)
+        assert final is not None
+        self.state.append(final)
+        return o
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Each prompt to itself; keys and values are kept."""
+        assert index == len(self.kv)
+        self.kv.append(torch.stack([k, v], dim=1))
+        return attention(q, k, v, self.cu_seqlens, scale, max_seqlen=max(self.lengths))
+
+    def tokens_of(self, picks: Sequence[int]) -> Tensor:
+        """Where the tokens of the picked prompts stand, prompt by prompt, int64."""
+        starts = [0, *accumulate(self.lengths)]
+        device = self.cu_seqlens.device
+        return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in picks]).to(device)

@@ -1,0 +1,51 @@
+"""Rotary factors by position, as the module itself makes them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of T tokens: x [T, h, D] becomes x * cos + (x @ swap) * sin.
+
+    `cos` and `sin` [T, 1, D] are 1 and 0 where a dimension is not rotated; `swap` [D, D] exchanges the halves of the
+    rotated dimensions and turns the sign of the second one, so each of its sums has one term and is exact.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    swap: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate x."""
+        return torch.addcmul(x * self.cos, x @ self.swap, self.sin)
+
+
+class Rotary:
+    """A table over positions that grows as they do. Text has one position for all axes of the multi-axis rotary."""
+
+    def __init__(self, module: nn.Module, head_dim: int, like: Tensor) -> None:
+        self._module = module
+        self._head_dim = head_dim
+        self._like = like.new_empty(1)
+        self._cos = self._sin = self._swap = like.new_empty(0, 1, head_dim)
+
+    def take(self, positions: Tensor, longest: int) -> Rotation:
+        """The rotation of tokens at positions [T], all of them below `longest`."""
+        if longest > self._cos.shape[0]:
+            self._grow(max(64, 2 * self._cos.shape[0], longest))
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions), self._swap)
+
+    def _grow(self, count: int) -> None:
+        every = torch.arange(count, device=self._like.device).expand(3, 1, count)  # an axis each: the older module asks
+        cos, sin = self._module(self._like, every)  # [1, count, R]
+        size = sin.shape[-1]
+        self._cos = self._like.new_ones(count, 1, self._head_dim)
+        self._sin = self._like.new_zeros(count, 1, self._head_dim)
+        self._cos[..., :size], self._sin[..., :size] = cos[0, :, None], sin[0, :, None]
+        self._swap = self._like.new_zeros(self._head_dim, self._head_dim)
+        half = size // 2
+        for i in range(half):
+            self._swap[half + i, i], self._swap[i, half + i] = -1, 1

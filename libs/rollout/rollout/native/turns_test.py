@@ -1,0 +1,77 @@
+"""The fair lock: order of asking, nobody twice, and a waiter that gives up."""
+
+import threading
+import time
+
+import pytest
+
+from rollout.native.turns import FairLock
+
+
+def test_one_at_a_time_in_the_order_of_asking():
+    lock, order, threads = FairLock(), [], []
+
+    def work(i):
+        with lock:
+            order.append(i)
+
+    with lock:
+        for i in range(6):
+            threads.append(threading.Thread(target=work, args=(i,)))
+            threads[-1].start()
+            while len(lock._queue) <= i:
+                time.sleep(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join(30)
+    assert order == list(range(6))
+
+
+def test_a_loop_that_asks_again_at_once_lets_others_in():
+    lock, stop, rounds = FairLock(), threading.Event(), []
+
+    def loop():
+        while not stop.is_set():
+            with lock:
+                rounds.append(1)
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    while not rounds:
+        time.sleep(0.001)
+    for _ in range(5):
+        with lock:
+            before = len(rounds)
+        with lock:
+            assert len(rounds) - before <= 1
+    stop.set()
+    thread.join(30)
+
+
+def test_an_error_inside_frees_it():
+    lock = FairLock()
+    with pytest.raises(ValueError, match="inside"), lock:
+        raise ValueError("inside")
+    with lock:
+        pass
+
+
+@pytest.mark.parametrize("turn_came", [False, True])
+def test_who_is_interrupted_while_waiting_leaves_the_queue(turn_came, monkeypatch):
+    lock = FairLock()
+
+    def interrupted(event):
+        if turn_came:  # the lock was handed over at the very moment
+            lock.__exit__(None, None, None)
+        raise KeyboardInterrupt
+
+    lock.__enter__()
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lock.__enter__()
+    monkeypatch.undo()
+    if not turn_came:
+        lock.__exit__(None, None, None)
+    with lock:
+        assert not lock._queue

@@ -1,0 +1,254 @@
+"""The engine behind a server, against a real server over the native engine: what comes back is what was sampled."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine, Sampling
+from rollout.native.engine import NativeEngine
+from rollout.openai.config import OpenAIConfig
+from rollout.openai.engine import OpenAIEngine
+from rollout.sync.manifest import Manifest
+from rollout.testing.completions import CompletionServer
+from rollout.testing.model import tiny_model
+
+VOCAB = 48
+PROMPTS = [[3 + i] * (2 + i % 4) + [7, 9 + i] for i in range(8)]
+ANSWER = Sampling(max_new_tokens=8, seed=0)
+LONG = Sampling(max_new_tokens=200, seed=1)
+
+
+@pytest.fixture(scope="module")
+def behind():
+    """The engine behind the server, which the test may ask too."""
+    return NativeEngine(tiny_model(VOCAB))
+
+
+@pytest.fixture
+def served(behind):
+    """The server, its address in `url`."""
+    server = CompletionServer(behind)
+    with server.open() as url:
+        server.url = url
+        yield server
+
+
+@pytest.fixture
+def engine(served):
+    return engine_at(served.url, version=7)
+
+
+def engine_at(url, version=0, own=None, **changes):
+    config = RolloutConfig(backend="openai", openai=OpenAIConfig(url, **own or {}), **changes)
+    return OpenAIEngine(config, version)
+
+
+def ask_all(engine, samplings, prompts=PROMPTS):
+    async def ask():
+        return await asyncio.gather(*[engine.generate(p, s) for p, s in zip(prompts, samplings, strict=True)])
+
+    return asyncio.run(ask())
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_the_engine_behind_the_server(engine, behind):
+    """Ids, log-probs and ends, for every way to sample; a seed reaches it."""
+    samplings = [
+        ANSWER,
+        replace(ANSWER, seed=1, temperature=0.5),
+        replace(ANSWER, seed=2, top_k=3),
+        replace(ANSWER, seed=3, top_p=0.5),
+        Sampling(greedy=True, max_new_tokens=5),
+        replace(ANSWER, seed=4, stop_token_ids=tuple(range(24))),
+        replace(ANSWER, seed=5, max_new_tokens=1),
+        replace(ANSWER, seed=6),
+    ]
+    found = ask_all(engine, samplings)
+    wanted = [behind.generate_batch([p], s)[0] for p, s in zip(PROMPTS, samplings, strict=True)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.ids, ours.stop_reason) == (theirs.ids, theirs.stop_reason)
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
+        assert ours.policy_versions == (7,) * len(ours.ids)
+    assert {c.stop_reason for c in found} == {"stop", "length"}
+    assert isinstance(engine, RolloutEngine)
+
+
+def test_a_request_without_a_seed_gets_one_of_the_engines(served):
+    first, again, other = (
+        ask_all(engine_at(served.url, seed=seed), [replace(ANSWER, seed=None)] * 8) for seed in (5, 5, 6)
+    )
+    assert [c.ids for c in first] == [c.ids for c in again]
+    assert [c.ids for c in first] != [c.ids for c in other]
+
+
+def test_a_servers_own_defaults_do_not_count(engine, served):
+    ask_all(engine, [ANSWER], PROMPTS[:1])
+    said = served.bodies[-1]
+    assert {
+        "repetition_penalty": 1.0,
+        "min_p": 0.0,
+        "ignore_eos": True,
+        "presence_penalty": 0.0,
+    }.items() <= said.items()
+    assert said["prompt"] == PROMPTS[0]
+    assert "api_key" not in said
+
+
+def test_tokens_are_told_as_they_come(engine):
+    told = []
+
+    async def ask():
+        begun = asyncio.get_running_loop()
+
+        def hear(ids, log_probs):
+            assert asyncio.get_running_loop() is begun
+            told.append((ids, log_probs))
+
+        return await engine.generate(PROMPTS[0], ANSWER, on_tokens=hear)
+
+    done = asyncio.run(ask())
+    assert len(told) > 1
+    assert tuple(i for ids, _ in told for i in ids) == done.ids
+    assert tuple(x for _, log_probs in told for x in log_probs) == done.log_probs
+
+
+def test_what_the_listener_raises_ends_the_request(engine, served):
+    def listener(ids, log_probs):
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        asyncio.run(engine.generate(PROMPTS[0], LONG, on_tokens=listener))
+    assert (engine.load().running, engine.load().waiting) == (0, 0)
+    left(served, 1)
+
+
+def left(served, count, seconds=10):
+    """The server has seen so many clients leave: it samples for nobody."""
+    limit = time.monotonic() + seconds
+    while served.gone < count:
+        assert time.monotonic() < limit, "the server still samples"
+        time.sleep(0.01)
+
+
+# -- early ends --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_answers_with_what_it_has(engine, served, behind):
+    async def ask():
+        begun = asyncio.Event()
+        task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, request_id="it", on_tokens=lambda *_: begun.set()))
+        await begun.wait()
+        with pytest.raises(ValueError, match="in use"):
+            await engine.generate(PROMPTS[0], LONG, request_id="it")
+        assert await engine.cancel("it")
+        done = await task
+        assert not await engine.cancel("it")
+        return done
+
+    done = asyncio.run(ask())
+    assert done.stop_reason == "abort"
+    assert 0 < len(done.ids) < 200
+    assert behind.generate_batch(PROMPTS[:1], LONG)[0].ids[: len(done.ids)] == done.ids
+    left(served, 1)
+
+
+def test_a_deadline_ends_a_request(engine, served):
+    async def ask():
+        return await engine.generate(PROMPTS[0], replace(LONG, max_new_tokens=240), deadline=time.monotonic() + 0.1)
+
+    served.change = slow
+    done = asyncio.run(ask())
+    assert done.stop_reason == "deadline"
+    assert len(done.ids) < 240
+
+
+def slow(event):
+    time.sleep(0.02)
+    return event
+
+
+def test_a_cancelled_task_frees_its_place(engine, served):
+    async def ask():
+        begun = asyncio.Event()
+        task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(engine.pause(), 5)
+        assert engine.load().running == 0
+        await engine.resume()
+
+    asyncio.run(ask())
+    left(served, 1)
+
+
+def test_so_many_requests_run_and_the_rest_wait(served):
+    engine = engine_at(served.url, max_batch=2)
+    most = 0
+
+    async def ask():
+        nonlocal most
+        tasks = [asyncio.create_task(engine.generate(p, ANSWER)) for p in PROMPTS]
+        while not all(task.done() for task in tasks):
+            load = engine.load()
+            most = max(most, load.running)
+            assert load.running <= 2
+            await asyncio.sleep(0)
+        return [await task for task in tasks]
+
+    done = asyncio.run(ask())
+    assert most == 2
+    assert all(len(c.ids) == 8 for c in done)
+    assert (engine.load().running, engine.load().waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["finish", "abort"])
+def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(served, mode):
+    engine = engine_at(served.url, max_batch=1)
+
+    async def ask():
+        begun = asyncio.Event()
+        running = asyncio.create_task(
+            engine.generate(PROMPTS[0], replace(LONG, max_new_tokens=60), on_tokens=lambda *_: begun.set())
+        )
+        await begun.wait()
+        waiting = asyncio.create_task(engine.generate(PROMPTS[1], ANSWER))
+        await asyncio.sleep(0)
+        await engine.pause(mode)
+        assert engine.load().running == 0
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await engine.resume()
+        assert (await waiting).stop_reason == "length"
+        return await running
+
+    assert asyncio.run(ask()).stop_reason == ("length" if mode == "finish" else "abort")
+
+
+def test_weights_stay_what_they_are_and_who_hands_some_over_hears_why(engine):
+    read = []
+    pieces = (read.append(i) for i in range(3))
+    for job in (engine.prepare(Manifest(1)), engine.receive(None), engine.commit(1), engine.update_weights(1, pieces)):
+        with pytest.raises(ValueError, match="has no request that replaces weights"):
+            asyncio.run(job)
+    assert read == [0, 1, 2]
+    assert not engine.supports("two_phase_weights")
+    assert engine.version == 7
+
+
+def test_two_event_loops_at_once_are_refused(engine):
+    async def ask():
+        begun = asyncio.Event()
+        task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
+        await begun.wait()
+        with pytest.raises(ValueError, match="two event loops at once"):
+            await asyncio.to_thread(lambda: asyncio.run(engine.generate(PROMPTS[1], ANSWER)))
+        task.cancel()
+
+    asyncio.run(ask())

@@ -1,0 +1,1 @@
+"""Rewards that can be checked."""

@@ -1,0 +1,151 @@
+"""Rewards for programs: tests are run against what the model wrote, in the kernel's sandbox.
+
+Each test is a run of its own, so that a program that hangs or ends itself in one is still held to the others. What a
+test expects never enters the sandbox: a program can't read it, and can't say that it has passed. It gives a value or
+prints a text, and that is compared out here, as data: an object that claims to equal everything equals nothing.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.environments.environment import Reply, Score
+from rollout.failure import EpisodeFailed
+from rollout.tools.sandbox.run import encoded
+from rollout.tools.sandbox.sandbox import Limits, Program, Ran, Sandbox, SandboxDiedError
+from rollout.tools.tool import ToolResult
+
+_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_PYTHON = ("python", "python3", "py", "")
+_RELATIVE, _ABSOLUTE = 1e-6, 1e-9  # how far floats may be off
+
+
+@dataclass(frozen=True)
+class ValueTest:
+    """After the program has run, the expression (such as `f(2)`) has this value: a literal, tuples being lists."""
+
+    expression: str
+    expected: Any
+
+    def __post_init__(self) -> None:
+        ast.parse(self.expression, mode="eval")  # SyntaxError, a ValueError's kin, says where
+        if _has_object(encoded(self.expected)):
+            raise ValueError(f"the test of {self.expression} expects {self.expected!r}, which is no literal")
+
+
+@dataclass(frozen=True)
+class OutputTest:
+    """Given this standard input, the program prints this; blanks at the ends of lines and of the text are no matter."""
+
+    stdin: str
+    expected: str
+
+
+Test = ValueTest | OutputTest
+
+
+def read_asserts(source: str) -> tuple[ValueTest, ...]:
+    """Read lines of `assert EXPRESSION == LITERAL`, as MBPP and its like have them. ValueError for anything else."""
+    tests = []
+    for node in ast.parse(source).body:
+        test = node.test if isinstance(node, ast.Assert) else None
+        if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
+            raise ValueError(f"not of the form `assert EXPRESSION == LITERAL`: {ast.unparse(node)}")
+        try:
+            expected = ast.literal_eval(test.comparators[0])
+        except ValueError:
+            raise ValueError(f"what it expects is no literal: {ast.unparse(node)}") from None
+        tests.append(ValueTest(ast.unparse(test.left), expected))
+    return tuple(tests)
+
+
+def last_program(text: str) -> str | None:
+    """The last fenced block of Python of a text (```python, or without a language); None where there is none."""
+    blocks = [code for language, code in _FENCED.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def code_answer(tests: Sequence[Test], sandbox: Sandbox | None = None, partial: bool = False) -> "CodeAnswer":
+    """A reward of 1.0 where the reply's last program passes all tests, else 0.0; with `partial`, the share passed.
+
+    The score's part `tests_passed` is that share. Raises SandboxRefusedError, now, where the kernel refuses a sandbox,
+    and ValueError where there are no tests.
+    """
+    if not tests:
+        raise ValueError("a code reward needs at least one test: without, every program would pass")
+    box = sandbox or Sandbox(Limits(wall_seconds=30.0, cpu_seconds=10))
+    box.start()
+    return CodeAnswer(tuple(tests), box, partial)
+
+
+@dataclass(frozen=True)
+class CodeAnswer:
+    """See `code_answer`."""
+
+    tests: tuple[Test, ...]
+    sandbox: Sandbox
+    partial: bool
+
+    def __call__(self, reply: Reply, results: Sequence[ToolResult]) -> Score:
+        """Score a reply; blocking. Raises EpisodeFailed (to be tried again) where the sandbox is lost."""
+        del results
+        code = last_program(reply.content)
+        passed = 0 if code is None else sum(self._passes(code))
+        share = passed / len(self.tests)
+        return Score(share if self.partial else float(share == 1.0), {"tests_passed": share})
+
+    def _passes(self, code: str) -> list[bool]:
+        programs = [
+            Program(code, expressions=(test.expression,), errors=False)
+            if isinstance(test, ValueTest)
+            else Program(code, stdin=test.stdin, errors=False)
+            for test in self.tests
+        ]
+        try:
+            return [_passed(test, ran) for test, ran in zip(self.tests, self.sandbox.run_all(programs), strict=True)]
+        except SandboxDiedError as error:
+            raise EpisodeFailed(f"the sandbox of the code reward: {error}", retryable=True) from error
+
+
+def _passed(test: Test, ran: Ran) -> bool:
+    if isinstance(test, OutputTest):
+        return ran.ok and _lines(ran.output) == _lines(test.expected)
+    return ran.ok and len(ran.results) == 1 and _same(ran.results[0], encoded(test.expected))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two encoded values are equal; numbers nearly. A truth value is no number; no test expects an object."""
+    a, b = _number(one), _number(other)
+    if a is not None and b is not None:
+        if isinstance(one, int) and isinstance(other, int):
+            return one == other
+        return math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE) or (math.isnan(a) and math.isnan(b))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    return type(one) is type(other) and one == other
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) < 1 << 1000 else None
+    if isinstance(value, dict) and value.keys() == {"float"}:
+        try:
+            return float(value["float"])
+        except (TypeError, ValueError):
+            return None
+    return None
+
+
+def _has_object(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "object" in value or any(map(_has_object, value.values()))
+    return isinstance(value, list) and any(map(_has_object, value))

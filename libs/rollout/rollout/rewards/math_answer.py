@@ -1,0 +1,163 @@
+r"""Rewards for answers in mathematics: \boxed{\frac{1}{2}} is 0.5, and \boxed{18\text{ dollars}} is 18.
+
+math-verify (an extra: `rollout[math]`) decides, in processes of its own that can be ended; see `math_worker`.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from rollout.environments.environment import Reply
+from rollout.failure import EpisodeFailed
+from rollout.rewards.boxed import boxed
+from rollout.tools.tool import ToolResult
+from rollout.tools.workers import waiting
+
+MAX_CHARACTERS = 2000  # of an answer; a longer one is not read
+MAX_WAIT = 3600.0  # seconds for a free process; every comparison ends, so that a queue of hostile answers moves on
+_START_SECONDS = 60.0
+_PATIENCE = 10  # how many times its seconds of computing a comparison may last on a busy machine
+
+
+class MathChecker:
+    """Compares answers in up to `processes` processes, each started when it is first needed and again where it ended.
+
+    A comparison that computes for more than `timeout` seconds counts as unequal: what a model wrote is to be shown
+    equal. The clock starts when a process is had: a wait for one is held against neither the answer nor the reward
+    that asks (`rollout.tools.workers.waiting`). Blocking, and safe to use from several threads. Raises ValueError where
+    math-verify is not installed.
+    """
+
+    def __init__(self, processes: int = 2, timeout: float = 5.0) -> None:
+        if processes < 1:
+            raise ValueError(f"processes must be at least 1, got {processes}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
+        if find_spec("math_verify") is None:
+            raise ValueError("math rewards need math-verify: pip install math-verify")
+        self.timeout = timeout
+        self._free = threading.Semaphore(processes)
+        self._idle: list[_Process] = []
+
+    def equal(self, answer: str, found: str) -> bool:
+        """Whether `found`, by a model, is the same as `answer`.
+
+        Raises EpisodeFailed, to be tried again, where no process starts or none came free in MAX_WAIT seconds.
+        """
+        if _plain(answer) == _plain(found):
+            return True
+        if max(len(answer), len(found)) > MAX_CHARACTERS:
+            return False
+        with waiting():
+            if not self._free.acquire(timeout=MAX_WAIT):
+                raise EpisodeFailed(f"no process that compares answers came free in {MAX_WAIT:g} s", retryable=True)
+        try:
+            with waiting():
+                process = self._process()
+            verdict = process.ask({"answer": answer, "found": found}, _PATIENCE * self.timeout)
+            if verdict is None:
+                process.close()
+                return False
+            self._idle.append(process)
+            return bool(verdict["equal"])
+        finally:
+            self._free.release()
+
+    def _process(self) -> "_Process":
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _Process(self.timeout)
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+def math_answer(answer: str, checker: MathChecker | None = None) -> "MathAnswer":
+    r"""A reward of 1.0 when what the reply marks with \boxed{...} equals this answer (LaTeX), else 0.0."""
+    return MathAnswer(answer, checker or _shared())
+
+
+class MathAnswer:
+    """See `math_answer`."""
+
+    def __init__(self, answer: str, checker: MathChecker) -> None:
+        self.answer, self.checker = answer, checker
+
+    def __call__(self, reply: Reply, results: Sequence[ToolResult]) -> float:
+        """Score a reply; blocking."""
+        del results
+        found = boxed(reply.content)
+        return float(found is not None and self.checker.equal(self.answer, found))
+
+
+@cache
+def _shared() -> MathChecker:
+    return MathChecker()
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split())
+
+
+class _Process:
+    """One `math_worker`, spoken to by lines."""
+
+    def __init__(self, seconds: float) -> None:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from rollout.rewards.math_worker import main; main({seconds!r})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={"PATH": os.defpath, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}, start_new_session=True,
+        )  # fmt: skip
+        if self._line(_START_SECONDS) is None:
+            self.close()
+            raise EpisodeFailed("the process that compares answers did not start", retryable=True)
+
+    def ask(self, request: dict[str, str], timeout: float) -> dict[str, Any] | None:
+        """The answer to a request; None where the process gave none in time."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        line = self._line(timeout)
+        if line is None:
+            return None
+        verdict: dict[str, Any] = json.loads(line)
+        return verdict
+
+    def _line(self, timeout: float) -> bytes | None:
+        assert self._process.stdout is not None
+        descriptor, line, until = self._process.stdout.fileno(), b"", time.monotonic() + timeout
+        while not line.endswith(b"\n"):
+            if not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
+                return None
+            chunk = os.read(descriptor, 1 << 12)
+            if not chunk:
+                return None
+            line += chunk
+        return line
+
+    def close(self) -> None:
+        """End it, and what it forked."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

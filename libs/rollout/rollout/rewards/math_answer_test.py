@@ -1,0 +1,156 @@
+"""Answers in mathematics: the same number is the same answer, however it is written; hostile ones end in time."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.environments.environment import Reply, Score
+from rollout.environments.task import score_of
+from rollout.failure import EpisodeFailed
+from rollout.rewards import math_answer as module
+from rollout.rewards.math_answer import MAX_CHARACTERS, MathChecker, math_answer
+
+
+@pytest.fixture(scope="module")
+def checker():
+    made = MathChecker(processes=1, timeout=20)
+    yield made
+    made.close()
+
+
+def reply(text):
+    return Reply(text=text, content=text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "reward"),
+    [
+        ("0.5", r"\boxed{\frac{1}{2}}", 1.0),  # A7
+        ("18", r"\boxed{18\text{ dollars}}", 1.0),  # A7
+        (r"\frac{1}{2}", r"so it is \boxed{0.5}.", 1.0),
+        (r"\frac12", r"\boxed{\dfrac{1}{2}}", 1.0),
+        ("18", r"\boxed{\$18}", 1.0),
+        ("18", r"\boxed{18.00}", 1.0),
+        ("1000", r"\boxed{1,000}", 1.0),
+        ("30", r"\boxed{30^\circ}", 1.0),
+        ("5", r"\boxed{x = 5}", 1.0),
+        (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1.0),
+        ("(1, 2)", r"\boxed{(1,2)}", 1.0),
+        (r"x^2 + 2x + 1", r"\boxed{(x+1)^2}", 1.0),
+        ("18", r"\boxed{19\text{ dollars}}", 0.0),
+        ("0.5", r"\boxed{\frac{1}{3}}", 0.0),
+        ("18", "18", 0.0),  # not marked
+        ("18", r"\boxed{}", 0.0),
+        ("18", r"\boxed{18} or \boxed{20}", 0.0),  # the last mark counts
+        ("Paris", r"\boxed{ Paris }", 1.0),
+        ("18", r"\boxed{\frac{}{}}\(", 0.0),
+        ("18", r"\boxed{" + "{" * 200 + "}" * 200 + "}", 0.0),
+        ("18", r"\boxed{__import__('os').system('true')}", 0.0),
+    ],
+)
+def test_the_same_number_is_the_same_answer(checker, answer, said, reward):
+    assert math_answer(answer, checker)(reply(said), ()) == reward
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(-50, 50), st.sampled_from([1, 2, 4, 5, 8, 10]), st.sampled_from(["", r"\text{ cm}", r"\text{ dollars}"])
+)
+def test_a_fraction_is_its_decimal_with_or_without_a_unit(checker, numerator, denominator, unit):
+    fraction = rf"\boxed{{\frac{{{numerator}}}{{{denominator}}}{unit}}}"
+    assert math_answer(repr(numerator / denominator), checker)(reply(fraction), ()) == 1.0
+    assert math_answer(repr(numerator / denominator + 1), checker)(reply(fraction), ()) == 0.0
+
+
+@pytest.mark.parametrize(
+    "hostile", ["9^{9^{9^{9}}}", "10^{10^{10}}", r"\sum_{i=1}^{10^{9}} i^{i}", "2^{2^{2^{2^{2^{2}}}}}!!"]
+)
+def test_a_hostile_answer_ends_in_time_and_harms_nobody(hostile):
+    """It is unequal, the process that it broke is replaced, and the next answer is right again."""
+    made = MathChecker(processes=1, timeout=3)
+    assert not made.equal("18", hostile)
+    assert made.equal("0.5", r"\frac{1}{2}")
+    made.close()
+
+
+def test_a_runaway_ends_although_nobody_listens_any_more():
+    """The kernel ends it: here the listener never looks, and is gone."""
+    process = module._Process(0.5)
+    process._process.stdin.write(b'{"answer": "1", "found": "9^{9^{9^{9}}}"}\n')
+    process._process.stdin.close()
+    assert process._process.wait(60) == 0
+    process.close()
+
+
+def test_hostile_answers_at_once_are_all_zero_and_their_siblings_right():
+    """They wait for one another far longer than a reward may take: none fails for that."""
+    made, hostile = MathChecker(processes=2, timeout=1), r"\boxed{9^{9^{9^{9}}}}"
+    made.equal("1/2", "0.5")  # started
+    said = [*[hostile] * 12, *[rf"\boxed{{\frac{{{n}}}{{2}}}}" for n in range(1, 9)], *[hostile] * 12]
+    answers = ["18"] * 12 + [repr(n / 2) for n in range(1, 9)] + ["18"] * 12
+
+    async def score_all():
+        jobs = [
+            score_of(math_answer(answer, made), reply(text), (), timeout=11)
+            for answer, text in zip(answers, said, strict=True)
+        ]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    found = asyncio.run(score_all())
+    made.close()
+    assert found == [Score(0.0)] * 12 + [Score(1.0)] * 8 + [Score(0.0)] * 12
+
+
+def test_a_wait_without_end_fails_the_episode_to_be_tried_again(monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAIT", 0.01)
+    made = MathChecker(processes=1)
+    made._free.acquire()
+    with pytest.raises(EpisodeFailed, match="came free") as failed:
+        made.equal("1", "2")
+    assert failed.value.retryable
+
+
+def test_long_answers_are_not_read(checker):
+    assert not checker.equal("1", "1" + "+0" * MAX_CHARACTERS)
+    assert checker.equal("1" * 3000, "1" * 3000)  # the same text is the same answer
+
+
+def test_many_threads_share_few_processes(monkeypatch):
+    started = []
+    original = module._Process.__init__
+    monkeypatch.setattr(module._Process, "__init__", lambda self, s: (started.append(1), original(self, s))[1])
+    made, verdicts = MathChecker(processes=2, timeout=60), {}
+
+    def work(n):
+        verdicts[n] = made.equal(str(n / 2), rf"\frac{{{n}}}{{2}}")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 12, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(verdicts.values())
+    assert 1 <= len(started) <= 2
+    made.close()
+
+
+def test_a_process_that_cannot_start_fails_the_episode(monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "/bin/false" if Path("/bin/false").exists() else os.devnull)
+    with pytest.raises(EpisodeFailed, match="did not start") as failed:
+        MathChecker(processes=1).equal("1", "2")
+    assert failed.value.retryable
+
+
+def test_settings_that_cannot_work_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="processes must be at least 1"):
+        MathChecker(processes=0)
+    with pytest.raises(ValueError, match="timeout must be more than 0"):
+        MathChecker(timeout=0)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install math-verify"):
+        MathChecker()

@@ -1,0 +1,69 @@
+"""The process that compares answers with math-verify: a line of JSON in, a line of JSON out.
+
+It is a process of its own since comparing what a model wrote can take for ever or all memory (`9^{9^{9^9}}`), in code
+that no thread can interrupt: math-verify's own time limits are signals, for the main thread alone, and are off here.
+LaTeX is parsed by a grammar; math-verify's other extraction, which ends in `eval`, is not used.
+
+1. What is imported and warmed up once is forked: the child answers requests until the input ends.
+2. The kernel ends a child that has computed for too long or needs too much memory, whoever still listens.
+3. Then the answer is: not equal; and the next child is forked, which costs milliseconds.
+"""
+
+import json
+import logging
+import mmap
+import os
+import resource
+import signal
+import sys
+from typing import NoReturn
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+MEMORY_BYTES = 4 << 30
+
+
+def equal(answer: str, found: str) -> bool:
+    """Whether two answers, as LaTeX, are the same number or expression; a unit beside one is no matter."""
+    read = [
+        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+        for text in (answer, found)
+    ]
+    return bool(verify(read[0], read[1], timeout_seconds=None))
+
+
+def main(seconds: float) -> None:
+    """Answer requests until the input ends; each may compute for so many seconds."""
+    logging.disable(logging.CRITICAL)  # it warns that its time limits are off
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    equal(r"\frac{1}{2}", "0.5")  # what is loaded at the first use is nobody's time
+    print(json.dumps({"ready": True}), flush=True)
+    asked = mmap.mmap(-1, 1)  # shared with the child: 1 while it owes an answer
+    while True:
+        child = os.fork()
+        if not child:
+            _serve(seconds, asked)
+        if os.waitpid(child, 0)[1] == 0:
+            return
+        if asked[0]:
+            asked[0] = 0
+            print(json.dumps({"equal": False, "error": "ended: it took too long or too much memory"}), flush=True)
+
+
+def _serve(seconds: float, asked: mmap.mmap) -> NoReturn:
+    """The child: answer until the input ends."""
+    for line in sys.stdin:
+        asked[0] = 1
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its default is to end the process, also in the midst of C
+        request = json.loads(line)
+        try:
+            answer: dict[str, bool | str] = {"equal": equal(request["answer"], request["found"])}
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:  # noqa: BLE001  what cannot be compared is not equal
+            answer = {"equal": False, "error": f"{type(error).__name__}: {error}"[:500]}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        asked[0] = 0
+        print(json.dumps(answer), flush=True)
+    os._exit(0)

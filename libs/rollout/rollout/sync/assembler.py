@@ -1,0 +1,121 @@
+"""Pieces laid into whole tensors, checked one by one; nothing is handed over before everything is there."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from rollout.divergence import NotFiniteError
+from rollout.sync.manifest import TensorSpec
+from rollout.sync.pieces import Piece
+
+Allocate = Callable[[str, Tensor], Tensor]
+
+
+class WeightAssembler:
+    """Collects pieces for a known set of tensors and hands them over whole, or says what is wrong.
+
+    `targets` maps each accepted name to the tensor it will replace; `aliases` maps a name to the one it shares storage
+    with (tied weights): either will do. `optional` names (buffers) may be missing, and may hold infinities.
+    `allocate(name, target)` gives the flat memory that a tensor is collected in; new memory by default.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Tensor],
+        aliases: Mapping[str, str] | None = None,
+        optional: Iterable[str] = (),
+        allocate: Allocate | None = None,
+    ) -> None:
+        self._targets = targets
+        self._aliases = aliases or {}
+        self._optional = frozenset(optional)
+        self._allocate = allocate or _new_memory
+        self._staged: dict[str, Tensor] = {}
+        self._filled: dict[str, list[tuple[int, int]]] = {}
+
+    def check(self, spec: TensorSpec) -> None:
+        """Whether such a tensor can be taken. ValueError: unknown name, wrong shape or kind of type."""
+        name = self._aliases.get(spec.name, spec.name)
+        if name not in self._targets:
+            raise ValueError(f"unknown weight {spec.name!r}: this model has no tensor of that name")
+        target = self._targets[name]
+        if spec.shape != tuple(target.shape):
+            raise ValueError(f"{spec.name}: shape {spec.shape} does not fit the model's {tuple(target.shape)}")
+        if spec.dtype.is_floating_point != target.dtype.is_floating_point:
+            raise ValueError(f"{spec.name}: {spec.dtype} cannot become {target.dtype}")
+
+    def add(self, piece: Piece) -> None:
+        """Check one piece and keep a copy of it.
+
+        ValueError: unknown name, wrong shape or type, out of bounds, NaN, or an infinity (also one that the model's
+        type makes of a number too large for it).
+        """
+        self.check(TensorSpec(piece.name, tuple(piece.shape), piece.dtype))
+        name = self._aliases.get(piece.name, piece.name)
+        target = self._targets[name]
+        if piece.flat.dtype != piece.dtype:
+            raise ValueError(f"{piece.name}: {piece.flat.dtype} (said to be {piece.dtype})")
+        end = piece.offset + piece.flat.numel()
+        if piece.offset < 0 or end > target.numel():
+            raise ValueError(f"{piece.name}: elements {piece.offset}..{end} lie outside its {target.numel()}")
+        run = piece.flat.to(device=target.device, dtype=target.dtype)
+        bad = run.isnan() if name in self._optional else ~run.isfinite()
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
+            raise NotFiniteError(
+                f"{piece.name}: element {piece.offset + at} is {float(piece.flat[at])} ({float(run[at])} as "
+                f"{target.dtype}): weights that are not finite are not taken"
+            )
+        if piece.name not in self._staged:  # nothing is written before it is known to be good
+            self._staged[piece.name] = self._allocate(piece.name, target)
+            self._filled[piece.name] = []
+        self._staged[piece.name][piece.offset : end].copy_(run)
+        self._filled[piece.name].append((piece.offset, end))
+
+    def finish(self) -> dict[str, Tensor]:
+        """All tensors by name, in the targets' shapes. ValueError: something missing, overlapping or contradictory."""
+        whole: dict[str, Tensor] = {}
+        for given, flat in self._staged.items():
+            at = 0
+            for start, end in sorted(self._filled[given]):
+                if start != at:
+                    what = "twice" if start < at else "never"
+                    raise ValueError(f"{given}: elements {min(start, at)}..{max(start, at)} arrived {what}")
+                at = end
+            if at != flat.numel():
+                raise ValueError(f"{given}: elements {at}..{flat.numel()} never arrived")
+            name = self._aliases.get(given, given)
+            if name in whole and not torch.equal(whole[name].reshape(-1), flat):
+                raise ValueError(f"{given} is tied to {name}, but the two arrived with different values")
+            whole[name] = flat.view(self._targets[name].shape)
+        self.check_complete(whole)
+        return whole
+
+    def check_complete(self, names: Iterable[str]) -> None:
+        """ValueError unless these names, or those they are tied to, are all that must arrive."""
+        missing = sorted(self._targets.keys() - {self._aliases.get(n, n) for n in names} - self._optional)
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ValueError(f"weights never arrived: {', '.join(missing[:3])}{more}")
+
+
+def _new_memory(name: str, target: Tensor) -> Tensor:
+    del name
+    return torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+
+
+def assemble(assembler: WeightAssembler, pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    """All tensors of a stream of pieces. The stream is read to its end before a ValueError about any piece is raised:
+    it may be a collective export, in which the other ranks wait for this one.
+    """
+    problem: ValueError | None = None
+    for piece in pieces:
+        if problem is None:
+            try:
+                assembler.add(piece)
+            except ValueError as error:
+                problem = error
+    if problem is not None:
+        raise problem
+    return assembler.finish()

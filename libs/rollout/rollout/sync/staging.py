@@ -1,0 +1,197 @@
+"""One receiver's side of a transfer: new weights are staged beside the old ones, swapped in whole, and swapped back.
+
+    idle --prepare--> staging --receive...--> staging --commit--> committed --settle--> idle
+                         |                                            |
+                         +-------------------abort--------------------+   (the old weights, whole)
+
+Invariants: the tensors in use are always those of one version; what is staged is finite; between `commit` and `settle`
+(or the next `prepare`) the old values are kept, so that `abort` can bring them back when another receiver failed; a
+version's number is never used for two sets of weights.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from rollout.sync.assembler import Allocate, WeightAssembler, assemble
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Checksum, Piece
+
+
+class WeightStaging:
+    """The weights of one model in use (`targets`, by name) and those that are to replace them.
+
+    Costs one more copy of the weights from `receive` to `settle`. It does not lock: the caller sees to it that nothing
+    reads the tensors during `commit` and `abort`. `allocate` says where tensors are staged (`WeightAssembler`).
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Tensor],
+        aliases: Mapping[str, str] | None = None,
+        optional: Iterable[str] = (),
+        version: int = 0,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self._targets = targets
+        self._aliases = dict(aliases or {})
+        self._optional = tuple(optional)
+        self._version = version
+        self._newest = version
+        self._manifest: Manifest | None = None
+        self._allocate = allocate
+        self._assembler = self._new_assembler()
+        self._digest = Checksum()
+        self._arrived: dict[str, int] = {}
+        self._before: tuple[int, dict[str, Tensor]] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use."""
+        return self._version
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Begin a transfer; whatever was staged before is dropped, whatever was committed is settled.
+
+        ValueError, and nothing begins: a number used before, an unknown or missing tensor, a wrong shape or type.
+        """
+        self.settle()
+        self.abort()
+        if manifest.version <= self._newest:
+            raise ValueError(
+                f"weights {manifest.version} are not newer than {self._newest}, the newest so far; count upwards"
+            )
+        assembler = self._new_assembler()
+        for spec in manifest.tensors or ():
+            assembler.check(spec)
+        if manifest.tensors is not None:
+            assembler.check_complete(spec.name for spec in manifest.tensors)
+        self._assembler, self._digest, self._arrived = assembler, Checksum(), {}
+        self._manifest = manifest
+
+    def receive(self, pieces: Iterable[Piece]) -> int:
+        """Stage the pieces of a bucket; the number of elements that still lack. At 0 everything has been verified.
+
+        ValueError: no transfer was begun, a piece is wrong (see `WeightAssembler.add`), or the whole is.
+        """
+        manifest = self._begun()
+        specs = {spec.name: spec for spec in manifest.tensors or ()}
+        for piece in pieces:
+            if manifest.tensors is not None:
+                spec = specs.get(piece.name)
+                if spec is None or (spec.shape, spec.dtype) != (tuple(piece.shape), piece.dtype):
+                    raise ValueError(f"{piece.name} {tuple(piece.shape)} {piece.dtype} is not what the manifest says")
+            self._assembler.add(piece)
+            if manifest.checksum is not None:
+                self._digest.add(piece)
+            self._arrived[piece.name] = self._arrived.get(piece.name, 0) + piece.flat.numel()
+        missing = self._missing(manifest)
+        if missing == 0:
+            self._verify(manifest)
+        return missing
+
+    def commit(self, version: int) -> None:
+        """Swap the staged tensors in. ValueError, and nothing changes: not all there, or of another version."""
+        manifest = self._begun()
+        if version != manifest.version:
+            raise ValueError(f"cannot commit weights {version}: those being received are {manifest.version}")
+        staged = self._verify(manifest)
+        self._before = (self._version, staged)
+        self._manifest = None
+        swapped = False
+        try:
+            self._swap(staged)
+            swapped = True
+        finally:
+            if not swapped:
+                self._before = None
+        self._version = self._newest = version
+
+    def abort(self) -> None:
+        """Drop what is staged, or bring the old weights back after a commit that is not settled; else nothing."""
+        if self._before is not None:
+            version, before = self._before
+            self._swap_back(before)
+            self._version = version
+        self._clear()
+
+    def settle(self) -> None:
+        """Let the old values go after a commit; there is no way back then. Nothing where there was no commit."""
+        self._before = None
+
+    def replace(self, version: int, pieces: Iterable[Piece]) -> None:
+        """All of it at once, from a stream that is read to its end whatever happens. ValueError keeps the old."""
+        done = False
+        try:
+            self.prepare(Manifest(version))
+            assemble(self._assembler, pieces)
+            self.commit(version)
+            done = True
+        finally:
+            if not done:
+                self.abort()
+                deque(pieces, maxlen=0)  # after a refusal before the first piece
+        self.settle()
+
+    def _begun(self) -> Manifest:
+        if self._manifest is None:
+            raise ValueError("no transfer of weights was begun here: prepare(manifest) comes first")
+        return self._manifest
+
+    def _missing(self, manifest: Manifest) -> int:
+        if manifest.tensors is not None:
+            return sum(spec.numel for spec in manifest.tensors) - sum(self._arrived.values())
+        arrived: dict[str, int] = {}
+        for name, count in self._arrived.items():
+            name = self._aliases.get(name, name)
+            arrived[name] = max(count, arrived.get(name, 0))
+        wanted = {name: t.numel() for name, t in self._targets.items() if name not in self._optional or name in arrived}
+        return sum(wanted.values()) - sum(arrived.values())
+
+    def _verify(self, manifest: Manifest) -> dict[str, Tensor]:
+        whole = self._assembler.finish()
+        if manifest.checksum is not None and self._digest.digest() != manifest.checksum:
+            raise ValueError(f"weights {manifest.version} are not those of the manifest: their checksums differ")
+        return whole
+
+    @torch.no_grad()
+    def _swap(self, values: dict[str, Tensor]) -> None:
+        """Exchange contents with the targets, one tensor's memory at a time; where that fails, exchange them back."""
+        exchanged: list[str] = []
+        done = False
+        try:
+            for name, value in values.items():
+                _exchange(self._targets[name], value)
+                exchanged.append(name)
+            done = True
+        finally:
+            if not done:
+                for name in exchanged:
+                    _exchange(self._targets[name], values[name])
+
+    def _swap_back(self, values: dict[str, Tensor]) -> None:
+        """Undo `_swap(values)`: `values` holds the old weights since."""
+        self._swap(values)
+
+    def _clear(self) -> None:
+        self._manifest = self._before = None
+        self._assembler = self._new_assembler()
+        self._digest, self._arrived = Checksum(), {}
+
+    def _new_assembler(self) -> WeightAssembler:
+        return WeightAssembler(self._targets, self._aliases, self._optional, self._allocate)
+
+
+def _exchange(target: Tensor, value: Tensor) -> None:
+    """Swap two tensors' contents; where the second copy fails, the first is undone."""
+    old = target.detach().clone()
+    done = False
+    try:
+        target.copy_(value)
+        value.copy_(old)
+        done = True
+    finally:
+        if not done:
+            target.copy_(old)

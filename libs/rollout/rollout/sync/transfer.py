@@ -1,0 +1,154 @@
+"""One decision over many receivers: the new weights are whole on every one of them, or the old ones stay.
+
+1. `prepare(manifest)` on all; a refusal ends it here.
+2. Every bucket to all of them, while they go on sampling. A receiver has verified the whole when nothing lacks.
+3. The vote: all have everything (over processes too, where each runs its own receiver: `agree`).
+4. `pause`, then `commit` on all, and a second vote. The old weights are kept until then.
+5. All committed: `resume` lets the old weights go. Anything else: `abort` brings them back, and `resume` follows.
+
+A receiver that dies or hangs counts as one that failed: the others keep the old weights and go on sampling.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal, Protocol
+
+from rollout.divergence import NotFiniteError
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket
+
+
+class Receiver(Protocol):
+    """What is used of a rollout engine (`rollout.engine.RolloutEngine`)."""
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Begin a transfer, or raise ValueError."""
+        ...
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Stage a bucket; the number of elements that still lack."""
+        ...
+
+    async def commit(self, version: int) -> None:
+        """Use the staged weights; the old ones are kept for `abort`, until `resume`."""
+        ...
+
+    async def abort(self) -> None:
+        """Drop what is staged, or bring the old weights back."""
+        ...
+
+    async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
+        """Hold sampling."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling; old weights that were kept are let go."""
+        ...
+
+
+Agree = Callable[[bool], bool]
+
+
+async def transfer_weights(
+    receivers: Sequence[Receiver],
+    manifest: Manifest,
+    buckets: Iterable[Bucket],
+    *,
+    pause: Literal["finish", "abort"] | None = "finish",
+    timeout: float = 600.0,
+    agree: Agree | None = None,
+) -> None:
+    """Give the weights of `manifest` to all receivers, or to none.
+
+    `pause` is how sampling is held while the receivers swap; None swaps under way, one receiver after the other.
+    `timeout` bounds each call to a receiver, in seconds. `agree(ok)` is collective and says whether all processes are
+    ok, where each process runs its own receivers (`all_reduce` with MIN). `buckets` are read to their end whatever
+    happens: they may be a collective export.
+
+    Raises:
+        ValueError: a receiver refused the weights, here or on another process.
+        RuntimeError: a receiver failed or did not answer. In both cases every living receiver has its old weights and
+            is sampling.
+    """
+    group = _Group(receivers, manifest.version, timeout)
+    taken = False
+    try:
+        await _together(_stage(group, manifest, buckets), agree)
+        await _together(_commit(group, pause), agree)
+        taken = True
+    finally:
+        if not taken:
+            await group.tell_living(lambda receiver: receiver.abort())
+        await group.tell_living(lambda receiver: receiver.resume())
+
+
+class _Group:
+    """The receivers, and those of them that no longer answer."""
+
+    def __init__(self, receivers: Sequence[Receiver], version: int, timeout: float) -> None:
+        self.receivers = receivers
+        self.version = version
+        self._timeout = timeout
+        self._lost: set[int] = set()
+
+    async def ask(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
+        """The answers of all, side by side; raises when any failed, after all have answered."""
+        answers = await self._answers(call)
+        failures = {i: a for i, a in enumerate(answers) if isinstance(a, BaseException)}
+        self._lost |= {i for i, error in failures.items() if not isinstance(error, ValueError)}
+        for i, error in failures.items():
+            kinds = (NotFiniteError, ValueError, RuntimeError)
+            kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+            text = str(error) or type(error).__name__
+            where = f"receiver {i} of {len(self.receivers)}: " if len(self.receivers) > 1 else ""
+            raise kind(f"weights {self.version} are not taken, the old ones stay: {where}{text}") from error
+        return answers
+
+    async def tell_living(self, call: Callable[[Receiver], Awaitable[object]]) -> None:
+        """Tell those that have not failed; one that fails now is lost, and the rest are told all the same."""
+        answers = await self._answers(call)
+        self._lost |= {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}
+
+    async def _answers(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
+        async def one(i: int, receiver: Receiver) -> object:
+            return None if i in self._lost else await asyncio.wait_for(call(receiver), self._timeout)
+
+        jobs = (one(i, receiver) for i, receiver in enumerate(self.receivers))
+        return list(await asyncio.gather(*jobs, return_exceptions=True))
+
+
+async def _stage(group: _Group, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
+    stream = iter(buckets)
+    try:
+        await group.ask(lambda receiver: receiver.prepare(manifest))
+        missing: list[object] = []
+        for bucket in stream:
+            missing = await group.ask(lambda receiver, bucket=bucket: receiver.receive(bucket))  # type: ignore[misc]
+        for i, count in enumerate(missing or [None]):
+            if count != 0:
+                raise ValueError(
+                    f"weights {manifest.version} are not taken, the old ones stay: the stream ended while receiver {i} "
+                    f"still lacked {'everything' if count is None else f'{count} elements'}"
+                )
+    finally:
+        deque(stream, maxlen=0)
+
+
+async def _commit(group: _Group, pause: Literal["finish", "abort"] | None) -> None:
+    if pause is not None:
+        await group.ask(lambda receiver: receiver.pause(pause))
+    await group.ask(lambda receiver: receiver.commit(group.version))
+
+
+async def _together(work: Awaitable[None], agree: Agree | None) -> None:
+    """Do this process's part; raise if it failed, here or on another process."""
+    mine, everyone = False, True
+    try:
+        await work
+        mine = True
+    finally:
+        if agree is not None:
+            everyone = agree(mine)
+    if not everyone:
+        raise ValueError("the new weights are not taken, the old ones stay: another process could not take them")

@@ -1,0 +1,136 @@
+"""A server of completions for tests: any rollout engine behind /v1/completions, which takes ids and tells them."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rollout.engine import RolloutEngine, Sampling
+
+MODEL = "policy"
+
+
+class CompletionServer:
+    """Serves `engine` on loopback, in a thread with an event loop of its own, while its context is open.
+
+    `key`: what it asks for. `change` may alter every event before it is sent; where it gives None, the stream ends.
+    """
+
+    def __init__(self, engine: RolloutEngine, max_length: int | None = 256, key: str | None = None) -> None:
+        self.engine, self.max_length, self.key = engine, max_length, key
+        self.bodies: list[dict[str, Any]] = []
+        self.gone = 0
+        """Streams that their clients left."""
+        self.change: Any = lambda event: event
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[str]:
+        """Serve; the base URL."""
+        bound = socket.create_server(("127.0.0.1", 0))
+        routes = [
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+        ]
+        app = Starlette(routes=routes)
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+    def _allowed(self, request: Request) -> bool:
+        return self.key is None or request.headers.get("authorization") == f"Bearer {self.key}"
+
+    async def _models(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return JSONResponse({"error": {"message": "no"}}, status_code=401)
+        return JSONResponse({"data": [{"id": MODEL, "max_model_len": self.max_length}]})
+
+    async def _completions(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return JSONResponse({"error": {"message": "no"}}, status_code=401)
+        body = await request.json()
+        self.bodies.append(body)
+        events = self._events(body)
+        try:
+            first = await anext(events)
+        except ValueError as error:
+            return JSONResponse({"error": {"message": str(error), "type": "BadRequestError"}}, status_code=400)
+        if not body["stream"]:
+            whole = first
+            async for event in events:
+                whole = _joined(whole, event)
+            return JSONResponse(self.change(whole))
+        return StreamingResponse(self._lines(first, events), media_type="text/event-stream")
+
+    async def _lines(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        done = False
+        try:
+            yield _line(self.change(first))
+            async for event in events:
+                if (changed := self.change(event)) is None:
+                    break
+                yield _line(changed)
+            yield "data: [DONE]\n\n"
+            done = True
+        finally:
+            self.gone += not done
+
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """An event a token, the last with the reason of the end."""
+        told: asyncio.Queue[tuple[Any, Any]] = asyncio.Queue()
+        task = asyncio.ensure_future(
+            self.engine.generate(body["prompt"], sampling_of(body), on_tokens=lambda *new: told.put_nowait(new))
+        )
+        task.add_done_callback(lambda _: told.put_nowait((None, None)))
+        held: tuple[Any, Any] = ([], [])
+        try:
+            while (new := await told.get())[0] is not None:
+                if held[0]:
+                    yield _event(held[0], held[1], None)
+                held = new
+            done = await task
+            yield _event(held[0], held[1], done.stop_reason)
+        finally:
+            task.cancel()
+
+
+def sampling_of(body: dict[str, Any]) -> Sampling:
+    """How a request samples."""
+    limit, stops = body["max_tokens"], tuple(body["stop_token_ids"])
+    if body["temperature"] == 0:
+        return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=stops)
+    return Sampling(body["temperature"], body["top_k"], body["top_p"], limit, stops, body.get("seed"))
+
+
+def _event(ids: Any, log_probs: Any, reason: str | None) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "text": "x" * len(ids),
+        "token_ids": list(ids),
+        "logprobs": {"token_logprobs": list(log_probs), "tokens": [f"token_id:{i}" for i in ids]},
+        "finish_reason": reason,
+    }
+    return {"object": "text_completion", "model": MODEL, "choices": [choice]}
+
+
+def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+    (a,), (b,) = one["choices"], two["choices"]
+    ids = a["token_ids"] + b["token_ids"]
+    return _event(ids, a["logprobs"]["token_logprobs"] + b["logprobs"]["token_logprobs"], b["finish_reason"])
+
+
+def _line(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"

@@ -1,0 +1,1 @@
+"""Tools a model may call, and how a call is run."""

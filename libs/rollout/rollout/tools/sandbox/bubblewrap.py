@@ -1,0 +1,36 @@
+"""The same house built by bubblewrap, where only that program may make namespaces (it may be setuid).
+
+Each run is a program of its own here: an interpreter starts inside, becomes the warden and forks the run.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.tools.sandbox.house import DEVICES, NOBODY, work_folder
+
+_OURS = "/server"  # where this library's few files are seen inside
+_FILES = ("rollout/__init__.py", "rollout/tools/__init__.py", "rollout/tools/sandbox/__init__.py")
+_MODULES = ("bubblewrap", "house", "kernel", "run", "seccomp", "server")
+
+
+def bubblewrap_command(
+    program: str, root: Path, paths: Sequence[str], file_bytes: int, arguments: Sequence[str]
+) -> list[str]:
+    """The command line of one run. `root` is the folder that holds `rollout`; `paths` are what a run may see."""
+    command = [program, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
+    command += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    for path in paths:
+        command += ["--ro-bind", os.path.realpath(path), path]
+        for name in ("site-packages", "dist-packages"):
+            if os.path.isdir(f"{path}/{name}"):
+                command += ["--tmpfs", f"{path}/{name}", "--remount-ro", f"{path}/{name}"]
+    for device in DEVICES:
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for file in (*_FILES, *(f"rollout/tools/sandbox/{name}.py" for name in _MODULES)):
+        command += ["--ro-bind", os.path.realpath(root / file), f"{_OURS}/{file}"]
+    folder = work_folder(paths)
+    command += ["--size", str(file_bytes), "--tmpfs", folder, "--remount-ro", "/", "--chdir", folder]
+    code = f"import sys; sys.path.append({_OURS!r}); from rollout.tools.sandbox.server import one; one(*sys.argv[1:])"
+    return [*command, "--", os.path.realpath(sys.executable), "-I", "-S", "-c", code, *arguments]

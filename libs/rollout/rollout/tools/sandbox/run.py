@@ -1,0 +1,115 @@
+"""What a run does once it is confined: execute a program as a notebook's cell does, or call functions of it."""
+
+import ast
+import atexit
+import contextlib
+import importlib
+import json
+import linecache
+import os
+import sys
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+# Imported before the house is closed: quick to have, and their shared libraries are then visible inside.
+MODULES = (
+    "array", "asyncio", "base64", "binascii", "bisect", "bz2", "calendar", "cmath", "collections", "copy", "csv",
+    "ctypes", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq",
+    "hmac", "html", "io", "itertools", "json", "linecache", "lzma", "math", "operator", "pprint", "queue", "random",
+    "re", "secrets", "sqlite3", "statistics", "string", "struct", "subprocess", "textwrap", "threading", "time",
+    "traceback", "types", "typing", "unicodedata", "uuid", "zlib", "zoneinfo", "_socket", "_ssl",
+)  # fmt: skip
+ENVIRONMENT = {"LANG": "C.UTF-8", "PATH": "", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+
+
+def import_beforehand() -> None:
+    """Import the modules that a run is likely to want; a Python built without one of them does without."""
+    sys.executable = os.path.realpath(sys.executable)  # the one that is seen inside
+    for name in MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def execute(asked: dict[str, Any], result: int) -> NoReturn:
+    """Execute `asked["code"]`, then evaluate `asked["expressions"]` one by one and write their values as the result.
+
+    The value of a last line that is an expression is shown, as a notebook shows it. Never returns: the process ends
+    with the program's exit status, 1 after an exception.
+    """
+    sys.path[:] = [p for p in sys.path if p.startswith(sys.base_prefix)] + asked["packages"]
+    for name in [n for n in sys.modules if n == "rollout" or n.startswith("rollout.")]:
+        del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT, HOME=os.getcwd(), TMPDIR=os.getcwd())
+    sys.argv = ["program.py"]
+    status = 1
+    try:
+        space = _execute(asked["code"])
+        for expression in asked["expressions"]:
+            value = eval(compile(expression, "test.py", "eval"), space)  # confined: this is what the sandbox is for
+            os.write(result, json.dumps(encoded(value)).encode() + b"\n")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001  the program's own, shown to whoever wrote it
+        _show(error)
+    finally:
+        with contextlib.suppress(BaseException):
+            _wait_for_threads()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        os._exit(status & 0xFF)
+
+
+def _execute(code: str) -> dict[str, Any]:
+    linecache.cache["program.py"] = (len(code), None, code.splitlines(keepends=True), "program.py")
+    tree = ast.parse(code, "program.py")
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "program.py", "exec"), main.__dict__)  # confined: this is what the sandbox is for
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "program.py", "eval"), main.__dict__)
+        if value is not None:
+            print(repr(value))
+    return main.__dict__
+
+
+def _wait_for_threads() -> None:
+    """As an interpreter does at its end."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+
+
+def _show(error: BaseException) -> None:
+    """The traceback, without the frames of this file."""
+    told = traceback.TracebackException.from_exception(error, limit=-20)
+    told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.write("".join(told.format()))
+
+
+def encoded(value: Any) -> Any:
+    """A value as JSON that keeps apart what Python does: floats by their digits, sets, keys that are not text.
+
+    A tuple is a list, as in tests that came from JSON. Objects of other classes are named, and equal nothing.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return {"float": repr(float(value))}
+    if isinstance(value, list | tuple):
+        return [encoded(v) for v in value]
+    if isinstance(value, dict):
+        return {"dict": sorted(([encoded(k), encoded(v)] for k, v in value.items()), key=json.dumps)}
+    if isinstance(value, set | frozenset):
+        return {"set": sorted((encoded(v) for v in value), key=json.dumps)}
+    return {"object": type(value).__name__}

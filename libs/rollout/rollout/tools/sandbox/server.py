@@ -1,0 +1,248 @@
+"""The sandbox's server: a small Python that forks a confined process for each run. It never runs a model's code itself.
+
+    client -> gate: leaves its namespaces, is given its user ids        (this program, started by the client)
+      -> house: process 1 of the house; its root holds next to nothing, its environment is empty
+        -> room: one for each run, with process, mount and network namespaces of its own
+          -> warden: process 1 of the room; watches the clock and the client; when it ends, the kernel ends the room
+            -> run: nobody, no capability, limits, the filter; it alone executes what the model wrote
+
+The client and the house speak over one socket: a datagram is a run, with three descriptors (request to read, output
+and report to write). The report's other end is the run's lifeline: when the client closes it, the warden ends.
+Standard library alone, `python -I -S`; nothing of this is in the client's process.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from typing import Any, NoReturn
+
+from rollout.tools.sandbox import house, kernel, run, seccomp
+
+REQUEST_BYTES = 16 << 20
+_HOUSE = (
+    kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP
+)  # fmt: skip
+_ROOM = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
+
+
+def main(descriptor: int, packages: list[str]) -> NoReturn:
+    """Set the house up, say on the socket that it stands (or why it can't), and serve until the client is gone."""
+    channel = socket.socket(fileno=descriptor)
+    try:
+        run.import_beforehand()
+        paths = house.visible_paths(packages)
+        process = _leave_namespaces(paths, channel)
+    except OSError as error:
+        channel.send(json.dumps({"refused": str(error)}).encode())
+        os._exit(1)
+    os.close(channel.detach())
+    os.waitpid(process, 0)
+    os._exit(0)
+
+
+def _leave_namespaces(paths: list[str], channel: socket.socket) -> int:
+    """Fork what becomes the house, and map its users from out here; returns its id."""
+    left, mapped = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(left[0])
+        os.close(mapped[1])
+        _become_house(paths, channel, left[1], mapped[0])
+    os.close(left[1])
+    os.close(mapped[0])
+    refused = os.read(left[0], 4096).decode()
+    if refused:
+        raise OSError(refused)
+    house.map_users(child)
+    os.write(mapped[1], b".")
+    return child
+
+
+def _become_house(paths: list[str], channel: socket.socket, left: int, mapped: int) -> NoReturn:
+    """`left` is closed (or told why not) once the user namespace is left; `mapped` says when the users are mapped."""
+    try:
+        kernel.die_with_parent()
+        kernel.unshare(kernel.CLONE_NEWUSER)
+    except OSError as error:
+        os.write(left, f"user namespaces: {error}".encode())
+        os._exit(1)
+    os.close(left)
+    if os.read(mapped, 1) != b".":
+        os._exit(1)
+    try:
+        kernel.unshare(_HOUSE)
+        process = os.fork()
+        if process:
+            os.close(channel.detach())
+            os.waitpid(process, 0)
+            os._exit(0)
+        kernel.die_with_parent()
+        house.move_in(paths)
+        folder = house.work_folder(paths)
+        _rehearse(folder)
+        channel.send(b'{"ready": true}')
+    except OSError as error:
+        channel.send(json.dumps({"refused": str(error)}).encode())
+        os._exit(1)
+    _serve(channel, folder)
+
+
+def _rehearse(folder: str) -> None:
+    """Go through all that a run's confinement asks of the kernel once, so that a refusal is said at the start."""
+    child = os.fork()
+    if child == 0:
+        with _exit_with_words(2):
+            kernel.unshare(_ROOM)
+            house.move_into_room(folder, 1 << 20, 16)
+            kernel.drop_privileges(house.NOBODY)
+            seccomp.install()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        raise OSError("the kernel refuses a run's own namespaces or its filter (see standard error)")
+
+
+@contextlib.contextmanager
+def _exit_with_words(status: int) -> Any:
+    try:
+        yield
+    except OSError as error:
+        os.write(2, f"sandbox: {error}\n".encode())
+        os._exit(status)
+
+
+def _serve(channel: socket.socket, folder: str) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the rooms' processes
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, 64, 3)
+        if not message:
+            os._exit(0)  # the client is gone; with process 1, the house goes
+        if os.fork() == 0:
+            with _exit_with_words(1):
+                os.close(channel.detach())
+                _room(folder, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _room(folder: str, request: int, output: int, report: int) -> NoReturn:
+    """In the run's first process: its request, its namespaces, its warden."""
+    with open(request, "rb") as file:
+        asked = json.loads(file.read(REQUEST_BYTES))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    kernel.unshare(_ROOM)
+    if os.fork():
+        os._exit(0)
+    house.move_into_room(folder, asked["limits"]["file_bytes"], asked["limits"]["files"])
+    watch(asked, output, report)
+
+
+def one(*descriptors: str) -> NoReturn:
+    """Where another program has built the room and this is its process 1: the one run it was built for.
+
+    Without descriptors it only tries what a run's confinement asks of the kernel.
+    """
+    run.import_beforehand()
+    with _exit_with_words(1):
+        if not descriptors:
+            kernel.drop_privileges(house.NOBODY)
+            seccomp.install()
+            os._exit(0)
+        request, output, report = map(int, descriptors)
+        with open(request, "rb") as file:
+            asked = json.loads(file.read(REQUEST_BYTES))
+        watch(asked, output, report)
+
+
+def watch(asked: dict[str, Any], output: int, report: int) -> NoReturn:
+    """As process 1 of a room: fork the run, wait for its end, its time or the client's goodbye, and report.
+
+    Ending this process ends all that the run left behind.
+    """
+    result, given = os.pipe()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        with _exit_with_words(1):
+            confine(asked["limits"], asked["stdin"], output, given)
+            if not asked["errors"]:
+                os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+            run.execute(asked, given)
+    os.close(given)
+    os.close(output)
+    deadline = began + asked["limits"]["wall_seconds"]
+    reason, status, found = _await_end(child, deadline, report, result, asked["limits"]["output_bytes"])
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = {
+        "reason": reason,
+        "status": os.waitstatus_to_exitcode(status) if status is not None else None,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "wall_seconds": time.monotonic() - began,
+        "result": found.decode("utf-8", "replace"),
+    }
+    with contextlib.suppress(OSError):
+        os.write(report, json.dumps(ended).encode() + b"\n")
+    os._exit(0)
+
+
+def _await_end(
+    child: int, deadline: float, report: int, result: int, most: int
+) -> tuple[str | None, int | None, bytes]:
+    """Why the run was ended (None: it ended itself), its exit status, and what it wrote as its result."""
+    handle = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.register(result, select.POLLIN)
+    poll.register(report, 0)  # hang-up alone: the client let go of the lifeline
+    found = b""
+    while True:
+        events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if report in events:
+            os._exit(0)
+        if events.get(result, 0):
+            chunk = os.read(result, 1 << 16)
+            found += chunk
+            if not chunk:
+                poll.unregister(result)
+            if len(found) > most:
+                return "output", None, b""
+            continue
+        if handle in events:
+            return None, os.waitpid(child, 0)[1], found
+        if time.monotonic() >= deadline:
+            return "wall time", None, found
+
+
+def confine(limits: dict[str, Any], given: str, output: int, result: int) -> None:
+    """Make this process one that can do no harm: nobody, without capabilities, limited, filtered.
+
+    Its standard input holds `given`; of other descriptors it keeps `output` (as 1 and 2) and `result`.
+    """
+    os.setsid()
+    with open(".input", "w+b") as file:
+        file.write(given.encode("utf-8", "backslashreplace"))
+        file.seek(0)
+        os.unlink(file.name)
+        os.dup2(file.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, result)
+    os.closerange(result + 1, 1 << 16)
+    kernel.drop_privileges(house.NOBODY)
+    for name, most in (
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["descriptors"]),
+        (resource.RLIMIT_NPROC, limits["tasks"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(name, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
+    seccomp.install()

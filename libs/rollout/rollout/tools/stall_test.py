@@ -1,0 +1,116 @@
+"""R2: tools, rewards and generation share no executor; what hangs in one delays neither of the others.
+
+Held by order of events: everything that shall be done is done while everything that hangs still hangs.
+"""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.environments.environment import Reply
+from rollout.environments.task import score_of
+from rollout.native.engine import NativeEngine
+from rollout.testing.model import tiny_model
+from rollout.tools.tool import Tool, ToolCall, call_tools
+from rollout.tools.workers import REWARDS, TOOLS
+
+GUARD = 120.0  # seconds after which a test that hangs fails; nothing is measured by it
+SCHEMA = {"type": "object", "properties": {}}
+REPLY = Reply("x", "x")
+
+
+def blocking(release):
+    def run(*_):
+        release.wait()
+        return 1.0
+
+    return run
+
+
+def blocking_async(release):
+    async def run(*_):
+        release.wait()  # no await in it: on anybody's event loop, all would stand still
+        return 1.0
+
+    return run
+
+
+async def one_token(engine):
+    completion = await engine.generate([1, 2, 3], Sampling(max_new_tokens=1, seed=0))
+    return len(completion.ids)
+
+
+@pytest.mark.parametrize("hang", [blocking, blocking_async])
+@pytest.mark.parametrize("where", ["tools", "rewards", "the default executor"])
+def test_what_hangs_delays_nobody(where, hang):
+    release = threading.Event()
+    run = hang(release)
+    engine = NativeEngine(tiny_model(50), pad_token_id=0, max_length=64)
+    asked = []
+
+    async def play():
+        if where == "tools":
+            calls = [ToolCall("hangs", "{}")] * 40
+            stuck = [asyncio.create_task(call_tools([Tool("hangs", "", SCHEMA, run, timeout=GUARD)], calls))]
+        elif where == "rewards":
+            asked.extend(asyncio.create_task(score_of(lambda *a: run(), REPLY, (), timeout=GUARD)) for _ in range(40))
+            stuck = asked
+        else:
+            stuck = [asyncio.create_task(asyncio.to_thread(release.wait)) for _ in range(40)]
+        await asyncio.sleep(0)
+        try:
+            events = [await one_token(engine)]
+            events += [
+                r.content
+                for r in await call_tools([Tool("quick", "", SCHEMA, lambda: "tool")], [ToolCall("quick", "{}")])
+            ]
+            events += [(await score_of(lambda *a: 0.5, REPLY, ())).reward, await one_token(engine)]
+            assert not any(task.done() for task in stuck)
+        finally:
+            release.set()
+        await asyncio.gather(*stuck)
+        return events
+
+    async def guarded():
+        async with asyncio.timeout(GUARD):
+            return await play()
+
+    assert asyncio.run(guarded()) == [1, "tool", 0.5, 1]
+
+
+def test_a_long_answer_delays_no_tool_and_no_reward():
+    engine = NativeEngine(tiny_model(50), pad_token_id=0, max_length=4096)
+
+    async def play():
+        long = asyncio.create_task(engine.generate([1, 2, 3], Sampling(max_new_tokens=4000, seed=0)))
+        await one_token(engine)
+        for _ in range(5):
+            await call_tools([Tool("quick", "", SCHEMA, lambda: "tool")], [ToolCall("quick", "{}")])
+            await score_of(lambda *a: 0.5, REPLY, ())
+        was_done = long.done()
+        long.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await long
+        return was_done
+
+    assert asyncio.run(play()) is False
+
+
+def test_tools_and_rewards_have_threads_of_their_own():
+    async def names():
+        tool = Tool("name", "", SCHEMA, lambda: threading.current_thread().name)
+        seen = []
+
+        def reward(*_):
+            seen.append(threading.current_thread().name)
+            return 0.0
+
+        (result,) = await call_tools([tool], [ToolCall("name", "{}")])
+        await score_of(reward, REPLY, ())
+        return result.content, seen[0]
+
+    assert asyncio.run(names()) == (f"rollout-{TOOLS.name}", f"rollout-{REWARDS.name}")
+    assert TOOLS is not REWARDS

@@ -1,0 +1,188 @@
+"""Tools a model may call.
+
+What a model can cause or act upon comes back to it as text: an unknown tool, arguments that can't be read, whatever the
+tool raises, a time limit. What is the run's own trouble fails the episode (`EpisodeFailed`): a tool that says so,
+memory that ran out, a tool whose earlier calls all hang. Neither stops the run, and neither stalls it: a tool's code
+runs in `workers.TOOLS`, never on the event loop or in an executor of sampling's.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.failure import EpisodeFailed
+from rollout.tools.workers import TOOLS, OverrunError, RefusedError
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it; `arguments` is JSON text. `id` ties the answer to it; see `call_id`."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+def call_id(number: int) -> str:
+    """The id of a conversation's call of this number: nine letters and digits, as Mistral's templates ask for."""
+    return f"call{number:05d}"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function offered to the model.
+
+    `parameters` is the JSON schema of its arguments (an object). `run(**arguments)` blocks or is async, and returns
+    text, or anything that json can write. It runs in a thread, an async one on an event loop of its own (so it can't
+    share a client that is bound to another loop); a function marked `workers.instant` runs where it is called. Past
+    `timeout` seconds its answer is no longer awaited. Answers are cut at `max_characters`.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    run: Callable[..., Any]
+    timeout: float = 30.0
+    max_characters: int = 10_000
+    schema: dict[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.parameters.get("type") != "object":
+            raise ValueError(f'tool {self.name}: parameters must be a JSON schema of type "object"')
+        if not self.timeout > 0:
+            raise ValueError(f"tool {self.name}: timeout must be more than 0 seconds, got {self.timeout}")
+        if self.max_characters < 1:
+            raise ValueError(f"tool {self.name}: max_characters must be at least 1, got {self.max_characters}")
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        object.__setattr__(self, "schema", {"type": "function", "function": function})
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What the model is told, whether the call worked, and whether it was given up for want of time."""
+
+    name: str
+    content: str
+    ok: bool
+    call_id: str | None = None
+    timed_out: bool = False
+
+    def to_message(self) -> dict[str, str]:
+        """The message that answers the call, with its id and the tool's name as templates want them."""
+        message = {"role": "tool", "name": self.name, "content": self.content}
+        return message if self.call_id is None else {**message, "tool_call_id": self.call_id}
+
+
+async def call_tool(tools: Sequence[Tool], name: str, arguments: str, call_id: str | None = None) -> ToolResult:
+    """Run the named tool on arguments given as JSON text.
+
+    What the model or the tool did wrong is the result's text. Raises EpisodeFailed, to be tried again, where the run is
+    at fault: the tool raises it or runs out of memory, or too many of its earlier calls still hang.
+    """
+    tool = next((t for t in tools if t.name == name), None)
+    if tool is None:
+        known = ", ".join(t.name for t in tools) or "none"
+        return ToolResult(name, f"Error: there is no tool {name!r}; available: {known}", False, call_id)
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        return ToolResult(name, f"Error: the arguments are not valid JSON: {error}", False, call_id)
+    problem = _argument_problem(tool, given)
+    if problem:
+        return ToolResult(name, f"Error: {problem}", False, call_id)
+    try:
+        ok, text = await _run(tool, given)
+    except OverrunError:
+        return ToolResult(
+            name, f"Error: {name} gave no answer within {tool.timeout:g} s", False, call_id, timed_out=True
+        )
+    text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates, which no tokenizer takes
+    if len(text) > tool.max_characters:
+        text = text[: tool.max_characters] + f" [cut after {tool.max_characters} characters]"
+    return ToolResult(name, text, ok, call_id)
+
+
+async def call_tools(tools: Sequence[Tool], calls: Sequence[ToolCall]) -> list[ToolResult]:
+    """Run a turn's calls side by side; the results are in the order of the calls.
+
+    Where one raises EpisodeFailed the others are cancelled, and it is raised when they are gone.
+    """
+    running = [asyncio.ensure_future(call_tool(tools, c.name, c.arguments, c.id or None)) for c in calls]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the call worked, and what to say of it. OverrunError: its time is over."""
+    try:
+        ended = await TOOLS.run(tool.name, tool.timeout, _textual(tool.run), **arguments)
+    except RefusedError as refused:
+        raise EpisodeFailed(f"tool {tool.name} is refused: {refused}", retryable=True) from None
+    if isinstance(ended.error, EpisodeFailed):
+        raise ended.error
+    if isinstance(ended.error, MemoryError):
+        raise EpisodeFailed(f"tool {tool.name} ran out of memory", retryable=True) from ended.error
+    if ended.error is not None:
+        return False, f"Error: {type(ended.error).__name__}: {_words(ended.error)}"
+    return True, ended.value
+
+
+def _textual(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool's function, its answer made text in the same thread: writing a large answer takes time too."""
+
+    def textual(**arguments: Any) -> Any:
+        answer = run(**arguments)
+        return _text_of(answer) if inspect.isawaitable(answer) else _as_text(answer)
+
+    textual.instant = getattr(run, "instant", False)  # type: ignore[attr-defined]
+    return textual
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:  # noqa: BLE001  somebody else's __str__
+        return f"(its text can't be had: {type(worse).__name__})"
+
+
+async def _text_of(answer: Awaitable[Any]) -> str:
+    return _as_text(await answer)
+
+
+def _as_text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+def _argument_problem(tool: Tool, given: Any) -> str | None:
+    """What is wrong with the arguments by the schema's required names, known names and plain types; None if nothing."""
+    if not isinstance(given, dict):
+        return f"the arguments must be a JSON object, got {type(given).__name__}"
+    properties = tool.parameters.get("properties", {})
+    missing = [n for n in tool.parameters.get("required", ()) if n not in given]
+    if missing:
+        return f"missing argument {missing[0]!r}"
+    for name, value in given.items():
+        if name not in properties:
+            return f"unknown argument {name!r}; known: {', '.join(properties) or 'none'}"
+        wanted = properties[name].get("type")
+        allowed = _JSON_TYPES.get(wanted) if isinstance(wanted, str) else None
+        if allowed and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
+            return f"argument {name!r} must be of type {wanted}"
+    return None

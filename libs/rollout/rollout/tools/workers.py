@@ -1,0 +1,267 @@
+"""Threads that can be abandoned: somebody else's code runs beside the event loop and can't stall it.
+
+1. A call is handed to an idle daemon thread, or to a new one: a call never waits for another.
+2. There it is called; where it gives an awaitable, that is awaited on an event loop of the call's own, so that code
+   which blocks inside `async def` holds up nobody.
+3. Past its time limit (or when the caller is cancelled) an awaiting call is cancelled; one that goes on is abandoned:
+   nobody waits for its thread, which can't be killed.
+4. While a call waits for a turn that others hold (`waiting`), its time limit stands still.
+5. Abandoned threads are counted by key until they end. A key that has `max_abandoned` of them is refused: a tool that
+   always hangs costs a bounded number of threads.
+
+Invariants: an outcome is delivered once or never; a thread takes its next call only after the one before has ended;
+whatever the code raises (SystemExit, KeyboardInterrupt, CancelledError too) is data and kills no thread.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+MAX_IDLE = 32  # threads kept for the next calls
+
+
+class OverrunError(TimeoutError):
+    """A call gave no answer within its time limit. (A TimeoutError of the code itself is an `Ended.error`.)"""
+
+
+class RefusedError(RuntimeError):
+    """Too many earlier calls of the same key are still running past their limit."""
+
+
+class Ended(NamedTuple):
+    """How a call ended: with a value, or with whatever it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def instant(function: Function) -> Function:
+    """Mark a plain function that can't block, whatever it is given: it runs on the event loop, which saves a thread.
+
+    An environment's factory (its class, say) is marked where nothing of the environment blocks. No time limit holds for
+    what is marked. Raises ValueError for a coroutine function.
+    """
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{function.__name__} awaits, so it is not instant: take the mark off")
+    function.instant = True  # type: ignore[attr-defined]
+    return function
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a wait for a turn that other calls hold (a free process, say): the call's time limit stands still.
+
+    Bound the wait itself: nothing else does. Where no call of `Workers` is being played it changes nothing.
+    """
+    call = _CALL.get()
+    if call is None:
+        yield
+        return
+    call.hold(+1)
+    try:
+        yield
+    finally:
+        call.hold(-1)
+
+
+class Workers:
+    """Run blocking or async code in daemon threads of this pool, and of no other.
+
+    `name` is what the threads are called. Raises ValueError for a bound below 1.
+    """
+
+    def __init__(self, name: str, max_abandoned: int = 8) -> None:
+        if max_abandoned < 1:
+            raise ValueError(f"max_abandoned must be at least 1, got {max_abandoned}")
+        self.name = name
+        self.max_abandoned = max_abandoned
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._abandoned: Counter[str] = Counter()
+
+    def abandoned(self, key: str) -> int:
+        """How many calls of this key still run although nobody waits for them."""
+        with self._lock:
+            return self._abandoned[key]
+
+    async def run(self, key: str, timeout: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Ended:
+        """Call the function, await what it gives if that can be awaited, and return how it ended.
+
+        `timeout` is in seconds; infinity waits for ever. Raises OverrunError past it and RefusedError where `key` has
+        `max_abandoned` calls that still run.
+        """
+        if getattr(function, "instant", False):
+            return _attempt(partial(function, *args, **kwargs), (Exception, SystemExit))  # Ctrl-C is the user's here
+        with self._lock:
+            if self._abandoned[key] >= self.max_abandoned:
+                raise RefusedError(f"{self._abandoned[key]} earlier calls of {key} still run past their time limit")
+        call = _Call(self, key, partial(function, *args, **kwargs))
+        try:
+            async with asyncio.timeout(None if math.isinf(timeout) else timeout) as call.limit:
+                self._take_worker().inbox.put(call)
+                return await call.outcome
+        except TimeoutError:
+            raise OverrunError(f"no answer within {timeout:g} s") from None
+        finally:
+            call.abandon()
+
+    def _take_worker(self) -> "_Worker":
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive():  # after a fork the child's copies are not
+                    return worker
+        worker = _Worker(self)
+        worker.start()
+        return worker
+
+    def _keep(self, worker: "_Worker") -> bool:
+        """Whether the thread, which is free now, shall wait for another call."""
+        with self._lock:
+            if len(self._idle) >= MAX_IDLE:
+                return False
+            self._idle.append(worker)
+            return True
+
+    def _count(self, key: str, change: int) -> None:
+        with self._lock:
+            self._abandoned[key] += change
+            if not self._abandoned[key]:
+                del self._abandoned[key]
+
+
+def _attempt(function: Callable[[], Any], caught: tuple[type[BaseException], ...]) -> Ended:
+    """Somebody else's code: what it raises is data."""
+    try:
+        return Ended(function())
+    except caught as error:
+        return Ended(error=error)
+
+
+class _Worker(threading.Thread):
+    """One daemon thread; takes calls from its inbox until its pool has enough idle ones."""
+
+    def __init__(self, pool: Workers) -> None:
+        super().__init__(name=f"rollout-{pool.name}", daemon=True)
+        self.pool = pool
+        self.inbox: SimpleQueue[_Call] = SimpleQueue()
+
+    def run(self) -> None:
+        """Play one call after the other."""
+        while True:
+            call = self.inbox.get()
+            outcome = call.play()
+            kept = self.pool._keep(self)  # before the outcome is out, so that the next call finds this thread
+            call.deliver(outcome)
+            del call, outcome  # a thread that waits keeps nothing of its last call alive
+            if not kept:
+                return
+
+
+class _Call:
+    """One call, shared by the event loop that waits for it and the thread that plays it."""
+
+    def __init__(self, pool: Workers, key: str, function: Callable[[], Any]) -> None:
+        self.outcome: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.limit: asyncio.Timeout | None = None
+        self._pool = pool
+        self._key = key
+        self._function = function
+        self._context = contextvars.copy_context()
+        self._lock = threading.Lock()
+        self._ended = self._is_abandoned = False
+        self._cancel: Callable[[], object] | None = None
+        self._holds = 0  # waits under way; what follows is touched on the waiting loop alone
+        self._left: float | None = None  # seconds that were left when the first of them began
+
+    def play(self) -> Ended:
+        """In the thread: call, and await on a loop of the call's own where there is something to await."""
+        token = self._context.run(_CALL.set, self)
+        try:
+            return _attempt(self._play, (BaseException,))
+        finally:
+            self._context.run(_CALL.reset, token)
+
+    def _play(self) -> Any:
+        value = self._context.run(self._function)
+        if not inspect.isawaitable(value):
+            return value
+        with asyncio.Runner() as runner:
+            return runner.run(self._cancellable(value), context=self._context)
+
+    async def _cancellable(self, value: Any) -> Any:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        with self._lock:
+            if self._is_abandoned:  # before it began: what waits for a first await would warn that it got none
+                if inspect.iscoroutine(value):
+                    value.close()
+                raise asyncio.CancelledError
+            self._cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        try:
+            return await value
+        finally:
+            with self._lock:  # the loop is closed after this; nobody may speak to it any more
+                self._cancel = None
+
+    def hold(self, change: int) -> None:
+        """In the thread: stop the clock of the time limit (+1), or let it go on (-1)."""
+        try:
+            self.outcome.get_loop().call_soon_threadsafe(self._hold, change)
+        except RuntimeError:  # that loop was closed meanwhile: nobody waits
+            return
+
+    def _hold(self, change: int) -> None:
+        self._holds += change
+        limit, loop = self.limit, self.outcome.get_loop()
+        if limit is None or limit.expired() or self.outcome.done() or self._is_abandoned:
+            return
+        when = limit.when()
+        if self._holds and when is not None:
+            self._left = when - loop.time()
+            limit.reschedule(None)
+        elif not self._holds and self._left is not None:
+            limit.reschedule(loop.time() + self._left)
+            self._left = None
+
+    def deliver(self, outcome: Ended) -> None:
+        """In the thread, at the end: tell who waits, or count an abandoned call off."""
+        with self._lock:
+            self._ended = True
+            abandoned = self._is_abandoned
+        if abandoned:
+            self._pool._count(self._key, -1)
+            return
+        try:
+            self.outcome.get_loop().call_soon_threadsafe(self._set, outcome)
+        except RuntimeError:  # that loop was closed meanwhile: nobody waits
+            return
+
+    def _set(self, outcome: Ended) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def abandon(self) -> None:
+        """On the waiting loop: leave the call alone if it has not ended; ask it to stop if it can hear that."""
+        with self._lock:
+            if self._ended:
+                return
+            self._is_abandoned = True
+            self._pool._count(self._key, +1)
+            if self._cancel is not None:
+                self._cancel()
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)  # the one that is being played here
+TOOLS = Workers("tool")
+REWARDS = Workers("reward")

@@ -1,0 +1,42 @@
+"""What the vLLM engine can do, with the test that showed it, or why not."""
+
+from rollout.vllm.config import VllmConfig
+from seqpack.capability import No, Yes
+
+_ONE_DEVICE = "no test has run vLLM over several devices"
+
+VLLM: dict[str, Yes | No] = {
+    "cpu": Yes("vllm/engine_test.py::test_log_probs_are_those_of_the_modules"),
+    "cuda": No("no test has run this engine on a CUDA device yet"),
+    "npu": No("no Ascend device was at hand: nothing ran on one yet"),
+    "cancel": Yes("vllm/engine_test.py::test_a_cancelled_request_answers_with_what_it_has"),
+    "continuous_batching": Yes("vllm/engine_test.py::test_a_short_request_beside_long_ones"),
+    "deadline": Yes("vllm/engine_test.py::test_a_deadline_ends_a_request"),
+    "load": Yes("vllm/engine_test.py::test_a_short_request_beside_long_ones"),
+    "streaming": Yes("vllm/engine_test.py::test_tokens_are_told_as_they_come"),
+    "two_phase_weights": Yes("vllm/engine_weights_test.py::test_an_abort_after_the_commit_brings_the_old_weights_back"),
+    "weights_under_way": Yes("vllm/engine_weights_test.py::test_weights_are_swapped_under_way"),
+    "in_process_weights": Yes("vllm/engine_weights_test.py::test_every_parameter_arrives"),
+    "seeded_requests": Yes("vllm/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
+    "prefix_sharing": Yes("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
+    "prefix_continuation": Yes("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
+    "media": No("no test has run images through vLLM: conversations with them are refused when they are opened"),
+    "routed_experts": Yes("vllm/experts_test.py::test_the_experts_told_are_those_of_its_log_probs"),
+    "sleep": No("vLLM refuses it on a CPU; on a CUDA device vllm/sleep_gpu_test.py has not run yet"),
+    "tensor_parallel": No(_ONE_DEVICE),
+    "data_parallel": No(_ONE_DEVICE),
+    "expert_parallel": No(_ONE_DEVICE),
+}
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """ValueError with the reason where this configuration asks for what no test has run."""
+    asked = {
+        "tensor_parallel": config.tensor_parallel > 1,
+        "data_parallel": config.data_parallel > 1,
+        "expert_parallel": config.expert_parallel,
+    }
+    for name, wanted in asked.items():
+        answer = VLLM[name]
+        if wanted and isinstance(answer, No):
+            raise ValueError(f"VllmConfig.{name} is not supported: {answer.reason}; leave it at its default")

@@ -1,0 +1,108 @@
+"""The settings of a vLLM engine, checked when they are made."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OWNED = {
+    "async_scheduling": "one step at a time is what stamps a token with its weights",
+    "aux_output_config": "use RolloutConfig.routed_experts",
+    "disable_log_stats": "the engine has counts of its own",
+    "distributed_executor_backend": "a model on one device needs none",
+    "data_parallel_size": "use VllmConfig.data_parallel",
+    "dtype": "use VllmConfig.dtype",
+    "enable_chunked_prefill": "use VllmConfig.split_prompts",
+    "enable_expert_parallel": "use VllmConfig.expert_parallel",
+    "enable_return_routed_experts": "use RolloutConfig.routed_experts",
+    "enable_sleep_mode": "use VllmConfig.sleep",
+    "enable_prefix_caching": "use VllmConfig.prefix_cache",
+    "enforce_eager": "no test has run vLLM's compiler, so it runs layer by layer",
+    "hf_overrides": "the head gets weights of its own there, which a transfer then replaces for certain",
+    "load_format": "the engine hands the weights over itself",
+    "logprobs_mode": "log-probs are those of the distribution that was sampled from",
+    "max_logprobs": "the sampled token's is told, and no other",
+    "max_model_len": "use RolloutConfig.max_length",
+    "max_num_batched_tokens": "use RolloutConfig.prefill_tokens",
+    "max_num_seqs": "use RolloutConfig.max_batch",
+    "model": "the engine is given its directory",
+    "pipeline_parallel_size": "no test has run it",
+    "seed": "use RolloutConfig.seed",
+    "skip_tokenizer_init": "tokens come in and go out",
+    "tensor_parallel_size": "use VllmConfig.tensor_parallel",
+    "tokenizer": "tokens come in and go out",
+    "worker_extension_cls": "it takes the weights",
+}
+"""Engine arguments that are not passed through, and why or where they are set instead."""
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """How vLLM is started, and what it is told beyond a `RolloutConfig`."""
+
+    python: str | None = None
+    """The interpreter of an environment that has vLLM; None: $TESSERA_VLLM_PYTHON, else the one that runs here."""
+    dtype: str = "auto"
+    """What the model computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
+    tensor_parallel: int = 1
+    """Devices that share each matrix."""
+    data_parallel: int = 1
+    """Copies of the model."""
+    expert_parallel: bool = False
+    """Experts are spread over the devices in place of being cut."""
+    prefix_cache: bool = False
+    """Keep what was computed of prompts that begin alike; prompts are read in parts then."""
+    split_prompts: bool = False
+    """Read a long prompt in several steps. Where prompts are read in parts, requests can't have a seed (on a CPU)."""
+    sleep: bool = False
+    """Be able to give the device's memory back between two rounds of sampling; vLLM refuses it on a CPU."""
+    kv_cache_gib: int = 1
+    """Memory for the caches of running requests, in GiB (on a CPU)."""
+    threads: int = 1
+    """Of one forward pass on a CPU; more are slower where other work runs."""
+    start_seconds: float = 300.0
+    """How long the process may take to be ready."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's EngineArgs by name; a name that it does not have is refused at the start."""
+
+    def __post_init__(self) -> None:
+        if self.python is not None and not self.python.strip():
+            raise ValueError("python must name an interpreter, or be left out")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("tensor_parallel", "data_parallel", "kv_cache_gib", "threads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in ("expert_parallel", "prefix_cache", "split_prompts", "sleep"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
+        if not 0 < self.start_seconds < float("inf"):
+            raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
+        for name in self.arguments:
+            if name in OWNED:
+                raise ValueError(f"arguments can't hold {name!r}: {OWNED[name]}")
+        try:
+            json.dumps(dict(self.arguments))
+        except TypeError as error:
+            raise ValueError(f"arguments must be plain values that JSON can hold: {error}") from error
+
+    @property
+    def reads_in_parts(self) -> bool:
+        """Whether a prompt may be read in more than one step; a hybrid's kept prompts need it."""
+        return self.prefix_cache or self.split_prompts
+
+
+def text_config(model: Path) -> dict[str, Any]:
+    """The config.json of a model directory, its text part where it has several.
+
+    Raises:
+        ValueError: the directory has none.
+    """
+    path = model / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model} is no model directory: it has no config.json")
+    config = json.loads(path.read_text())
+    return {**config, **config.get("text_config", {})}

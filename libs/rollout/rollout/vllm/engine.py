@@ -1,0 +1,373 @@
+"""The vLLM engine: the rollout protocol here, vLLM in a process of its own.
+
+1. A request goes over the socket as numbers, its tokens come back step by step, with the version of the weights that
+   made them.
+2. Weights are staged in a file that both processes see; a commit tells vLLM to read it between two of its steps.
+3. The process ends when its socket does, so that a killed parent leaves nothing behind; when the process dies, everyone
+   who waits is told its last words.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rollout.capability import feature_of
+from rollout.config import RolloutConfig
+from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, check_request
+from rollout.requests import OpenRequests, check_pause
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket, Piece
+from rollout.vllm.capability import VLLM, refuse_unsupported
+from rollout.vllm.config import text_config
+from rollout.vllm.cpu import chosen_dtype, prompt_refusal
+from rollout.vllm.process import VllmProcess
+from rollout.vllm.requests import Request, Requests
+from rollout.vllm.weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, copy_rate, tied_head
+from seqpack.capability import No, Yes
+
+
+class VllmEngine:
+    """Samples through vLLM from the model of a Hugging Face directory.
+
+    Args:
+        model: the directory: config.json, and safetensors files with the weights that it starts from.
+        config: how; its `vllm` says where vLLM is and what it is told.
+        version: the number of the weights in the directory.
+
+    Raises:
+        ValueError: there is no vLLM, or it can't do what is asked; the text says why.
+        RuntimeError: its process died before it was ready.
+    """
+
+    def __init__(self, model: Path, config: RolloutConfig, version: int = 0) -> None:
+        refuse_unsupported(config.vllm)
+        described = text_config(model)
+        tied = tied_head(model, described)
+        self._described = described
+        self._config = config
+        self._seeds = random.Random(config.seed)
+        self._numbers = itertools.count()
+        self._requests = Requests(self._send)
+        self._loads: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[float]]] = {}
+        self._open = OpenRequests(self._requests.end)
+        self._lost: RuntimeError | None = None
+        self._closed = False
+        self._asleep = False
+        self._staged_s = 0.0
+        self._rate = 0.0
+        self.transfer: Transfer | None = None
+        self._weights = SharedWeights(checkpoint_shapes(model), tied, version)
+        self._process = VllmProcess(config.vllm, [file.descriptor for file in self._weights.files])
+        ready = False
+        try:
+            self.facts = self._start(model, described, tied)
+            ready = True
+        finally:
+            if not ready:
+                self._process.close()
+                self._weights.close()
+        threading.Thread(target=self._read, name="rollout-vllm", daemon=True).start()
+
+    def _start(self, model: Path, described: dict[str, Any], tied: dict[str, str]) -> dict[str, Any]:
+        config, own = self._config, self._config.vllm
+        longest = config.max_length or described["max_position_embeddings"]
+        arguments = {
+            "model": str(model),
+            "dtype": chosen_dtype(described, own.dtype),
+            "max_model_len": longest,
+            "max_num_seqs": config.max_batch,
+            "max_num_batched_tokens": max(config.prefill_tokens, longest, config.max_batch),
+            "enable_prefix_caching": own.prefix_cache,
+            "enable_chunked_prefill": own.reads_in_parts,
+            "enforce_eager": True,
+            "enable_sleep_mode": own.sleep,
+            "seed": config.seed,
+        }
+        start = {
+            "engine": {**arguments, **own.arguments},
+            "config": described,
+            "weights": [slot.plain() for slot in self._weights.slots],
+            "tied": tied,
+            "experts": config.routed_experts,
+        }
+        self._process.wire.send({"start": start})
+        first = self._weights.files[0].tensors
+        for piece in checkpoint_pieces(model):  # vLLM starts meanwhile
+            first[piece.name].copy_(piece.flat.view(piece.shape))
+        answer = self._process.wire.receive(own.start_seconds)
+        if answer is None:
+            raise RuntimeError(self._process.last_words())
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        self._process.wire.send({"load": self._load_message(-1, None)})
+        loaded = self._process.wire.receive(own.start_seconds)
+        if loaded is None:
+            raise RuntimeError(self._process.last_words())
+        if "error" in loaded:
+            raise ValueError(f"vLLM does not take the weights of {model}: {loaded['error']}")
+        return answer["ready"]
+
+    @property
+    def version(self) -> int:
+        """The number of the weights in use."""
+        return self._weights.version
+
+    @property
+    def pid(self) -> int:
+        """The number of vLLM's process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether vLLM's process can still be asked."""
+        return self._lost is None
+
+    def supports(self, feature: str) -> Yes | No:
+        """Whether this engine has the feature; ValueError lists the features for an unknown name."""
+        return feature_of(VLLM, feature)
+
+    def load(self) -> Load:
+        """The requests that run and wait at this moment. Returns at once, from any thread."""
+        asked, waiting = self._requests.counts()
+        running = min(asked, self._config.max_batch)
+        return Load(running, waiting + asked - running)
+
+    def close(self) -> None:
+        """End vLLM's process; who still waits is told. Nothing where it was closed before."""
+        if not self._closed:
+            self._closed = True
+            self._process.close()
+            self._weights.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        media: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Sample one completion, beside whatever else runs; see `RolloutEngine`.
+
+        Raises:
+            ValueError: as in the protocol; a seed where vLLM reads prompts in parts on a CPU.
+            RuntimeError: vLLM's process is gone.
+        """
+        if media:
+            raise ValueError(f"media can't be sampled from: {_reason(VLLM['media'])}")
+        check_request(prompt_ids, sampling, self.facts["vocab_size"], self.facts["max_length"])
+        if self.facts["device"] == "cpu" and (why := prompt_refusal(self._described, len(prompt_ids))):
+            raise ValueError(why)
+        seed = self._seed(sampling)
+        loop = asyncio.get_running_loop()
+        request = Request(next(self._numbers), tuple(prompt_ids), sampling, seed, on_tokens, loop, loop.create_future())
+        with self._open.opened(request, request_id, deadline):
+            try:
+                self._requests.add(request)
+                return await request.answer
+            except asyncio.CancelledError:
+                self._requests.drop(request)
+                raise
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request after the step under way: its `generate` returns what it has, with stop_reason "abort". False
+        where no such request is waiting or running.
+        """
+        return self._open.cancel(request_id)
+
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Let no waiting request begin, and return once nothing runs. "abort" ends what runs after its present step."""
+        check_pause(mode)
+        await self._requests.hold(mode == "abort")
+
+    async def resume(self) -> None:
+        """Run the requests that waited, and new ones; old weights kept since a commit are let go."""
+        self._weights.settle()
+        if not self._asleep:
+            self._requests.release()
+
+    async def sleep(self) -> None:
+        """Give the device's memory for weights and caches back, once what runs is finished; requests wait until `wake`.
+
+        Raises:
+            ValueError: vLLM was not started for it, or can't do it on this device.
+            RuntimeError: vLLM's process is gone.
+        """
+        if not self._config.vllm.sleep:
+            raise ValueError("vLLM can't sleep as it was started: set VllmConfig(sleep=True)")
+        await self._sleep()
+
+    async def wake(self) -> None:
+        """Take the memory again, and the weights in use from where they are staged; then sample. Nothing if awake.
+
+        Raises:
+            RuntimeError: vLLM's process is gone.
+        """
+        if self._asleep:
+            await self._read_weights(fall_back=False, wake=True)
+            self._asleep = False
+            self._requests.release()
+
+    async def _sleep(self) -> None:
+        await self._requests.hold(abort=False)
+        if not self._asleep:
+            await self._told(lambda call: {"sleep": call})
+            self._asleep = True
+
+    def _seed(self, sampling: Sampling) -> int | None:
+        """The seed that vLLM is given: every request has one, for runs that repeat, where vLLM can take one."""
+        if self.facts["device"] == "cpu" and self._config.vllm.reads_in_parts:
+            if sampling.seed is not None:
+                raise ValueError(
+                    "a seed can't be had where vLLM reads prompts in parts on a CPU, which ends its process: leave it "
+                    "out, or VllmConfig.prefix_cache and split_prompts off"
+                )
+            return None
+        if sampling.greedy:
+            return None
+        return self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Begin to stage new weights beside those in use, which go on sampling. ValueError: vLLM is asleep."""
+        if self._asleep:
+            raise ValueError("vLLM is asleep: wake() it before it is given weights")
+        self._weights.prepare(manifest)
+        self._staged_s = 0.0
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Stage a bucket; the number of elements that still lack."""
+        begun = time.perf_counter()
+        missing = self._weights.receive(bucket.pieces())
+        self._staged_s += time.perf_counter() - begun
+        return missing
+
+    async def commit(self, version: int) -> None:
+        """Have vLLM read the staged weights between two steps; the old ones are kept until `resume`.
+
+        Raises:
+            ValueError: they are not whole, or of another version; the old ones stay.
+            RuntimeError: vLLM did not take them; it has the old ones again, or its process is gone.
+        """
+        self._weights.commit(version)
+        taken = False
+        try:
+            paused = await self._read_weights(fall_back=True)
+            taken = True
+        finally:
+            if not taken:
+                self._weights.abort()
+                if self._lost is None:  # it may have read them all the same, if nobody waited for its answer
+                    self._send({"load": self._load_message(next(self._numbers), None)})
+        self._rate = self._rate or copy_rate(self._weights.files[0])
+        nbytes = self._weights.nbytes
+        share = nbytes / (self._staged_s + paused) / self._rate
+        self.transfer = Transfer(nbytes, self._staged_s, paused, share)
+
+    async def abort(self) -> None:
+        """Drop what is staged, or have vLLM read the old weights again after a commit."""
+        before = self._weights.version
+        self._weights.abort()
+        if self._weights.version != before:
+            await self._read_weights(fall_back=False)
+
+    async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
+        """Replace all weights by those of a stream in this process, or raise ValueError and keep all the old ones."""
+        stream, whole, begun = iter(pieces), False, time.perf_counter()
+        try:
+            self._weights.prepare(Manifest(version))
+            self._weights.receive(stream)
+            whole = True
+        finally:
+            if not whole:
+                deque(stream, maxlen=0)  # other ranks of a collective export wait for this one
+                self._weights.abort()
+        self._staged_s = time.perf_counter() - begun
+        await self.commit(version)
+        self._weights.settle()
+
+    async def _read_weights(self, fall_back: bool, wake: bool = False) -> float:
+        """Have vLLM read the file in use; seconds that it took."""
+        before = 1 - self._weights.in_use if fall_back else None
+        return await self._told(lambda call: {"load": self._load_message(call, before) | {"wake": wake}})
+
+    async def _told(self, message: Callable[[int], dict[str, Any]]) -> float:
+        """Send a message that has the number of the call; the seconds that the answer tells."""
+        loop = asyncio.get_running_loop()
+        call, answer = next(self._numbers), loop.create_future()
+        self._loads[call] = (loop, answer)  # before the look: the reader tells everyone who is here
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self._send(message(call))
+            return await answer
+        finally:
+            del self._loads[call]
+
+    def _load_message(self, call: int, before: int | None) -> dict[str, Any]:
+        files = self._weights.files
+        return {
+            "call": call,
+            "path": f"/proc/self/fd/{files[self._weights.in_use].descriptor}",
+            "before": None if before is None else f"/proc/self/fd/{files[before].descriptor}",
+            "version": self.version,
+            "recompute": self._config.on_commit == "recompute",
+        }
+
+    # -- the wire --------------------------------------------------------------------------------------------------
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the reader sees it too, and tells everyone
+            self._process.wire.send(message)
+
+    def _read(self) -> None:
+        """Hand on what the server says, until it says no more."""
+        while (message := self._process.wire.receive()) is not None:
+            if "step" in message:
+                self._requests.told(message["step"], message["version"])
+            elif "not_asked" in message:
+                self._requests.refused(message["not_asked"], ValueError(message["error"]))
+            elif message["loaded"] in self._loads:
+                _answer_load(*self._loads[message["loaded"]], message)
+        self._lost = RuntimeError("the engine was closed" if self._closed else self._process.last_words())
+        self._requests.fail_all(self._lost)
+        for loop, answer in list(self._loads.values()):
+            _answer_load(loop, answer, {"error": str(self._lost)})
+
+
+def _answer_load(loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[float]", message: dict[str, Any]) -> None:
+    def settle() -> None:
+        if answer.done():
+            return
+        if "error" in message:
+            answer.set_exception(RuntimeError(message["error"]))
+        else:
+            answer.set_result(message["seconds"])
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle)
+
+
+def _reason(answer: Yes | No) -> str:
+    return answer.reason if isinstance(answer, No) else ""

@@ -1,0 +1,259 @@
+"""New weights in vLLM's process: every parameter is the new one, or all are the old ones; nothing kept is stale.
+
+One process serves most tests, a second one keeps prompts.
+"""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollout.engine import Sampling
+from rollout.sync.manifest import Manifest, manifest_of
+from rollout.sync.pieces import buckets
+from rollout.testing.served import (
+    ANSWER,
+    MEAN,
+    PROMPTS,
+    VERSIONS,
+    assert_agrees,
+    changed,
+    config,
+    distances,
+    forced,
+    pieces,
+    sample,
+    served,
+)
+from rollout.vllm.engine import VllmEngine
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    served().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    with VllmEngine(directory, config()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def keeping(directory):
+    """An engine that keeps prompts, and has running requests read theirs again after an update."""
+    with VllmEngine(directory, replace(config(prefix_cache=True), on_commit="recompute")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def model():
+    """The module of the directory; a test may change it."""
+    return served()
+
+
+def update(engine, model):
+    asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
+
+
+@pytest.fixture
+def restored(engine):
+    """The engine, with the weights of the directory again afterwards."""
+    yield engine
+    update(engine, served())
+
+
+def test_every_parameter_arrives(restored):
+    """Each changed alone, so that none hides behind the rest; the tied head is the embedding's other half."""
+    old = sample(restored, PROMPTS)
+    for name in [name for name, _ in served().named_parameters() if ".layers.2." not in name and ".3." not in name]:
+        model = served()
+        with torch.no_grad():
+            parameter = model.get_parameter(name)
+            if parameter.numel() == 1:
+                parameter += 3  # a delta net's decay, of its one head
+            else:  # norms act little
+                size = 1.0 if parameter.ndim == 1 else max(0.5 * parameter.std().item(), 0.2)
+                parameter += torch.randn_like(parameter) * size
+        stale = distances(model, PROMPTS, old).mean()
+        assert stale > 2 * MEAN, f"{name} makes no difference"
+        update(restored, model)
+        done = sample(restored, PROMPTS)
+        assert distances(model, PROMPTS, done).mean() < stale / 2, name
+        assert set(done[0].policy_versions) == {restored.version}
+    assert restored.transfer.nbytes >= sum(p.numel() * p.element_size() for p in model.parameters())
+    assert 0 < restored.transfer.link_share < 2
+    assert restored.transfer.paused_s > 0
+
+
+def test_an_abort_after_the_commit_brings_the_old_weights_back(restored, model):
+    old = served()
+    new, version, coming = changed(model), restored.version, next(VERSIONS)
+
+    async def take_and_abort():
+        await restored.prepare(manifest_of(coming, pieces(new)))
+        missing = [await restored.receive(bucket) for bucket in buckets(pieces(new), 1 << 16)]
+        assert missing[-1] == 0
+        await restored.commit(coming)
+        assert restored.version == coming
+        await restored.abort()
+
+    asyncio.run(take_and_abort())
+    assert restored.version == version
+    done = sample(restored, PROMPTS)
+    assert_agrees(old, PROMPTS, done)
+    assert distances(new, PROMPTS, done).mean() > 5 * MEAN
+    assert set(done[0].policy_versions) == {version}
+
+
+def test_what_is_staged_changes_nothing_and_what_is_wrong_is_refused(restored, model):
+    version, coming = restored.version, next(VERSIONS)
+
+    async def stage(found):
+        await restored.prepare(Manifest(coming))
+        for bucket in buckets(found, 1 << 20):
+            await restored.receive(bucket)
+
+    new = changed(model)
+    asyncio.run(stage(pieces(new)[:-1]))
+    assert_agrees(served(), PROMPTS, sample(restored, PROMPTS))
+    with pytest.raises(ValueError, match="never arrived"):
+        asyncio.run(restored.commit(coming))
+    with torch.no_grad():
+        new.model.norm.weight[3] = torch.nan
+    with pytest.raises(ValueError, match=r"model.norm.weight: element 3 is nan"):
+        update(restored, new)
+    assert restored.version == version
+    assert_agrees(served(), PROMPTS, sample(restored, PROMPTS))
+
+
+def test_a_tied_head_may_arrive_under_its_own_name(restored, model):
+    new = changed(model)
+    found = [
+        piece._replace(name="lm_head.weight") if piece.name.endswith("embed_tokens.weight") else piece
+        for piece in pieces(new)
+    ]
+    asyncio.run(restored.update_weights(next(VERSIONS), found))
+    assert_agrees(new, PROMPTS, sample(restored, PROMPTS))
+
+
+def test_weights_are_swapped_under_way(restored, model):
+    new, version, coming = changed(model), restored.version, next(VERSIONS)
+
+    async def swap():
+        begun = asyncio.Event()
+        task = asyncio.create_task(
+            restored.generate(PROMPTS[0], Sampling(max_new_tokens=300), on_tokens=lambda *_: begun.set())
+        )
+        await begun.wait()
+        await restored.update_weights(coming, pieces(new))
+        return await task
+
+    done = asyncio.run(swap())
+    assert done.stop_reason == "length"
+    assert set(done.policy_versions) == {version, coming}
+    assert list(done.policy_versions) == sorted(done.policy_versions)
+
+
+# -- a second engine, which keeps prompts ------------------------------------------------------------------------------
+
+
+def sample_unseeded(engine, prompts):
+    async def ask():
+        return await asyncio.gather(*[engine.generate(p, ANSWER) for p in prompts])
+
+    return asyncio.run(ask())
+
+
+def test_the_prefix_cache_is_not_stale_after_an_update(keeping, model):
+    prompts = [[5 + i % 200 for i in range(1200)] + [11 + i] for i in range(3)]
+    assert_agrees(model, prompts, sample_unseeded(keeping, prompts))
+    assert_agrees(model, prompts, sample_unseeded(keeping, prompts))  # from what was kept
+    new = changed(model)
+    update(keeping, new)
+    assert_agrees(new, prompts, sample_unseeded(keeping, prompts))
+
+
+def test_a_seed_is_refused_where_prompts_are_read_in_parts(keeping):
+    with pytest.raises(ValueError, match=r"a seed can't be had .*prefix_cache and split_prompts off"):
+        asyncio.run(keeping.generate(PROMPTS[0], replace(ANSWER, seed=1)))
+
+
+def test_running_requests_read_their_tokens_again_where_asked(keeping, model):
+    """Every token's log-prob is that of the version it names, the tokens before it being what they are."""
+    old = served()
+    update(keeping, old)
+    new, version, coming = changed(model, seed=2), keeping.version, next(VERSIONS)
+
+    async def swap():
+        begun = asyncio.Event()
+        task = asyncio.create_task(
+            keeping.generate(PROMPTS[0], Sampling(max_new_tokens=200), on_tokens=lambda *_: begun.set())
+        )
+        await begun.wait()
+        await keeping.update_weights(coming, pieces(new))
+        return await task
+
+    done = asyncio.run(swap())
+    versions = torch.tensor(done.policy_versions)
+    assert set(done.policy_versions) == {version, coming}
+    expected = torch.where(versions == version, forced(old, PROMPTS[0], done.ids), forced(new, PROMPTS[0], done.ids))
+    assert (torch.tensor(done.log_probs) - expected).abs().mean() < MEAN
+
+
+def test_a_process_that_dies_is_told_with_its_last_words(keeping):
+    """The last of this engine's tests."""
+
+    async def ask():
+        begun = asyncio.Event()
+        task = asyncio.create_task(
+            keeping.generate(PROMPTS[0], Sampling(max_new_tokens=1000), on_tokens=lambda *_: begun.set())
+        )
+        await begun.wait()
+        assert keeping.alive
+        os.kill(keeping.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="ended with code -9; its last words"):
+            await task
+        assert not keeping.alive
+        with pytest.raises(RuntimeError, match="ended with code -9"):
+            await keeping.generate(PROMPTS[0], ANSWER)
+        with pytest.raises(RuntimeError, match="ended with code -9"):
+            await keeping.update_weights(99, pieces(served()))
+
+    asyncio.run(ask())
+
+
+def test_asleep_requests_wait_and_awake_the_weights_in_use_answer(engine, model):
+    """All but the memory, which vLLM keeps on a CPU (`engine_test`): what is asked waits, new weights are refused."""
+    asyncio.run(engine.update_weights(next(VERSIONS), pieces(changed(model))))
+    likeliest = Sampling(max_new_tokens=8, greedy=True)
+
+    async def night():
+        await engine._sleep()  # `sleep` refuses it on a CPU
+        await engine._sleep()
+        waiting = asyncio.gather(*(engine.generate(prompt, likeliest) for prompt in PROMPTS))
+        with pytest.raises(ValueError, match="asleep: wake"):
+            await engine.prepare(Manifest(next(VERSIONS)))
+        await engine.resume()
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await engine.wake()
+        await engine.wake()
+        return await waiting
+
+    async def day():
+        return await asyncio.gather(*(engine.generate(prompt, likeliest) for prompt in PROMPTS))
+
+    before, after = asyncio.run(day()), asyncio.run(night())
+    firsts = [(one.log_probs[0] - two.log_probs[0]) for one, two in zip(before, after, strict=True)]
+    assert sum(map(abs, firsts)) / len(firsts) < MEAN / 5
+    assert all(set(done.policy_versions) == {engine.version} for done in after)

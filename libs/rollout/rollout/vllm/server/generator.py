@@ -1,0 +1,144 @@
+"""vLLM's own engine, driven step by step in this process.
+
+vLLM's asynchronous engine always puts its core into a further process, which outlives a killed parent; this process is
+there for vLLM alone, so its core runs in it.
+"""
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+import vllm
+from vllm import EngineArgs, SamplingParams
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rollout.vllm.cpu import refusal
+from rollout.vllm.server.routes import Told as ToldExperts
+
+Told = tuple[int, list[int], list[float], str | None, list[Any] | None]
+"""A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
+tokens where they are told."""
+
+
+class Generator:
+    """Requests in, tokens out, one step at a time.
+
+    Args:
+        start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
+            `weights` (slots of a file of weights, see `rollout.vllm.weights`), `tied` (other names of some of them),
+            `experts` (whether it is told which experts tokens went to).
+
+    Raises:
+        ValueError: vLLM can't do what is asked; the text says why.
+    """
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        arguments = start["engine"]
+        check_arguments(arguments)
+        if current_platform.is_cpu() and (why := refusal(start["config"], arguments["dtype"])):
+            raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                **arguments,
+                load_format="dummy",
+                hf_overrides={"tie_word_embeddings": False},
+                worker_extension_cls="rollout.vllm.server.worker.FileWeights",
+                logprobs_mode="processed_logprobs",
+                skip_tokenizer_init=True,
+                async_scheduling=False,
+                disable_log_stats=True,
+            )
+        )
+        self._slots, self._tied = start["weights"], start["tied"]
+        self._prefix_cache = arguments["enable_prefix_caching"]
+        self._names: dict[int, str] = {}
+        self._experts = ToldExperts() if start["experts"] else None
+        if self._experts is not None:
+            self._engine.collective_rpc("note_experts")
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine came to be."""
+        model = self._engine.vllm_config.model_config
+        return {
+            "vllm": vllm.__version__,
+            "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_length": model.max_model_len,
+            "vocab_size": model.get_vocab_size(),
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return self._engine.has_unfinished_requests()
+
+    def add(self, number: int, ids: list[int], sampling: dict[str, Any]) -> None:
+        """Take up a request."""
+        params = SamplingParams(
+            **sampling,
+            logprobs=0,
+            detokenize=False,
+            ignore_eos=True,  # only the request's own stop tokens end it
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+        self._names[number] = self._engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+
+    def end(self, number: int) -> Told | None:
+        """Drop a request, and what it is told; None where it is done."""
+        name = self._names.pop(number, None)
+        if name is None:
+            return None
+        self._engine.abort_request([name], internal=True)
+        return number, [], [], "abort", self._experts_of(name)
+
+    def _experts_of(self, name: str) -> list[Any] | None:
+        found = None if self._experts is None else self._experts.take(name)
+        return None if found is None else found.plain()
+
+    def step(self) -> list[Told]:
+        """One step of vLLM; what each request got."""
+        told: list[Told] = []
+        outputs = self._engine.step()
+        if self._experts is not None:
+            self._experts.note(self._engine.collective_rpc("take_experts")[0])
+        for output in outputs:
+            number, answer = int(output.request_id), output.outputs[0]
+            ids = list(answer.token_ids)
+            log_probs = [row[token].logprob for token, row in zip(ids, answer.logprobs or (), strict=True)]
+            name = self._names.pop(number, None) if output.finished else None
+            told.append(
+                (number, ids, log_probs, answer.finish_reason, None if name is None else self._experts_of(name))
+            )
+        return told
+
+    def sleep(self) -> None:
+        """Give the memory of weights and caches back; nothing may run. The weights are read again after `wake`."""
+        self._engine.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take the memory again. What is in it is nobody's until weights are loaded."""
+        self._engine.wake_up()
+
+    def load(self, path: str, recompute: bool) -> None:
+        """Take the weights of a file. What was computed of shared prompts is stale then, and dropped; `recompute` has
+        running requests read their tokens again too.
+
+        Raises:
+            RuntimeError: vLLM left a parameter as it was.
+        """
+        self._engine.collective_rpc("load_file", args=(path, self._slots, self._tied))
+        if (self._prefix_cache or recompute) and not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM keeps what older weights computed of its prompts")
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """ValueError names an argument that vLLM's EngineArgs lacks, and those like it."""
+    known = [field.name for field in fields(EngineArgs)]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(f"vLLM {vllm.__version__} has no engine argument {name!r}{hint}")

@@ -1,0 +1,122 @@
+"""Serve one engine over one socket, until its other end is gone.
+
+The main thread alone touches vLLM: it obeys what has come, makes a step, tells what was sampled, and so on. A second
+thread reads the socket; at its end it ends the process at once, whatever the main thread is in.
+
+| from the engine | |
+| --- | --- |
+| `start` | settings, once; answered by `ready` or `refused` |
+| `ask` | requests: [number, ids, sampling] each |
+| `end` | numbers of requests to end; each is answered with what it has |
+| `load` | read weights from a file of them, once awake where it says `wake`; answered by `loaded` |
+| `sleep` | give the device's memory back; answered by `loaded` too |
+
+| from the server | |
+| --- | --- |
+| `step` | [number, ids, log-probs, why it ended, experts] of each request that got on, and the weights' `version` |
+| `not_asked` | a request's number, and why vLLM does not take it |
+| `loaded` | the number of the call; `seconds`, or the `error` after which the old weights are in use |
+
+What breaks vLLM ends the process, which is how the engine hears of it.
+"""
+
+import os
+import queue
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from typing import Any
+
+from rollout.vllm.wire import Wire
+
+
+def serve(descriptor: int) -> None:
+    """Serve until the other end of the socket `descriptor` is gone."""
+    wire = Wire(socket.socket(fileno=descriptor))
+    scratch = tempfile.mkdtemp(prefix="tessera-vllm-")
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch  # vLLM leaves files in it
+    inbox: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(wire, inbox, scratch), daemon=True).start()
+    try:
+        _Server(wire, inbox).run(inbox.get())
+    finally:  # it returns after a refusal alone
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()  # the engine reads the last words
+        _leave(scratch)
+
+
+def _read(wire: Wire, inbox: "queue.Queue[dict[str, Any]]", scratch: str) -> None:
+    while (message := wire.receive()) is not None:
+        inbox.put(message)
+    _leave(scratch)
+
+
+def _leave(scratch: str) -> None:
+    """End without a word to anybody: vLLM's own leave-taking takes seconds, and there is nothing to keep."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
+
+
+class _Server:
+    """The main thread's part."""
+
+    def __init__(self, wire: Wire, inbox: "queue.Queue[dict[str, Any]]") -> None:
+        self._wire = wire
+        self._inbox = inbox
+        self._version = 0
+
+    def run(self, first: dict[str, Any]) -> None:
+        """Start as the first message says, then serve for ever."""
+        from rollout.vllm.server.generator import Generator  # vLLM, seconds: the reader is at work by now
+
+        try:
+            self._generator = Generator(first["start"])
+        except ValueError as error:
+            traceback.print_exc()
+            self._wire.send({"refused": str(error)})
+            return
+        self._wire.send({"ready": self._generator.facts()})
+        while True:
+            while not self._generator.busy or not self._inbox.empty():
+                self._obey(self._inbox.get())
+            told = self._generator.step()
+            if told:
+                self._wire.send({"step": told, "version": self._version})
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "ask" in message:
+            for number, ids, sampling in message["ask"]:
+                try:
+                    self._generator.add(number, ids, sampling)
+                except ValueError as error:
+                    self._wire.send({"not_asked": number, "error": str(error)})
+        elif "end" in message:
+            ended = [told for number in message["end"] if (told := self._generator.end(number)) is not None]
+            if ended:
+                self._wire.send({"step": ended, "version": self._version})
+        elif "sleep" in message:
+            begun = time.perf_counter()
+            self._generator.sleep()
+            self._wire.send({"loaded": message["sleep"], "seconds": time.perf_counter() - begun})
+        else:
+            self._load(message["load"])
+
+    def _load(self, load: dict[str, Any]) -> None:
+        """Read weights; where that fails, those from before again, ahead of any further step."""
+        begun = time.perf_counter()
+        if load.get("wake"):
+            self._generator.wake()
+        try:
+            self._generator.load(load["path"], load["recompute"])
+        except (ValueError, RuntimeError, AssertionError, KeyError) as error:
+            traceback.print_exc()
+            if load["before"] is not None:
+                self._generator.load(load["before"], load["recompute"])
+            self._wire.send({"loaded": load["call"], "error": f"{type(error).__name__}: {error}"})
+            return
+        self._version = load["version"]
+        self._wire.send({"loaded": load["call"], "seconds": time.perf_counter() - begun})

@@ -1,0 +1,90 @@
+"""What is added to vLLM's worker: it reads weights from a file that another process wrote, and tells experts."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from rollout.vllm.server.routes import NotedExperts
+
+RELOADING = "vllm.model_executor.model_loader.reload"
+HARMLESS = ("RotaryEmbedding",)
+"""Layers that hold nothing but what follows from their sizes."""
+
+
+class FileWeights(NotedExperts):
+    """Mixed into vLLM's worker by its `worker_extension_cls`."""
+
+    model_runner: Any
+
+    def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str]) -> None:
+        """Replace the weights by those of a file.
+
+        `slots`: (name, dtype, shape, first byte) of each tensor. `tied`: further names and the tensors they stand for;
+        vLLM's packed copy of a tied head would otherwise stay as it was, without a word.
+
+        Raises:
+            RuntimeError: vLLM left a parameter as it was.
+        """
+        end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
+        file = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            named = {}
+            for name, kind, shape, start in slots:
+                dtype = getattr(torch, kind)
+                named[name] = file[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            yield from named.items()
+            yield from ((name, named[other]) for name, other in tied.items())
+
+        with _warnings() as told:
+            self.model_runner.reload_weights(weights_iterator=tensors())
+        stale = [text for text in told if not text.startswith(HARMLESS)]
+        if stale:
+            raise RuntimeError(f"vLLM did not take all weights: {'; '.join(stale)}")
+        _pack_experts(self.model_runner.model)
+
+
+def _pack_experts(model: nn.Module) -> None:
+    """Bring the experts into the order that vLLM's kernel for CPUs reads.
+
+    vLLM (0.32) does so when a model is first loaded and leaves it out when weights are replaced, so that the kernel
+    would read the new ones in the wrong order, without a word.
+    """
+    for layer in model.modules():
+        kernel = layer.quant_method.moe_kernel if isinstance(layer, RoutedExperts) else None
+        if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The warnings of vLLM's reloading: all it says where it leaves a parameter as it was."""
+    told: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if "Failed to load weights" in text or "were not loaded" in text:
+                told.append(text)
+
+    loggers = [logging.getLogger(f"{RELOADING}.{name}") for name in ("inplace", "layerwise")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    keep = Keep()
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        logger.addHandler(keep)
+    try:
+        yield told
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(keep)
+            logger.setLevel(level)
+            logger.propagate = propagate

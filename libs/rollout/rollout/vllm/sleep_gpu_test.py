@@ -1,0 +1,55 @@
+"""The colocated cycle on one CUDA device: trainer and vLLM take turns with its memory, ten times."""
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+from rollout.engine import Sampling
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import buckets
+from rollout.sync.transfer import transfer_weights
+from rollout.testing.served import PROMPTS, VERSIONS, assert_agrees, changed, config, pieces, sample, served
+from rollout.vllm.engine import VllmEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or "TESSERA_VLLM_PYTHON" not in os.environ,
+        reason="needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM for it",
+    ),
+]
+MIB = 1 << 20
+
+
+def used():
+    """Bytes of the device that anybody holds."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_ten_cycles_do_not_make_the_peak_grow(tmp_path):
+    """Offload, wake, sync, generate, sleep, onload: each time the new weights answer, and asleep vLLM holds little."""
+    model = served()
+    model.save_pretrained(tmp_path)
+    awake, asleep, trained = [], [], []
+    started = config(sleep=True, arguments={"gpu_memory_utilization": 0.2})
+    with VllmEngine(tmp_path, started) as engine:
+        asyncio.run(engine.sleep())
+        for cycle in range(10):
+            model = changed(model.cpu(), seed=cycle)
+            asyncio.run(engine.wake())
+            stream = buckets(pieces(model), 1 << 20)
+            asyncio.run(transfer_weights([engine], Manifest(next(VERSIONS)), stream))
+            assert_agrees(model, PROMPTS, sample(engine, PROMPTS, Sampling(max_new_tokens=8)))
+            awake.append(used())
+            asyncio.run(engine.sleep())
+            asleep.append(used())
+            model = model.cuda()
+            trained.append(used())
+    for held in (awake, asleep, trained):
+        assert max(held[1:]) <= held[0] + 64 * MIB, held
+    assert min(awake) - max(asleep) > 1024 * MIB  # most of its share are caches

@@ -1,0 +1,118 @@
+"""Two files of weights: what is in use is never written, whatever the order of calls, and it is what a reader finds."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from rollout.sync.manifest import Manifest
+from rollout.testing.pieces import pieces_of
+from rollout.vllm.weights import SharedWeights, checkpoint_pieces, checkpoint_shapes
+
+SHAPES = {"embed": (3, 2), "norm": (5,), "half": (7,)}
+DTYPES = {"embed": torch.float32, "norm": torch.float32, "half": torch.bfloat16}
+
+
+def values(number):
+    return {name: torch.full(shape, float(number), dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def weights():
+    with torch.device("meta"):
+        shapes = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+    made = SharedWeights(shapes, {"head": "embed"}, version=0)
+    for name, value in values(0).items():
+        made.files[0].tensors[name].copy_(value)
+    yield made
+    made.close()
+
+
+def assert_reads(weights, number):
+    """As another process reads the file in use: by its path and the slots alone."""
+    assert weights.version == number
+    path = f"/proc/self/fd/{weights.files[weights.in_use].descriptor}"
+    assert os.stat(path).st_size == weights.nbytes
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    for name, dtype, shape, start in (slot.plain() for slot in weights.slots):
+        kind = getattr(torch, dtype)
+        size = torch.Size(shape).numel()
+        found = torch.frombuffer(data, dtype=kind, count=size, offset=start).view(shape)
+        assert torch.equal(found, values(number)[name])
+        assert start % 64 == 0
+
+
+def stage(weights, version, names=tuple(SHAPES), rename=None):
+    weights.prepare(Manifest(version))
+    given = values(version)
+    return weights.receive(pieces_of(((rename or {}).get(n, n), given[n]) for n in names))
+
+
+def test_a_commit_changes_the_file_and_an_abort_changes_it_back(weights):
+    assert stage(weights, 1) == 0
+    assert_reads(weights, 0)
+    weights.commit(1)
+    assert_reads(weights, 1)
+    weights.abort()
+    assert_reads(weights, 0)
+    stage(weights, 2)
+    weights.commit(2)
+    weights.settle()
+    weights.abort()
+    assert_reads(weights, 2)
+
+
+def test_a_head_may_arrive_for_the_embedding_and_be_taken_back(weights):
+    assert stage(weights, 1, rename={"embed": "head"}) == 0
+    weights.commit(1)
+    assert_reads(weights, 1)
+    weights.abort()
+    assert_reads(weights, 0)
+
+
+steps = st.lists(st.sampled_from(["stage", "part", "head", "commit", "abort", "settle"]), max_size=20)
+
+
+@settings(max_examples=100)
+@given(steps)
+def test_whatever_the_order_of_calls_the_file_in_use_is_of_one_version(calls):
+    with torch.device("meta"):
+        shapes = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+    weights = SharedWeights(shapes, {"head": "embed"}, version=0)
+    for name, value in values(0).items():
+        weights.files[0].tensors[name].copy_(value)
+    version = 0
+    for call in calls:
+        try:
+            if call in ("stage", "head", "part"):
+                version += 1
+                names = ("embed",) if call == "part" else tuple(SHAPES)
+                stage(weights, version, names, {"embed": "head"} if call == "head" else None)
+            elif call == "commit":
+                weights.commit(version)
+            elif call == "abort":
+                weights.abort()
+            else:
+                weights.settle()
+        except ValueError:
+            pass
+        assert_reads(weights, weights.version)
+    weights.close()
+
+
+def test_a_checkpoint_is_read_by_name_shape_and_type(tmp_path):
+    save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    shapes = checkpoint_shapes(tmp_path)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in shapes.items()} == {
+        "a": ((2, 3), torch.float32),
+        "b": ((2,), torch.bfloat16),
+    }
+    found = {piece.name: piece.flat.view(piece.shape) for piece in checkpoint_pieces(tmp_path)}
+    assert torch.equal(found["a"], torch.arange(6.0).view(2, 3))
+    with pytest.raises(ValueError, match=r"no .*safetensors"):
+        checkpoint_shapes(tmp_path / "nowhere")

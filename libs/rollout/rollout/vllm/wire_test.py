@@ -1,0 +1,74 @@
+"""Messages arrive as they were sent, whole and in order, whoever sends; an end that is gone is told."""
+
+import socket
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.vllm import wire
+from rollout.vllm.wire import Wire
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def pair():
+    return tuple(Wire(end) for end in socket.socketpair())
+
+
+@settings(max_examples=30)
+@given(st.lists(st.dictionaries(st.text(), plain), max_size=5))
+def test_messages_arrive_as_they_were_sent(messages):
+    one, other = pair()
+    for message in messages:
+        one.send(message)
+    one.close()
+    assert [other.receive() for _ in messages] == messages
+    assert other.receive() is None
+    other.close()
+
+
+def test_threads_do_not_mix_their_messages():
+    one, other = pair()
+    texts = [str(i) * 100_000 for i in range(8)]
+    threads = [threading.Thread(target=one.send, args=({"text": text},)) for text in texts]
+    for thread in threads:
+        thread.start()
+    assert {other.receive()["text"] for _ in texts} == set(texts)
+    for thread in threads:
+        thread.join()
+    one.close()
+    other.close()
+
+
+def test_half_a_message_is_the_end():
+    one, other = socket.socketpair()
+    one.sendall(b"\0\0\0\x0a{}")
+    one.close()
+    assert Wire(other).receive() is None
+    other.close()
+
+
+def test_a_message_beyond_the_limit_is_refused_at_both_ends(monkeypatch):
+    one, other = socket.socketpair()
+    monkeypatch.setattr(wire, "LONGEST", 10)
+    with pytest.raises(ValueError, match="over the 10"):
+        Wire(one).send({"text": "0123456789"})
+    one.sendall(b"\0\0\0\x0b")
+    with pytest.raises(ValueError, match="11 bytes is announced"):
+        Wire(other).receive()
+    one.close()
+    other.close()
+
+
+def test_who_sends_to_nobody_hears_of_it():
+    one, other = pair()
+    other.close()
+    with pytest.raises(OSError):
+        one.send({})
+    one.close()

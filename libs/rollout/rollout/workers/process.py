@@ -1,0 +1,125 @@
+"""The run's side of a sampling process: start it, call it, hand it weights, hear of its death."""
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket
+from rollout.workers.channel import Channel, Message
+from rollout.workers.serve import settle_answer, settle_error
+from rollout.workers.weights import SharedBuckets, manifest_message
+
+
+class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a log
+    """The sampling process ended before it answered."""
+
+
+class WorkerProcess:
+    """A process that runs `target(connection, *args)`, which ends in `rollout.workers.serve.serve`.
+
+    It is spawned, with a pipe that nobody else can open. It ends when this end closes, also by the death of this
+    process. `call` asks for something, and any thread may; answers come in any order. As a `Receiver` it takes weights
+    (`rollout.sync.transfer_weights`).
+    """
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._channel = Channel(mine)
+        self._shared = SharedBuckets()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Message]] = {}
+        self._next = 0
+        self._dead = False
+        self.ready: Future[Message] = Future()
+        self._waiting[-1] = self.ready
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+        return not self._dead
+
+    def call(self, name: str, **arguments: Any) -> "Future[Message]":
+        """Ask for something. The future gets the answer's head and payload, or what was raised there, or WorkerDied."""
+        future: Future[Message] = Future()
+        with self._lock:
+            if self._dead:
+                future.set_exception(WorkerDied(f"the sampling process ended before {name}"))
+                return future
+            self._next += 1
+            number = self._next
+            self._waiting[number] = future
+        try:
+            self._channel.send({**arguments, "id": number, "call": name})
+        except OSError:
+            self._bury()
+        return future
+
+    async def ask(self, name: str, **arguments: Any) -> Any:
+        """Call and wait, on an event loop."""
+        head, _ = await asyncio.wrap_future(self.call(name, **arguments))
+        return head.get("answer")
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Begin to receive weights."""
+        await self.ask("prepare", **manifest_message(manifest))
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Lay a bucket into shared memory and have it staged."""
+        return int((await self.ask("receive", **self._shared.put(bucket)))["missing"])
+
+    async def commit(self, version: int) -> None:
+        """Swap the staged weights in."""
+        await self.ask("commit", version=version)
+
+    async def abort(self) -> None:
+        """Drop what is staged, or go back."""
+        await self.ask("abort")
+
+    async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
+        """Hold sampling."""
+        await self.ask("pause", mode=mode)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self.ask("resume")
+
+    def close(self, seconds: float = 10.0) -> None:
+        """End the process; what it still samples is lost."""
+        self._dead = True
+        self.process.terminate()
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self._reader.join()
+        self._channel.close()
+        self._shared.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                head, payload = self._channel.receive()
+                with self._lock:
+                    future = self._waiting.pop(head["id"])
+                settle_answer(future, head, payload)
+        except (EOFError, OSError):
+            self._bury()
+
+    def _bury(self) -> None:
+        """It is gone: everyone who waits hears of it."""
+        with self._lock:
+            self._dead = True
+            waiting, self._waiting = self._waiting, {}
+        code = self.process.exitcode
+        for future in waiting.values():
+            settle_error(future, WorkerDied(f"the sampling process ended (exit code {code}) before it answered"))

@@ -1,0 +1,263 @@
+"""Samplers in Ray actors, on any machine of a cluster, behind the face of one `WorkerProcess`.
+
+1. A placement group holds a bundle a sampler. What the cluster could never hold is refused before Ray is asked, which
+   would wait for ever without a word; what it could hold and others have is refused after `patience` seconds.
+2. A call goes to the sampler with the fewest open calls; weights go to all of them, in two phases, so that all have the
+   new ones or all keep the old (`rollout.sync.transfer_weights`). A bucket is put into Ray's object store once.
+3. When one sampler dies the pool counts as dead: who waits hears a `WorkerDied`, or a `NodeLost` where its machine is
+   gone. Whoever owns the pool closes it and starts another; what was being sampled begins again.
+
+Actors answer in JSON and bytes. Ray itself pickles between its processes: a cluster is one circle of trust.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal
+
+try:
+    import ray
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ImportError("samplers on a Ray cluster need ray: pip install 'tessera-rollout[ray]'") from error
+
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket
+from rollout.workers.channel import Message
+from rollout.workers.demand import Demand, refusal
+from rollout.workers.process import WorkerDied
+from rollout.workers.serve import Handler, answered, settle_answer, settle_error
+from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
+
+NODE_SECONDS = 60.0
+"""Until a sampler that does not answer, on a node that seems to live, counts as dead."""
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+class NodeLost(WorkerDied):
+    """The machine of a sampler left the cluster before it answered."""
+
+
+class _Sampler:
+    """The actor: it has handlers, as a sampling process has them, and answers calls side by side."""
+
+    def __init__(self, target: Callable[..., Mapping[str, Handler]], args: tuple[Any, ...]) -> None:
+        self._handlers = target(*args)
+
+    async def node(self) -> str:
+        """Where it runs; the first answer says that it is there."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def process(self) -> int:
+        """Its number on its node."""
+        return os.getpid()
+
+    async def call(self, call: dict[str, Any], data: Any = None) -> Message:
+        """Answer as `rollout.workers.serve` does; `data` are the bytes of a bucket."""
+        return await answered(self._handlers, call if data is None else {**call, "data": data})
+
+
+class RayPool:
+    """Samplers in actors of the Ray cluster that this process is connected to (`ray.init`).
+
+    Args:
+        target: makes a sampler's handlers from `args`, in its actor.
+        args: what every one of them is given.
+        demand: how many, and what each needs.
+        strategy: how Ray lays them out over nodes.
+        patience: seconds until a place that others have counts as refused.
+        environment: environment variables of the actors.
+
+    Raises:
+        ValueError: this process is in no cluster, or there is no place; the text has the numbers.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Mapping[str, Handler]],
+        args: tuple[Any, ...],
+        demand: Demand = Demand(),  # noqa: B008  frozen
+        *,
+        strategy: Strategy = "PACK",
+        patience: float = 30.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._group = _placed(demand, strategy, patience)
+        self._lock = threading.Lock()
+        self._dead = False
+        self._waiting: set[Future[Message]] = set()
+        kind = ray.remote(_Sampler)
+        self._actors = [
+            kind.options(
+                num_cpus=demand.cpus,
+                num_gpus=demand.gpus,
+                resources=dict(demand.resources) or None,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                runtime_env={"env_vars": dict(environment)} if environment else None,
+            ).remote(target, args)
+            for index in range(demand.workers)
+        ]
+        self._busy = [0] * demand.workers
+        self._nodes: list[str | None] = [None] * demand.workers
+        self.ready: Future[Message] = Future()
+        self._lacking = demand.workers
+        for index, actor in enumerate(self._actors):
+            actor.node.remote().future().add_done_callback(lambda found, index=index: self._came(index, found))
+
+    @property
+    def alive(self) -> bool:
+        """Whether all of them can still be asked."""
+        return not self._dead
+
+    @property
+    def nodes(self) -> list[str | None]:
+        """The ids of the nodes that they run on; None where one has not said so yet."""
+        return list(self._nodes)
+
+    def call(self, name: str, **arguments: Any) -> "Future[Message]":
+        """Ask the sampler with the fewest open calls; see `WorkerProcess.call`."""
+        with self._lock:
+            index = min(range(len(self._busy)), key=self._busy.__getitem__)
+        return self._ask(index, name, arguments)
+
+    async def ask_all(self, name: str, data: Any = None, **arguments: Any) -> list[Any]:
+        """Ask every sampler and wait for all answers; what one raises is raised once all have answered."""
+        asked = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [head.get("answer") for head, _ in found]  # type: ignore[misc]
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Begin to receive weights."""
+        await self.ask_all("prepare", **manifest_message(manifest))
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Have a bucket staged everywhere; the most elements that one of them still lacks."""
+        data = plain_bytes(bucket)
+        found = await self.ask_all("receive", ray.put(data.numpy()), **bucket_message(bucket, data))
+        return max(int(answer["missing"]) for answer in found)
+
+    async def commit(self, version: int) -> None:
+        """Swap the staged weights in."""
+        await self.ask_all("commit", version=version)
+
+    async def abort(self) -> None:
+        """Drop what is staged, or go back."""
+        await self.ask_all("abort")
+
+    async def pause(self, mode: Literal["finish", "abort"] = "finish") -> None:
+        """Hold sampling."""
+        await self.ask_all("pause", mode=mode)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self.ask_all("resume")
+
+    def close(self) -> None:
+        """End the actors and give their places back; what they still sample is lost."""
+        self._bury(WorkerDied("the pool of samplers was closed"))
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        remove_placement_group(self._group)
+
+    def _ask(self, index: int, name: str, arguments: Mapping[str, Any], data: Any = None) -> "Future[Message]":
+        future: Future[Message] = Future()
+        with self._lock:
+            if self._dead:
+                future.set_exception(WorkerDied(f"a sampler of the pool ended before {name}"))
+                return future
+            self._busy[index] += 1
+            self._waiting.add(future)
+        asked = self._actors[index].call.remote({**arguments, "call": name}, data)
+        asked.future().add_done_callback(lambda found: self._answered(index, future, found))
+        return future
+
+    def _answered(self, index: int, future: "Future[Message]", found: "Future[Message]") -> None:
+        with self._lock:
+            self._busy[index] -= 1
+            waited = future in self._waiting
+            self._waiting.discard(future)
+        if not waited:
+            return
+        error = found.exception()
+        if error is None:
+            settle_answer(future, *found.result())
+        elif isinstance(error, RayError):
+            threading.Thread(target=self._buried, args=(index, future, error), daemon=True).start()
+        else:
+            settle_error(future, error)
+
+    def _came(self, index: int, found: "Future[str]") -> None:
+        """A sampler is there, or could not begin."""
+        error = found.exception()
+        with self._lock:
+            self._lacking -= 1
+            whole = not self._lacking
+            if error is None:
+                self._nodes[index] = found.result()
+        if self.ready.done():
+            return
+        if error is not None:
+            self._dead = True
+            self.ready.set_exception(self._death(index, error))
+        elif whole:
+            self.ready.set_result(({}, b""))
+
+    def _buried(self, index: int, future: "Future[Message]", error: RayError) -> None:
+        """Tell who asked what became of the sampler. Ray hears of a closed socket first, and of a lost node later."""
+        limit = time.monotonic() + NODE_SECONDS
+        node = self._nodes[index]
+        while isinstance(error, ActorUnavailableError) and node in _living_nodes() and time.monotonic() < limit:
+            time.sleep(0.2)
+        death = self._death(index, error)
+        self._bury(death)  # first: whoever hears of it finds the pool dead
+        settle_error(future, death)
+
+    def _death(self, index: int, error: BaseException) -> WorkerDied:
+        """What became of a sampler: its own end, or that of its machine."""
+        node = self._nodes[index]
+        if (
+            isinstance(error, RayActorError | ActorUnavailableError)
+            and node is not None
+            and node not in _living_nodes()
+        ):
+            return NodeLost(f"sampler {index} was on node {node[:12]}, which left the Ray cluster")
+        return WorkerDied(f"sampler {index} ended before it answered: {str(error).strip().splitlines()[0]}")
+
+    def _bury(self, why: WorkerDied) -> None:
+        """One is gone: everyone who waits hears of it."""
+        with self._lock:
+            self._dead = True
+            waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            settle_error(future, why)
+
+
+def _living_nodes() -> dict[str, dict[str, float]]:
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _placed(demand: Demand, strategy: Strategy, patience: float) -> Any:
+    """A placement group that has its places. ValueError: there are none, with the numbers."""
+    if not ray.is_initialized():
+        raise ValueError("this process is in no Ray cluster: call ray.init first")
+    why = refusal(demand, list(_living_nodes().values()))
+    if why is not None:
+        raise ValueError(why)
+    group = placement_group([demand.bundle] * demand.workers, strategy=strategy)
+    if not group.wait(patience):
+        remove_placement_group(group)
+        free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)
+        raise ValueError(
+            f"{demand.workers} samplers of {demand.bundle} found no place in {patience:g} s under {strategy}: the "
+            f"cluster has {free} left; end what holds the rest, or ask for fewer"
+        )
+    return group

@@ -1,0 +1,138 @@
+"""Samplers on a Ray cluster, a real one of two nodes on this machine: places, calls, weights, deaths, a lost node."""
+
+import asyncio
+import os
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from rollout.engine import Sampling
+from rollout.native.engine import NativeEngine
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import buckets
+from rollout.sync.transfer import transfer_weights
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
+from rollout.workers.demand import Demand
+from rollout.workers.process import WorkerDied
+from rollout.workers.ray_pool import NodeLost, RayPool
+from rollout.workers.serve import weight_handlers
+
+PROMPT = [3, 5, 7]
+GREEDY = Sampling(greedy=True, max_new_tokens=8)
+
+
+def small(seed):
+    return tiny_model(24, layers=2, seed=seed)
+
+
+def sampling(seed):
+    """In the actor: an engine that says what it samples, and where."""
+    engine = NativeEngine(small(seed))
+
+    async def say(call):
+        done = await engine.generate(call["prompt"], GREEDY)
+        return {"ids": list(done.ids), "versions": list(done.policy_versions), "pid": os.getpid()}
+
+    async def echo(call):
+        await asyncio.sleep(call["seconds"])
+        return call["text"].encode()
+
+    async def fail(call):
+        raise ValueError(call["text"])
+
+    async def end(call):
+        os._exit(3)
+
+    return {**weight_handlers(engine), "say": say, "echo": echo, "fail": fail, "end": end}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head with two processors, and a node that bears a mark."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    small_node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+    found = Cluster(initialize_head=True, head_node_args=small_node)
+    found.far = found.add_node(num_cpus=1, resources={"far": 1}, object_store_memory=80 << 20)
+    ray.init(address=found.address, log_to_driver=False)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def pool_of(demand, **options):
+    paths = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
+    return RayPool(sampling, (0,), demand, environment=paths, **options)
+
+
+def test_what_the_cluster_cannot_hold_is_refused_at_once_with_the_numbers(cluster):
+    with pytest.raises(ValueError, match=r"4 samplers of 1 CPU each find 3 places on 2 nodes"):
+        pool_of(Demand(4))
+    with pytest.raises(ValueError, match=r"1 samplers of 3 CPU each find 0 places"):
+        pool_of(Demand(1, cpus=3))
+    with pytest.raises(ValueError, match=r"1 samplers of 1 CPU and 1 GPU each find 0 places"):
+        pool_of(Demand(gpus=1))
+
+
+def test_two_samplers_share_calls_and_take_weights_together(cluster):
+    pool = pool_of(Demand(2, cpus=0.5), strategy="STRICT_SPREAD")
+    try:
+        pool.ready.result(120)
+        assert len({*pool.nodes}) == 2
+        with pytest.raises(ValueError, match=r"found no place in 0.5 s under STRICT_SPREAD"):
+            pool_of(Demand(2, cpus=1), strategy="STRICT_SPREAD", patience=0.5)  # the far node has half of one left
+        slow = pool.call("echo", seconds=1.0, text="late")
+        said = [pool.call("say", prompt=PROMPT).result(60)[0]["answer"] for _ in range(3)]
+        assert len({answer["pid"] for answer in said}) == 1  # the other one is busy
+        assert slow.result(60) == ({}, b"late")
+        with pytest.raises(ValueError, match="no such thing"):
+            pool.call("fail", text="no such thing").result(60)
+
+        new = small(5)
+        stream = buckets(pieces_of(new.named_parameters()), 1 << 14)
+        asyncio.run(transfer_weights([pool], Manifest(1), stream))
+        expected = asyncio.run(NativeEngine(new).generate(PROMPT, GREEDY))
+        together = [pool.call("say", prompt=PROMPT) for _ in range(4)]
+        told = [future.result(60)[0]["answer"] for future in together]
+        assert len({answer["pid"] for answer in told}) == 2
+        for answer in told:
+            assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {1})
+
+        half = list(buckets(pieces_of(list(small(7).named_parameters())[:3]), 1 << 14))
+        with pytest.raises(ValueError, match=r"."):
+            asyncio.run(transfer_weights([pool], Manifest(2), iter(half)))
+        assert pool.call("say", prompt=PROMPT).result(60)[0]["answer"]["ids"] == list(expected.ids)
+
+        late = pool.call("echo", seconds=0.3, text="late")
+        late.cancel()
+        assert pool.call("echo", seconds=0.6, text="next").result(60) == ({}, b"next")  # its late answer broke nothing
+        assert pool._busy == [0, 0]
+        pool.call("echo", seconds=60, text="nobody's").cancel()
+        waits = pool.call("echo", seconds=60, text="never")
+        with pytest.raises(WorkerDied, match="ended before it answered"):
+            pool.call("end").result(60)
+        with pytest.raises(WorkerDied):
+            waits.result(60)
+        assert not pool.alive
+        with pytest.raises(WorkerDied):
+            pool.call("echo", seconds=0, text="").result(1)
+    finally:
+        pool.close()
+
+
+def test_a_lost_node_is_named(cluster):
+    """Its machine is gone with all its processes; another pool finds its place elsewhere or is refused."""
+    pool = pool_of(Demand(1, cpus=0.5, resources={"far": 1}))
+    try:
+        pool.ready.result(120)
+        assert pool.call("say", prompt=PROMPT).result(60)[0]["answer"]["versions"] == [0] * 8
+        waits = pool.call("echo", seconds=120, text="never")
+        cluster.remove_node(cluster.far, allow_graceful=False)
+        with pytest.raises(NodeLost, match=f"was on node {pool.nodes[0][:12]}, which left the Ray cluster"):
+            waits.result(90)
+        assert not pool.alive
+    finally:
+        pool.close()
+    with pytest.raises(ValueError, match=r"1 samplers of 0.5 CPU and 1 far each find 0 places on 1 nodes"):
+        pool_of(Demand(1, cpus=0.5, resources={"far": 1}))

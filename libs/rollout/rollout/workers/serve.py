@@ -1,0 +1,112 @@
+"""The sampling process's side: it answers calls until the pipe closes, and then ends, whatever still runs."""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rollout.divergence import NotFiniteError
+from rollout.engine import RolloutEngine
+from rollout.workers.channel import Channel, Message
+from rollout.workers.weights import TakenBuckets, manifest_from
+
+Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
+"""Takes a call's arguments; answers with a payload, with JSON, or with nothing."""
+ERRORS: dict[str, type[Exception]] = {"NotFiniteError": NotFiniteError, "ValueError": ValueError}
+
+
+def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
+    """The receiver's side of `rollout.sync`, in two phases, for an engine in this process."""
+    taken = TakenBuckets()
+
+    async def prepare(call: dict[str, Any]) -> None:
+        await engine.prepare(manifest_from(call))
+
+    async def receive(call: dict[str, Any]) -> dict[str, Any]:
+        return {"missing": await engine.receive(taken.take(call))}
+
+    async def commit(call: dict[str, Any]) -> None:
+        await engine.commit(int(call["version"]))
+
+    async def abort(call: dict[str, Any]) -> None:
+        del call
+        await engine.abort()
+
+    async def pause(call: dict[str, Any]) -> None:
+        await engine.pause(call["mode"])
+
+    async def resume(call: dict[str, Any]) -> None:
+        del call
+        await engine.resume()
+
+    return {
+        "prepare": prepare,
+        "receive": receive,
+        "commit": commit,
+        "abort": abort,
+        "pause": pause,
+        "resume": resume,
+    }
+
+
+async def answered(handlers: Mapping[str, Handler], call: dict[str, Any]) -> Message:
+    """What a call is answered with: the head says what was raised, where something was."""
+    found = (await asyncio.gather(handlers[call["call"]](call), return_exceptions=True))[0]
+    if isinstance(found, BaseException):
+        kind = next((name for name, kind in ERRORS.items() if isinstance(found, kind)), "RuntimeError")
+        text = str(found) if kind != "RuntimeError" else f"{type(found).__name__}: {found}"
+        return {"error": text, "kind": kind}, b""
+    return ({}, found) if isinstance(found, bytes) else ({"answer": found}, b"")
+
+
+def settle_answer(future: "Future[Message]", head: dict[str, Any], payload: bytes) -> None:
+    """Give whoever asked the answer, or raise there what was raised here."""
+    if "error" in head:
+        settle_error(future, ERRORS.get(head["kind"], RuntimeError)(head["error"]))
+        return
+    with contextlib.suppress(InvalidStateError):
+        future.set_result((head, payload))
+
+
+def settle_error(future: "Future[Message]", error: BaseException) -> None:
+    """Raise an error at whoever waits. Who cancelled, at any moment of any thread, hears nothing."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def serve(connection: "Connection[Any, Any]", handlers: Mapping[str, Handler]) -> None:
+    """Answer calls side by side until the other end closes; the process ends with it, as nobody is left to answer."""
+    asyncio.run(_serve(Channel(connection), handlers))
+    os._exit(0)
+
+
+async def _serve(channel: Channel, handlers: Mapping[str, Handler]) -> None:
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(call: dict[str, Any]) -> None:
+        head, payload = await answered(handlers, call)
+        try:
+            channel.send({"id": call["id"], **head}, payload)
+        except OSError:
+            closed.set()
+
+    def begin(call: dict[str, Any]) -> None:
+        task = loop.create_task(answer(call))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(begin, channel.receive()[0])
+        except (EOFError, OSError):
+            os._exit(0)  # the run is gone: what is sampled here is nobody's
+
+    threading.Thread(target=read, daemon=True).start()
+    channel.send({"id": -1})
+    await closed.wait()

@@ -1,0 +1,84 @@
+"""When the parts of a run were busy: spans in lanes, drawn one under the other, with the share of time that is idle."""
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+TIMELINE = "timeline.jsonl"
+MOST_SPANS = 600  # in a picture; older ones are left out, and it says so
+WIDTH, LANE, LABEL = 960, 30, 90
+COLOURS = {"train": "#3b76c4", "sample": "#3f9a62", "sync": "#c9662b", "evaluate": "#8a63b8"}
+OTHER = "#888888"
+
+
+class Span(NamedTuple):
+    """A lane was busy with `kind` from `begin` to `end`, in seconds of one clock."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+
+
+def read_timeline(run_dir: Path | str) -> list[Span]:
+    """The spans of a run folder; a last line that was cut short is left out. Nothing where there are none."""
+    path = Path(run_dir) / TIMELINE
+    spans: list[Span] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        spans.append(Span(str(row["lane"]), str(row["kind"]), float(row["begin"]), float(row["end"])))
+    return spans
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """How long at least one of the spans lasted: overlaps count once."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((span.begin, span.end) for span in spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def bubble_shares(spans: Sequence[Span]) -> dict[str, float]:
+    """For each lane the share of the whole time in which it did nothing: from the first span of all to the last."""
+    if not spans:
+        return {}
+    whole = max(span.end for span in spans) - min(span.begin for span in spans)
+    lanes = dict.fromkeys(span.lane for span in spans)
+    return {lane: 1 - busy_seconds(s for s in spans if s.lane == lane) / whole if whole else 0.0 for lane in lanes}
+
+
+def timeline_svg(spans: Sequence[Span]) -> str:
+    """A picture of the last spans, a lane a row: an SVG element, safe inside a page whatever lanes are called."""
+    shown = sorted(spans, key=lambda span: span.begin)[-MOST_SPANS:]
+    if not shown:
+        return ""
+    start, stop = min(s.begin for s in shown), max(s.end for s in shown)
+    scale = (WIDTH - LABEL) / max(stop - start, 1e-9)
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    bubbles = bubble_shares(shown)
+    height = LANE * len(lanes) + 24
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Timeline" style="width:100%">']
+    for row, lane in enumerate(lanes):
+        y = row * LANE
+        parts.append(f'<text x="0" y="{y + 19}" font-size="12" fill="currentColor">{escape(lane)}</text>')
+        for span in (s for s in shown if s.lane == lane):
+            x, width = LABEL + (span.begin - start) * scale, max(0.5, (span.end - span.begin) * scale)
+            text = escape(f"{span.kind}: {span.begin - start:.2f} s to {span.end - start:.2f} s")
+            colour = COLOURS.get(span.kind, OTHER)
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y + 5}" width="{width:.2f}" height="{LANE - 10}" fill="{colour}">'
+                f"<title>{text}</title></rect>"
+            )
+    idle = ", ".join(f"{lane} idle {bubbles.get(lane, 1.0):.0%}" for lane in lanes)
+    left = f"; {len(spans) - len(shown)} earlier spans left out" if len(shown) < len(spans) else ""
+    parts.append(
+        f'<text x="0" y="{height - 6}" font-size="12" fill="currentColor">{stop - start:.1f} s; '
+        f"{escape(idle)}{left}</text></svg>"
+    )
+    return "".join(parts)

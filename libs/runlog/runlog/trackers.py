@@ -1,0 +1,130 @@
+"""Other people's trackers beside a run's own files: Weights & Biases, MLflow, Trackio; each optional.
+
+An adapter is three calls over a tracker's own client. Where it sends to, who the user is and whether it is offline are
+the tracker's own variables (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR, ...). A resumed run goes on under its id,
+which stands in `tracker.json` of the run folder.
+"""
+
+import importlib
+import importlib.util
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+TRACKER = "tracker.json"
+_DISTRIBUTIONS = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
+_MLFLOW_PARAMETER = 6000  # characters of a parameter's value
+
+
+class Tracker(Protocol):
+    """What a run tells a tracker. It is made by `start_tracker`."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """One row of numbers."""
+        ...
+
+    def finish(self, ok: bool) -> None:
+        """The run has ended: well, or by an error."""
+        ...
+
+
+def check_tracker(name: str) -> None:
+    """Refuse a tracker that is not installed, without importing it.
+
+    Raises:
+        ValueError: no such tracker, or its package is missing; the text holds the line that installs it.
+    """
+    if name not in _STARTERS:
+        raise ValueError(f"no tracker {name!r}; there are {', '.join(_STARTERS)}")
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"the tracker {name} is not installed: pip install {_DISTRIBUTIONS[name]}, or leave it out")
+
+
+def start_tracker(name: str, project: str, run_dir: Path, config: Mapping[str, str], resume: bool = False) -> Tracker:
+    """Start a run named like its folder under `project`; `resume` goes on with the one that the folder was told as.
+
+    `config`: flat, dotted names to text.
+
+    Raises:
+        ValueError: see `check_tracker`.
+    """
+    check_tracker(name)
+    path = run_dir / TRACKER
+    known = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else {}
+    tracker, run_id = _STARTERS[name](project, run_dir, config, known.get(name))
+    path.write_text(json.dumps({**known, name: run_id}) + "\n", encoding="utf-8")
+    return tracker
+
+
+class _Wandb:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, ok: bool) -> None:
+        self._run.finish(exit_code=0 if ok else 1)
+
+
+def _start_wandb(project: str, run_dir: Path, config: Mapping[str, str], known: str | None) -> tuple[Tracker, str]:
+    wandb = importlib.import_module("wandb")
+    run_id = known or secrets.token_hex(6)
+    run = wandb.init(
+        project=project, name=run_dir.name, dir=str(run_dir), config=dict(config), id=run_id, resume="allow"
+    )
+    return _Wandb(run), run_id
+
+
+class _Mlflow:
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client, self._id = client, run_id
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def finish(self, ok: bool) -> None:
+        self._client.set_terminated(self._id, status="FINISHED" if ok else "FAILED")
+
+
+def _start_mlflow(project: str, run_dir: Path, config: Mapping[str, str], known: str | None) -> tuple[Tracker, str]:
+    client = importlib.import_module("mlflow").MlflowClient()
+    if known is not None:
+        client.update_run(known, status="RUNNING")
+        return _Mlflow(client, known), known
+    experiment = client.get_experiment_by_name(project)
+    number = client.create_experiment(project) if experiment is None else experiment.experiment_id
+    run_id = client.create_run(number, run_name=run_dir.name).info.run_id
+    for name, value in config.items():
+        client.log_param(run_id, name, value[:_MLFLOW_PARAMETER])
+    return _Mlflow(client, run_id), run_id
+
+
+class _Trackio:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, ok: bool) -> None:
+        del ok
+        self._run.finish()
+
+
+def _start_trackio(project: str, run_dir: Path, config: Mapping[str, str], known: str | None) -> tuple[Tracker, str]:
+    trackio = importlib.import_module("trackio")
+    name = known or f"{run_dir.name}-{secrets.token_hex(3)}"
+    run = trackio.init(project=project, name=name, config=dict(config), resume="allow")
+    return _Trackio(run), name
+
+
+_STARTERS: dict[str, Callable[[str, Path, Mapping[str, str], str | None], tuple[Tracker, str]]] = {
+    "wandb": _start_wandb,
+    "mlflow": _start_mlflow,
+    "trackio": _start_trackio,
+}
+TRACKERS = tuple(_STARTERS)

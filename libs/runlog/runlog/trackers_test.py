@@ -1,0 +1,139 @@
+"""Each tracker with its real package, offline, read back by its own reader; skipped where the package is missing."""
+
+import importlib.util
+import struct
+import sys
+import time
+
+import pytest
+
+from runlog.run import RunLog
+from runlog.trackers import TRACKERS, check_tracker, start_tracker
+
+CONFIG = {"lr": "0.001", "model.layers": "4"}
+
+
+def installed(name):
+    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs the package of {name}")
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch):
+    for name in TRACKERS:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, line in (("wandb", "wandb"), ("mlflow", "mlflow-skinny"), ("trackio", "trackio")):
+        with pytest.raises(ValueError, match=f"{name} is not installed: pip install {line}"):
+            check_tracker(name)
+    with pytest.raises(ValueError, match="no tracker 'comet'; there are wandb, mlflow, trackio"):
+        check_tracker("comet")
+
+
+class Recorder:
+    def __init__(self):
+        self.rows, self.ended = [], None
+
+    def metrics(self, step, values):
+        self.rows.append((step, dict(values)))
+
+    def finish(self, ok):
+        self.ended = ok
+
+
+def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path):
+    told = Recorder()
+    with RunLog(tmp_path / "run", tensorboard=False, trackers=[told]) as log:
+        log.metrics(1, {"reward": 0.5, "note": "text", "flag": True, "missing": float("nan")})
+    assert told.rows == [(1, {"reward": 0.5})]
+    assert told.ended is True
+    broken = Recorder()
+
+    def fail():
+        with RunLog(tmp_path / "other", tensorboard=False, trackers=[broken]):
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert broken.ended is False
+
+
+def two_runs(name, run_dir):
+    """Two rows, then a third after a resume."""
+    run_dir.mkdir()
+    for steps, resume in (((1, 2), False), ((3,), True)):
+        tracker = start_tracker(name, "project", run_dir, CONFIG, resume)
+        for step in steps:
+            tracker.metrics(step, {"reward": step / 10})
+        tracker.finish(True)
+        time.sleep(1.1)  # wandb names a run's folder by the second: a resume within the same one would find it taken
+
+
+@installed("mlflow")
+def test_mlflow(tmp_path):
+    import mlflow
+
+    two_runs("mlflow", tmp_path / "a-run")
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("a-run", "FINISHED")
+    assert run.data.params == CONFIG
+    history = client.get_metric_history(run.info.run_id, "reward")
+    assert [(m.step, m.value) for m in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def log_records(data):
+    """The records of an offline run's file: LevelDB's log format after a header of seven bytes."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield whole
+            whole = b""
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+
+
+@installed("wandb")
+def test_wandb(tmp_path):
+    from wandb.proto import wandb_internal_pb2
+
+    two_runs("wandb", tmp_path / "a-run")
+    rows, ids = [], set()
+    for path in sorted((tmp_path / "a-run" / "wandb").glob("offline-run-*/*.wandb")):
+        for data in log_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                ids.add((record.run.run_id, record.run.display_name, record.run.project))
+            if record.HasField("history"):
+                items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+                rows.append((record.history.step.num, items.get("reward")))
+    assert len(ids) == 1
+    assert ids.pop()[1:] == ("a-run", "project")
+    assert [row for row in rows if row[1]] == [(1, "0.1"), (2, "0.2"), (3, "0.3")]
+
+
+@installed("trackio")
+def test_trackio(tmp_path):
+    import sqlite3
+
+    two_runs("trackio", tmp_path / "a-run")
+    with sqlite3.connect(tmp_path / "trackio" / "project.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    mine = [row for row in rows if "reward" in str(row[2])]
+    assert len({row[0] for row in mine}) == 1
+    assert [row[1] for row in mine] == [1, 2, 3]

@@ -1,0 +1,103 @@
+"""What travels with packed tokens through a model: where sequences begin, and who computes the operations that mix
+tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from seqpack.ops import attention, causal_conv1d, gated_delta_rule
+
+Activation = Literal["silu"] | None
+
+
+class PackedOps(Protocol):
+    """The operations that mix tokens; all others are token by token. Shapes as in seqpack.ops."""
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: Activation
+    ) -> Tensor:
+        """Depthwise convolution: x [T, D], weight [D, K] -> [T, D]."""
+        ...
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: "PackedContext"
+    ) -> Tensor:
+        """The recurrence: q, k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv] -> [T, Hv, Dv]."""
+        ...
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: "PackedContext", scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalOps:
+    """Whole sequences on this rank: seqpack.ops as they are. `backend` is handed to every operation."""
+
+    backend: str = "auto"
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: Activation
+    ) -> Tensor:
+        """The depthwise convolution of a gated delta net layer."""
+        return causal_conv1d(x, weight, bias, context.cu_seqlens, activation=activation, backend=self.backend)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: "PackedContext"
+    ) -> Tensor:
+        """The recurrence, with q and k normalised to length one."""
+        return gated_delta_rule(q, k, v, g, beta, context.cu_seqlens, l2norm_qk=True, backend=self.backend)[0]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: "PackedContext", scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention inside each sequence."""
+        return attention(
+            q, k, v, context.cu_seqlens, scale=scale, window=window, max_seqlen=context.max_seqlen, backend=self.backend
+        )
+
+
+class PackedContext:
+    """Where sequences begin in the packed tokens of one call, and who mixes them.
+
+    `cu_seqlens` i32[n+1] of this rank's tokens. `ops` computes convolution, recurrence and attention; a
+    context-parallel implementation keeps its group and layout in `cp_group`, `layout` and `plan` and leaves the model
+    code as it is. `mixed` names the layers that mixed tokens through this context, in order: what proves that none was
+    missed. `edges`: the same boundaries on the host, and `positions` [T] in the sequences, where the caller has
+    them; `derived`: what is computed from them once a call, by name.
+
+    Deliberately no dataclass: FSDP's hooks rebuild those (and lists) on their way into a layer.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        ops: PackedOps | None = None,
+        cp_group: Any = None,
+        layout: str = "contiguous",
+        plan: Any = None,
+        edges: tuple[int, ...] | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self.ops: PackedOps = ops or LocalOps()
+        self.cp_group = cp_group
+        self.layout = layout
+        self.plan = plan
+        self.mixed: list[str] = []
+        self.edges = edges
+        self.positions = positions
+        self.derived: dict[str, Any] = {}
+
+
+def positions_of(values: Mapping[str, Tensor], default: Tensor) -> Tensor:
+    """The positions for the rotary embedding: the batch's own (one row an axis) where it has them."""
+    own = values.get("position_ids")
+    return default if own is None else own.to(torch.int64)

@@ -1,0 +1,161 @@
+"""Make a Hugging Face causal LM right on packed rows inside somebody else's training loop.
+
+    adapt_for_packing(model)                  # once, before training; `.undo()` on what it returns puts all back
+    model(**collator(samples))                # a row of seqpack.adapters.PackedCollator, or of TRL's padding-free one
+
+Strategy
+1. A hook in front of the base model takes the flash arguments of a call (`cu_seq_lens_q`, ...), which say where
+   sequences begin, and hands a `PackedContext` down to the layers in their place.
+2. Each layer that mixes tokens runs its packed form over that context (`seqpack.adapters.model`): attention, the causal
+   convolution and the gated delta rule of `seqpack.ops`. All others are token by token and stay the stock code, the
+   head and the loss too.
+3. A hook behind the base model checks that every such layer went through the context.
+
+A call without flash arguments (padded batches, generate) is the stock model's. Which models are taken is a table here;
+each has a row in the tests, which hold packed to one by one, logits and gradients.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpack.adapters.arguments import flash_arguments
+from seqpack.adapters.context import PackedContext
+from seqpack.adapters.delta_net import PackedForward, joint_projections, split_projections
+from seqpack.adapters.model import CONTEXT_KEY, Adaptation, adapt_mixers, check_mixed, no_mask
+from seqpack.batches.packed import PackedBatch
+
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_ROPE_TYPES = frozenset(["default", "linear", "llama3", "yarn"])
+"""Those whose angles depend on a token's position alone; "dynamic" and "longrope" depend on the longest of a call."""
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """The layers of a `model_type` that mix tokens, by class: attention; gated delta nets with their packed form."""
+
+    attention: str
+    delta_nets: Mapping[str, PackedForward] = field(default_factory=dict)
+
+
+MIXERS = {
+    "gemma3_text": Mixers("Gemma3Attention"),
+    "llama": Mixers("LlamaAttention"),
+    "mistral": Mixers("MistralAttention"),
+    "qwen2": Mixers("Qwen2Attention"),
+    "qwen3": Mixers("Qwen3Attention"),
+    "qwen3_moe": Mixers("Qwen3MoeAttention"),
+    "qwen3_next": Mixers("Qwen3NextAttention", {"Qwen3NextGatedDeltaNet": joint_projections}),
+    "qwen3_5_text": Mixers("Qwen3_5Attention", {"Qwen3_5GatedDeltaNet": split_projections}),
+    "qwen3_5_moe_text": Mixers("Qwen3_5MoeAttention", {"Qwen3_5MoeGatedDeltaNet": split_projections}),
+}
+
+
+def adapt_for_packing(model: Any) -> Adaptation:
+    """Let this model instance take packed rows with flash arguments; the same Adaptation again if it does already.
+
+    `model`: a transformers causal LM, before it is wrapped for parallel training. ValueError for a model type that no
+    test has run (the table `MIXERS`), for a layer whose mixer is not known, and for angles that depend on the longest
+    sequence of a call.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError("adapt_for_packing needs a transformers model, this one has no config")
+    known = MIXERS.get(config.model_type)
+    if known is None:
+        raise ValueError(
+            f"model type {config.model_type!r} is not known to packing, only {', '.join(sorted(MIXERS))}: add it to "
+            "MIXERS in seqpack/adapters/huggingface.py, and a row to its test"
+        )
+    _check_rope(config)
+    base = model.base_model
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__} has no base_model.layers: hand the causal LM itself")
+    adaptation = adapt_mixers(model, [_mixer(layer, known) for layer in layers])
+    if not adaptation.hooks:
+        hook = _Hooks(adaptation)
+        adaptation.hooks.append(base.register_forward_pre_hook(hook.before, with_kwargs=True))
+        adaptation.hooks.append(base.register_forward_hook(hook.after, with_kwargs=True))
+    return adaptation
+
+
+def packed_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Logits [T, V] of a row by an adapted model; what `seqpack.testing.assert_packing_isolated` takes."""
+    ids, positions = packed.values["input_ids"][None], packed.position_ids.unsqueeze(-2)
+    output = model(input_ids=ids, position_ids=positions, use_cache=False, **flash_arguments(packed))
+    logits: Tensor = output.logits
+    return logits[0]
+
+
+class _Hooks:
+    """What translates the arguments of a call of the base model."""
+
+    def __init__(self, adaptation: Adaptation) -> None:
+        self.adaptation = adaptation
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Put a context in the place of the flash arguments."""
+        del module
+        if kwargs.get("cu_seq_lens_q") is None:
+            return None
+        bounds, longest = kwargs["cu_seq_lens_q"], kwargs.get("max_length_q")
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        _check_row(args, kwargs, tokens, bounds)
+        if longest is None:
+            longest = int(bounds.diff().max())
+        others = {key: value for key, value in kwargs.items() if key not in _FLASH}
+        context = PackedContext(bounds.to(torch.int32), int(longest))
+        assert tokens is not None
+        return args, {**others, "attention_mask": no_mask(tokens), "use_cache": False, CONTEXT_KEY: context}
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Check that no layer was missed."""
+        del module, args, output
+        if (context := kwargs.get(CONTEXT_KEY)) is not None:
+            check_mixed(context, self.adaptation)
+
+
+def _check_row(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor | None, bounds: Tensor) -> None:
+    """Raise ValueError for a call that is no packed row: what cannot be read without waiting for a device."""
+    if args or tokens is None:
+        raise ValueError("a packed row goes to the model by keyword: input_ids=..., cu_seq_lens_q=..., ...")
+    if tokens.shape[0] != 1:
+        raise ValueError(f"a packed row is one row, input_ids has {tokens.shape[0]}: flatten them, [1, T]")
+    if kwargs.get("position_ids") is None:
+        raise ValueError("a packed row needs position_ids that begin again with each sequence")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and mask.device.type == "cpu" and not bool(mask.all()):
+        raise ValueError("a packed row has no padding outside of its sequences: leave attention_mask out")
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a packed row has no cache: use_cache=False")
+    if bounds.device.type == "cpu" and int(bounds[-1]) != tokens.shape[1]:
+        raise ValueError(f"cu_seq_lens_q ends at {int(bounds[-1])}, the row has {tokens.shape[1]} tokens")
+
+
+def _mixer(layer: nn.Module, known: Mixers) -> tuple[nn.Module, PackedForward | None]:
+    """The one module of a layer that mixes tokens."""
+    found: list[tuple[nn.Module, PackedForward | None]] = []
+    for module in layer.modules():
+        kind = type(module).__name__
+        if kind == known.attention:
+            found.append((module, None))
+        elif kind in known.delta_nets:
+            found.append((module, known.delta_nets[kind]))
+    if len(found) != 1:
+        wanted = " or ".join([known.attention, *known.delta_nets])
+        raise ValueError(f"a {type(layer).__name__} must hold exactly one {wanted}, this one holds {len(found)}")
+    return found[0]
+
+
+def _check_rope(config: Any) -> None:
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
+        kind = rope.get("rope_type", "default")
+        if kind not in _ROPE_TYPES:
+            raise ValueError(f"rope type {kind!r}: its angles depend on the longest sequence of a call, not handled")

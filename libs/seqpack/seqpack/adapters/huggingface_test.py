@@ -1,0 +1,221 @@
+"""Packed rows in stock transformers models and trainers equal the sequences one by one, losses and weights."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from seqpack.adapters import IGNORED, PackedCollator, adapt_for_packing, packed_dataloader, packed_forward
+from seqpack.adapters.huggingface import MIXERS
+from seqpack.testing import assert_packing_isolated
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 16}
+MORE = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": SHARED,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": SHARED,
+}
+
+
+def tiny(model_type="qwen3_5_text", **changes):
+    """A random model with weights so large that a leak would show."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **MORE.get(model_type, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("model_type", sorted(MIXERS))
+def test_each_known_model_keeps_sequences_apart(model_type):
+    model = tiny(model_type)
+    adapt_for_packing(model)
+    assert_packing_isolated(model, packed_forward=packed_forward, lengths=(9, 1, 70, 6))
+
+
+def test_without_it_the_model_leaks_or_refuses():
+    with pytest.raises(AssertionError, match="LEAKS"):
+        assert_packing_isolated(tiny(), lengths=(9, 1, 70, 6))
+    with pytest.raises(ValueError, match="flash-linear-attention"):
+        assert_packing_isolated(tiny(), packed_forward=packed_forward, lengths=(9, 1, 70, 6))
+
+
+def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores():
+    model = tiny()
+    plain = copy.deepcopy(model)
+    adaptation = adapt_for_packing(model)
+    assert adapt_for_packing(model) is adaptation
+    ids = torch.randint(2, 48, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    assert torch.equal(model(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
+    adaptation.undo()
+    assert not model.base_model._forward_pre_hooks
+    assert not model.base_model._forward_hooks
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert len(adapt_for_packing(model).hooks) == 2
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no config"):
+        adapt_for_packing(torch.nn.Linear(2, 2))
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="model type 'mamba' is not known"):
+        adapt_for_packing(mamba)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match="rope type 'dynamic'"):
+        adapt_for_packing(tiny("llama", rope_parameters=dynamic))
+    model = tiny("qwen3")
+    adapt_for_packing(model)
+    row = PackedCollator()([{"input_ids": [2, 3]}, {"input_ids": [4, 5, 6]}])
+    model(**row)
+    for wrong, message in [
+        ({"input_ids": row["input_ids"].repeat(2, 1)}, "one row"),
+        ({"position_ids": None}, "position_ids that begin again"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "no padding"),
+        ({"use_cache": True}, "no cache"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, "ends at 4, the row has 5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(**{**row, **wrong})
+    layer = model.model.layers[1]
+    inner = layer.forward
+    layer.forward = lambda *args, packed_context=None, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(RuntimeError, match="1 of 2 layers"):
+        model(**row)
+
+
+def training_samples(count=24):
+    rng = torch.Generator().manual_seed(2)
+    lengths = torch.randint(2, 30, (count,), generator=rng).tolist()
+    samples = []
+    for length in lengths:
+        ids = torch.randint(2, 48, (length,), generator=rng)
+        samples.append({"input_ids": ids, "labels": torch.where(torch.arange(length) < length // 3, IGNORED, ids)})
+    return samples
+
+
+def padded(samples):
+    """The same rows without packing: each sequence a row of its own, padded on the right, as stock collators do."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = {"input_ids": [], "labels": [], "attention_mask": []}
+    for sample in samples:
+        pad = longest - len(sample["input_ids"])
+        labels = sample["labels"].clone()
+        labels[0] = IGNORED
+        rows["input_ids"].append(torch.nn.functional.pad(sample["input_ids"], (0, pad)))
+        rows["labels"].append(torch.nn.functional.pad(labels, (0, pad), value=IGNORED))
+        mask = torch.ones(longest, dtype=torch.int64)
+        mask[longest - pad :] = 0
+        rows["attention_mask"].append(mask)
+    return {key: torch.stack(value) for key, value in rows.items()}
+
+
+def trained(base, pack, samples, **arguments):
+    """Losses and model of a few optimizer steps on the same samples a step, packed or padded."""
+
+    class OverRows(base):
+        def get_train_dataloader(self):
+            args = self.args
+            loader = packed_dataloader(
+                self.train_dataset, 64, rank=args.process_index, world_size=args.world_size, seed=args.seed
+            )
+            if not pack:
+                loader.collate_fn = padded
+            return loader
+
+    model = tiny()
+    if pack:
+        adapt_for_packing(model)
+    trainer = OverRows(model=model, train_dataset=samples, **arguments)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log], model
+
+
+OPTIONS = {
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
+}
+
+
+def assert_same_training(packed, unpacked):
+    """Losses of every step, and weights that moved to the same place."""
+    (losses, model), (want_losses, want) = packed, unpacked
+    assert len(losses) >= 6
+    assert losses == pytest.approx(want_losses, rel=1e-4)
+    start = tiny().state_dict()
+    moved = {name: (value - start[name]).norm() for name, value in want.state_dict().items()}
+    assert min(moved.values()) > 1e-3
+    for name, value in model.state_dict().items():
+        assert (value - want.state_dict()[name]).norm() < 0.02 * moved[name], name
+
+
+def test_transformers_trainer(tmp_path):
+    samples = training_samples()
+    args = TrainingArguments(output_dir=str(tmp_path), **OPTIONS)
+    assert_same_training(*(trained(Trainer, pack, samples, args=args) for pack in (True, False)))
+
+
+def test_trl_sft_trainer(tmp_path):
+    import pyarrow as pa
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    samples = training_samples()
+    columns = {key: [sample[key].tolist() for sample in samples] for key in samples[0]}
+    prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    config = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=True, bf16=False, **prepared, **OPTIONS)
+    arguments = {"args": config, "processing_class": tokenizer()}
+    dataset = Dataset(pa.table(columns), fingerprint="rows").with_format("torch")
+    assert_same_training(*(trained(SFTTrainer, pack, dataset, **arguments) for pack in (True, False)))
+
+
+def tokenizer():
+    """A word for each token: SFTTrainer asks for a tokenizer, which prepared rows do not need."""
+    words = {f"w{i}": i for i in range(48)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w0")

@@ -1,0 +1,188 @@
+"""Batch sampler, collator and loader: every sample once an epoch, hard caps, equal ranks, resuming, exact rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqpack.adapters import (
+    IGNORED,
+    PackedBatchSampler,
+    PackedCollator,
+    packed_dataloader,
+    packed_seq_arguments,
+)
+from seqpack.planning.geometry import packed_geometry
+
+LENGTHS = [5, 3, 9, 1, 12, 7, 2, 2, 8, 4, 6, 11, 3]
+
+
+def samples_of(lengths, start=10):
+    return [{"input_ids": list(range(start * i, start * i + n)), "length": n} for i, n in enumerate(lengths)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=8, max_size=60),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([8, 20, 1000]),
+    st.sampled_from([(1, None), (4, None), (2, 16)]),
+    st.booleans(),
+)
+def test_an_epoch_gives_every_sample_under_the_cap(lengths, world, shuffle, drop_last, window, padding, quadratic):
+    align, bucket = padding
+    options = {"shuffle": shuffle, "drop_last": drop_last, "window": window, "align": align, "bucket": bucket}
+    options["cost"] = (lambda n: n * n) if quadratic else None
+    ranks = [PackedBatchSampler(lengths, 48, rank=r, world_size=world, seed=3, **options) for r in range(world)]
+    epochs = []
+    for epoch in range(2):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        rows = [list(sampler) for sampler in ranks]
+        assert {len(own) for own in rows} == {len(ranks[0])}
+        given_rows = [row for own in rows for row in own]
+        assert all(row for row in given_rows)
+        assert all(packed_geometry([lengths[i] for i in row], align, bucket).total <= 48 for row in given_rows)
+        given_samples = [i for row in given_rows for i in row]
+        assert len(set(given_samples)) == len(lengths) - ranks[0].dropped
+        assert len(given_samples) == len(set(given_samples)) + ranks[0].repeated
+        assert ranks[0].repeated == 0 if drop_last else ranks[0].dropped == 0
+        epochs.append(rows)
+    if not shuffle:
+        assert epochs[0] == epochs[1]
+
+
+def test_an_epoch_has_an_order_of_its_own_and_the_same_on_every_machine():
+    first, second = PackedBatchSampler(LENGTHS, 16), PackedBatchSampler(LENGTHS, 16)
+    orders = []
+    for epoch in range(3):
+        first.set_epoch(epoch)
+        second.set_epoch(epoch)
+        orders.append(list(first))
+        assert orders[-1] == list(second)
+    assert orders[0] != orders[1] != orders[2]
+    assert list(PackedBatchSampler(LENGTHS, 16, seed=1)) != orders[0]
+    in_order = list(PackedBatchSampler(LENGTHS, 16, shuffle=False, window=4))
+    firsts = [min(row) // 4 for row in in_order]
+    assert firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_state_goes_on_in_the_middle_of_an_epoch(rows):
+    sampler = PackedBatchSampler(LENGTHS, 16, world_size=2, rank=1)
+    sampler.set_epoch(4)
+    whole = list(sampler)
+    given_rows = iter(sampler)
+    for _ in range(rows):
+        next(given_rows)
+    state = sampler.state_dict()
+    assert state == sampler.state_dict(rows)
+    later = PackedBatchSampler(LENGTHS, 16, world_size=2, rank=1)
+    later.load_state_dict(state)
+    later.set_epoch(4)  # as trainers do before they resume
+    assert list(later) == whole[rows:]
+    assert list(later) == whole, "the place holds once"
+    other = PackedBatchSampler([*LENGTHS[:-1], 4], 16, world_size=2, rank=1)
+    with pytest.raises(ValueError, match="other samples, ranks or settings"):
+        other.load_state_dict(state)
+
+
+def test_a_row_in_full():
+    """Written by hand: two sequences and a bucket pad."""
+    row = PackedCollator(pad_token_id=9, bucket=8)(
+        [{"input_ids": [1, 2, 3], "labels": [1, -100, 3]}, {"input_ids": [4, 5], "length": 2}]
+    )
+    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
+    assert row["labels"].tolist() == [[-100, -100, 3, -100, 5, -100, -100, -100]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert row["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 3, 5, 8]
+    assert row["max_length_q"] == row["max_length_k"] == 3
+    assert (row["seq_idx"].dtype, row["cu_seq_lens_q"].dtype) == (torch.int32, torch.int32)
+    assert (row["input_ids"].dtype, row["labels"].dtype) == (torch.int64, torch.int64)
+    plain = PackedCollator(seq_idx=False, flash=False)([{"input_ids": [1, 2]}])
+    assert set(plain) == {"input_ids", "labels", "position_ids"}
+
+
+def test_masks_choose_what_is_trained():
+    ids = [1, 2, 3, 4]
+    collator = PackedCollator()
+    for name in ("loss_mask", "assistant_masks", "completion_mask"):
+        assert collator([{"input_ids": ids, name: [1, 0, 1, 1]}])["labels"].tolist() == [[-100, -100, 3, 4]]
+    both = {"input_ids": ids, "assistant_masks": [0, 1, 1, 0], "completion_mask": [0, 0, 1, 1]}
+    assert collator([both])["labels"].tolist() == [[-100, -100, 3, -100]]
+    ignoring = PackedCollator(ignore=("completion_mask", "text"))
+    assert ignoring([{**both, "text": "x"}])["labels"].tolist() == [[-100, 2, 3, -100]]
+    axes = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 2], [0, 1, 1, 3]])
+    row = collator([{"input_ids": ids, "position_ids": axes}] * 2)
+    assert torch.equal(row["position_ids"], torch.cat([axes, axes], 1)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"labels": [1]}, "has no input_ids"),
+        ({"input_ids": []}, "one or more tokens"),
+        ({"input_ids": [1.5]}, "whole numbers"),
+        ({"input_ids": [[1, 2]]}, "one or more tokens"),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels of sample 1"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask of sample 1"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "padded"),
+        ({"input_ids": [1, 2], "text": "x"}, "'text'.*ignore"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(sample, message):
+    with pytest.raises(ValueError, match=message):
+        PackedCollator()([{"input_ids": [1, 2]}, sample])
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="lengths"):
+        PackedBatchSampler([4, 17], 16)
+    with pytest.raises(ValueError, match="rank must be in"):
+        PackedBatchSampler(LENGTHS, 16, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="too few for 14 ranks"):
+        PackedBatchSampler(LENGTHS, 16, world_size=14)
+    with pytest.raises(ValueError, match="window=1"):
+        PackedBatchSampler(LENGTHS, 16, world_size=2, window=1)
+    with pytest.raises(ValueError, match="rows must be in"):
+        PackedBatchSampler(LENGTHS, 16).state_dict(99)
+    with pytest.raises(ValueError, match="align"):
+        PackedCollator(align=0)
+    with pytest.raises(ValueError, match="a row is made of"):
+        PackedCollator(ignore=("labels",))
+    with pytest.raises(ValueError, match="no samples"):
+        PackedCollator()([])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_gives_the_rows_of_its_rank(workers):
+    samples = samples_of(LENGTHS)
+    loaders = [
+        packed_dataloader(samples, 16, rank=rank, world_size=2, num_workers=workers, collator=PackedCollator(align=2))
+        for rank in range(2)
+    ]
+    seen = []
+    for epoch in range(2):
+        rows = []
+        for loader in loaders:
+            loader.set_epoch(epoch)
+            assert len(loader) == len(loaders[0])
+            rows += [row["input_ids"][0, : row["cu_seq_lens_q"][-1]] for row in loader]
+        tokens = torch.cat(rows)
+        assert all(len(row) <= 16 for row in rows)
+        assert set(tokens.tolist()) >= {t for sample in samples for t in sample["input_ids"]}
+        seen.append(tokens.tolist())
+    assert seen[0] != seen[1]
+
+
+def test_the_fields_of_megatrons_class():
+    packed = PackedCollator(align=4, bucket=16).pack([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}])
+    fields = packed_seq_arguments(packed)
+    assert fields["cu_seqlens_q"].tolist() == fields["cu_seqlens_kv"].tolist() == [0, 3, 8, 12]
+    assert fields["cu_seqlens_q_padded"].tolist() == fields["cu_seqlens_kv_padded"].tolist() == [0, 4, 12, 16]
+    assert (fields["max_seqlen_q"], fields["max_seqlen_kv"], fields["qkv_format"]) == (8, 8, "thd")
+    assert fields["cu_seqlens_q"].dtype == torch.int32
+    assert (packed.values["labels"] == IGNORED).sum() == 16 - 6

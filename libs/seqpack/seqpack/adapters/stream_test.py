@@ -1,0 +1,172 @@
+"""The streaming packer: every sample once, hard caps, the same rows however many workers, exact resumption."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from seqpack.adapters import IGNORED, PackedCollator, PackedStream, TitanRows
+
+
+class Source:
+    """Samples of these lengths, numbered, as often as they are asked for."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        return iter([{"input_ids": [i + 1] * n} for i, n in enumerate(self.lengths)])
+
+
+class Counting(Source):
+    """A source that keeps its own place, as Hugging Face's streams do."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        self.place = 0
+
+    def __iter__(self):
+        samples = list(super().__iter__())
+        while self.place < len(samples):
+            self.place += 1
+            yield samples[self.place - 1]
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def numbers(row):
+    return [sample["input_ids"][0] for sample in row]
+
+
+lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=120)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths_of, st.integers(1, 6), st.sampled_from([1, 4]), st.sampled_from([None, 16]))
+def test_every_sample_once_under_the_cap_and_none_waits_long(lengths, lookahead, align, bucket):
+    stream = PackedStream(Source(lengths), 32, lookahead=lookahead, align=align, bucket=bucket)
+    rows = list(stream)
+    assert sorted(n for row in rows for n in numbers(row)) == list(range(1, len(lengths) + 1))
+    collator = PackedCollator(align=align, bucket=bucket)
+    assert all(collator(row)["input_ids"].shape[1] <= 32 for row in rows)
+    # A plan holds at most lookahead rows' worth of tokens and one sample more, so each of its samples has a place
+    # among so many rows: two plans bound how long one can wait.
+    newest = 0
+    for row in rows:
+        newest = max(newest, *numbers(row))
+        oldest = min(numbers(row))
+        tokens = sum(-(-n // align) * align for n in lengths[oldest - 1 : newest])
+        assert tokens <= 2 * (lookahead + 1) * 32 + 2 * 32
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths_of, st.integers(2, 4))
+def test_ranks_share_the_rows_of_one_stream(lengths, world):
+    whole = [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=3)]
+    ranks = [
+        [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=3, rank=rank, world_size=world)]
+        for rank in range(world)
+    ]
+    steps = len(whole) // world
+    assert [len(rows) for rows in ranks] == [steps] * world
+    assert [ranks[k % world][k // world] for k in range(steps * world)] == whole[: steps * world]
+    alone = [
+        [
+            n
+            for row in PackedStream(Source(lengths), 32, rank=rank, world_size=world, shard="samples")
+            for n in numbers(row)
+        ]
+        for rank in range(world)
+    ]
+    assert [sorted(own) for own in alone] == [list(range(r + 1, len(lengths) + 1, world)) for r in range(world)]
+
+
+LENGTHS = [int(n) for n in torch.randint(1, 30, (150,), generator=torch.Generator().manual_seed(0))]
+
+
+def fresh(kind=Source, **options):
+    return PackedStream(kind(LENGTHS), 32, lookahead=4, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rank": 1, "world_size": 2}, {"rank": 1, "world_size": 2, "shard": "samples"}]
+)
+@pytest.mark.parametrize("kind", [Source, Counting])
+def test_a_state_goes_on_exactly(options, kind):
+    whole = [numbers(row) for row in fresh(kind, **options)]
+    for done in (0, 1, 7, len(whole) - 1, len(whole)):
+        stream = fresh(kind, **options)
+        rows = iter(stream)
+        for _ in range(done):
+            next(rows)
+        state = json.loads(json.dumps(stream.state_dict()))  # plain data
+        later = fresh(kind, **options)
+        later.load_state_dict(copy.deepcopy(state))
+        assert later.state_dict() == state
+        assert [numbers(row) for row in later] == whole[done:]
+        anew = fresh(**options)
+        anew.load_state_dict({"rows": done})
+        assert [numbers(row) for row in anew] == whole[done:]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_do_not_depend_on_the_workers(workers):
+    stream = fresh(rank=1, world_size=2)
+    whole = [numbers(row) for row in stream]
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    assert [numbers(row) for row in loader] == whole
+    stream.load_state_dict({"rows": 4})
+    assert [numbers(row) for row in loader] == whole[4:]
+
+
+def test_rows_are_full():
+    rows = [sum(len(s["input_ids"]) for s in row) for row in PackedStream(Source(LENGTHS * 4), 64, lookahead=16)]
+    assert sum(rows) / (64 * len(rows)) > 0.97
+
+
+def test_rows_for_torchtitan():
+    rows = TitanRows(fresh(), pad_token_id=7)
+    plain = list(fresh())
+    for (inputs, labels), samples in zip(rows, plain, strict=True):
+        want_ids, want_labels, want_positions = [], [], []
+        for sample in samples:
+            ids = sample["input_ids"]
+            want_ids += ids
+            want_labels += [*ids[1:], IGNORED]
+            want_positions += range(len(ids))
+        pad = 32 - len(want_ids)
+        assert inputs["input"].tolist() == want_ids + [7] * pad
+        assert inputs["positions"].tolist() == want_positions + list(range(pad))
+        assert labels.tolist() == want_labels + [IGNORED] * pad
+    taken = iter(rows)
+    next(taken)
+    later = TitanRows(fresh())
+    later.load_state_dict(rows.state_dict())
+    assert len(list(later)) == len(plain) - 1
+    batch = next(iter(DataLoader(TitanRows(fresh()), batch_size=3)))
+    assert batch[0]["input"].shape == batch[1].shape == (3, 32)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="sample 2 of the source has 40 tokens"):
+        list(PackedStream(Source([3, 4, 40]), 32))
+    for wrong in ({"rank": 1}, {"shard": "files"}, {"lookahead": 0}, {"align": 64}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            PackedStream(Source([1]), 32, **wrong)
+    with pytest.raises(ValueError, match="'rows'"):
+        fresh().load_state_dict({})
+    with pytest.raises(ValueError, match="bucket"):
+        TitanRows(fresh(bucket=32))
+    stream = fresh(shard="samples")
+    stream.load_state_dict({"rows": 1})
+    with pytest.raises(ValueError, match="states of all workers"):
+        list(DataLoader(stream, batch_size=None, num_workers=2))

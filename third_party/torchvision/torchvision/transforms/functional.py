@@ -1,0 +1,7 @@
+"""The older transforms, as functions."""
+
+from torchvision import missing
+
+
+def __getattr__(name: str) -> object:
+    return missing(__name__, name)
