@@ -48,11 +48,24 @@ def count_cases(label: str, status: str, xml: Path | None) -> Counter[str]:
     return counts
 
 
+def instructions(label: str, xml: Path | None) -> dict[tuple[str, str], int]:
+    """(target, processor instructions that torch had: pytest_main.Capability) -> cases; none without torch."""
+    suites = list(ET.parse(xml).iter("testsuite")) if xml and xml.exists() else []
+    named = ((suite, suite.find("properties/property[@name='torch-instructions']")) for suite in suites)
+    return {(label, prop.get("value", "")): len(suite.findall("testcase")) for suite, prop in named if prop is not None}
+
+
 def main(files: list[str]) -> int:
     """Prints the account; 1 if anything failed or nothing ran."""
     targets: dict[str, tuple[str, Path | None]] = {}
+    computed: dict[tuple[str, str], int] = {}
     for name in files:
-        targets |= results(Path(name)) if Path(name).exists() else {}
+        found = results(Path(name)) if Path(name).exists() else {}
+        for label, (_, xml) in found.items():
+            computed |= instructions(label, xml)
+        targets |= found
+    for name in sorted({name for _, name in computed}):
+        print(f"torch computed with {name}: {sum(n for (_, its), n in computed.items() if its == name)} cases")
     counts = sum((count_cases(label, *target) for label, target in sorted(targets.items())), Counter())
     print(f"{len(targets)} test targets")
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")

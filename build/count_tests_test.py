@@ -1,10 +1,14 @@
 """The closing count: all outcomes, targets without cases, and a later run that takes an earlier one's place."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from build import pytest_main
 from build.count_tests import main
 
 JUNIT = """<testsuites><testsuite>
@@ -47,6 +51,36 @@ def test_status_of_a_clean_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert main([first, second, str(tmp_path / "absent")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
+
+
+def test_instructions_are_counted_once_for_each_run_of_a_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same target under two sets of instructions counts for both, for one once."""
+    with_torch = GOOD.replace(
+        "<testcase", '<properties><property name="torch-instructions" value="{}"/></properties><testcase', 1
+    )
+    first, again, other = (
+        _events(tmp_path / name, {"//a": ("PASSED", with_torch.format(capability)), "//b": ("PASSED", GOOD)})
+        for name, capability in [("fast", "AVX512"), ("full", "AVX512"), ("default", "DEFAULT")]
+    )
+    assert main([first, again, other]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:2] == ["torch computed with AVX512: 2 cases", "torch computed with DEFAULT: 2 cases"]
+    assert out[-1] == "4 passed, 0 failed, 0 skipped"
+
+
+def test_a_run_says_what_torch_computed_with(tmp_path: Path) -> None:
+    """pytest_main's line and property are those that the processor was told to have."""
+    file, junit = tmp_path / "some_test.py", tmp_path / "test.xml"
+    file.write_text("import torch\n\ndef test_sum():\n    assert torch.ones(2).sum() == 2\n")
+    surroundings = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "XML_OUTPUT_FILE": str(junit)}
+    surroundings.pop("TESTBRIDGE_TEST_ONLY", None)
+    ran = subprocess.run(
+        [sys.executable, pytest_main.__file__, str(file)], env=surroundings, capture_output=True, text=True
+    )
+    assert "torch computes with DEFAULT" in ran.stdout, ran.stdout + ran.stderr
+    assert 'name="torch-instructions" value="DEFAULT"' in junit.read_text()
 
 
 def test_nothing_run_is_a_failure(tmp_path: Path) -> None:

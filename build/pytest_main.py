@@ -89,6 +89,23 @@ class SkipKeeper:
         return [f"skip not in build/allowed_skips.txt: {test}: {reason}" for test, reason in unlisted]
 
 
+class Capability:
+    """Says which processor instructions torch computed with, in the log and in the JUnit file (ATEN_CPU_CAPABILITY)."""
+
+    def pytest_collection_finish(self, session) -> None:
+        """Called by pytest when the tests are imported, and torch with those that compute."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        name = torch.backends.cpu.get_cpu_capability()
+        print(f"torch computes with {name}")
+        from _pytest.junitxml import xml_key
+
+        junit = session.config.stash.get(xml_key, None)
+        if junit is not None:
+            junit.add_global_property("torch-instructions", name)
+
+
 def main(argv: list[str]) -> int:
     """Runs pytest on argv and returns the exit status for Bazel."""
     prepare_environment()
@@ -111,7 +128,7 @@ def main(argv: list[str]) -> int:
     if os.environ.get("TESTBRIDGE_TEST_ONLY"):
         options += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
     keeper = SkipKeeper(allowed_skips(root / "build/allowed_skips.txt"), strict=bool(os.environ.get("CI")))
-    status = int(pytest.main([*options, *rest], plugins=[keeper]))
+    status = int(pytest.main([*options, *rest], plugins=[keeper, Capability()]))
     for test, reason in keeper.skips:
         print(f"SKIPPED {test}: {reason}" + (f" [{', '.join(tags)}]" if tags else ""))
     failures = keeper.failures()
