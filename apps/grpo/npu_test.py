@@ -1,6 +1,7 @@
 """Whole runs of both apps on device npu, by the stand-in that computes on the CPU (docs/ascend.md).
 
-Steps, checkpoints, evaluation, export, and the native sampler of GRPO: each figure and each weight is the CPU's.
+Steps, checkpoints, evaluation, export, and the native sampler of GRPO, with training offloaded meanwhile: each figure
+and each weight is the CPU's.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from apps.common.plan.cluster import Cluster
 from apps.grpo.main import run
 from apps.grpo.testing import RECIPE
 from apps.sft.main import run as supervised
@@ -43,6 +45,8 @@ def whole_run(app, device, run_dir):
     data = {"demonstrations": 64} if app == "sft" else {"eval_prompts": 8}
     engine = EngineConfig(device=device, dtype="float32", lr=3e-3)
     config = replace(config, run_dir=run_dir, engine=engine, data=replace(config.data, **data), **SHORT)
+    if device == "npu" and app == "grpo":  # the CPU's runs do without, and end with the same bits
+        config = replace(config, cluster=Cluster(offload=True))
     with sdpa_kernel(SDPBackend.MATH):
         function(replace(config, processes=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
 

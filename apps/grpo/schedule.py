@@ -8,6 +8,7 @@ from typing import Protocol
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
+from apps.grpo.resting import resting
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import Tasks
@@ -74,7 +75,8 @@ class InTurn:
 
     def evaluate(self) -> Evaluation:
         """See `Session.evaluate`."""
-        return self.session.evaluate()
+        with resting(self.engine, self.config.cluster.offload):
+            return self.session.evaluate()
 
     def saving(self, step: int) -> None:
         """Where the tasks are."""

@@ -13,7 +13,6 @@ from apps.grpo.main import main, run_shrunk, shrunk
 from apps.grpo.registry import recipes, work_of
 from apps.grpo.shrink import shrink, supplied
 from apps.grpo.testing import RECIPE
-from engines import EngineConfig
 from engines.families.registry import family_of
 
 RECIPES = recipes()
@@ -104,7 +103,7 @@ def test_flags_that_leave_something_out_are_proposed():
     with pytest.raises(ValueError) as refusal:
         run_shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
-    assert "--engine.no-optimizer-on-host" in proposed
+    assert "--engine.no-optimizer-on-host" not in proposed
     assert proposed[proposed.index("--cluster.media.images-column") + 1] == "None"
     argv = ["--recipe", "qwen3-5-27b-fsdp2", "--shrink", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
@@ -140,10 +139,11 @@ def test_a_file_of_images_is_asked_for_and_not_made_up(tmp_path):
 
 
 def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path, capsys):
-    """The 27B script without what is missing: FSDP2 on two ranks, mini-batches, the KL penalty, recomputed layers."""
+    """The 27B script without what is missing: FSDP2 on two ranks, mini-batches, the KL penalty, recomputed layers,
+    optimizer states on the host."""
     config = RECIPES["qwen3-5-27b-fsdp2"].config
-    left = replace(config, cluster=Cluster(), engine=replace(config.engine, optimizer_on_host=False), steps=2)
-    assert left.engine != EngineConfig()
+    left = replace(config, cluster=Cluster(), steps=2)
+    assert left.engine.optimizer_on_host
     result = run_shrunk(replace(left, run_dir=tmp_path / "run"), 2)
     assert result.steps == 2
     assert "flag   --cluster.media.images-column  images -> None" in capsys.readouterr().out

@@ -112,15 +112,6 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Offload:
-    """What is kept in host memory while answers are sampled; an optimizer that lives there is the engine's setting."""
-
-    parameters: bool = False
-    gradients: bool = False
-    optimizer: bool = False
-
-
-@dataclass(frozen=True)
 class Media:
     """What samples hold beyond text."""
 
@@ -153,7 +144,8 @@ class Cluster:
     pools: Pools = field(default_factory=Pools)
     rollout: RolloutLayout = field(default_factory=RolloutLayout)
     schedule: Schedule = field(default_factory=Schedule)
-    offload: Offload = field(default_factory=Offload)
+    offload: bool = False
+    """Keep training's weights, gradients and optimizer states in host memory while answers are sampled (mode sync)."""
     media: Media = field(default_factory=Media)
     router: Router = field(default_factory=Router)
     environment: tuple[str, ...] = ()

@@ -6,7 +6,6 @@ from apps.common.config_file import dump_config, load_config
 from apps.common.plan.cluster import (
     Cluster,
     Media,
-    Offload,
     Pools,
     RolloutLayout,
     Router,
@@ -53,7 +52,7 @@ FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80, collective_timeout_seconds=60),
     rollout=RolloutLayout("vllm", 2, 2, 4, 0.5, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379"),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),
-    offload=Offload(True, True, True),
+    offload=True,
     media=Media("images"),
     router=Router(0.1),
     environment=("A=1",),

@@ -20,7 +20,6 @@ UNOBEYED = {
     "pools.rollout_nodes": "sampling and training take turns on the same devices",
     "pools.collective_timeout_seconds": "engines.launch starts groups with torch's own timeout",
     "rollout": "the native engine holds a whole model on each device and has no options of its own",
-    "offload": "the apps never move weights or states to the host",
     "router": "no loss holds down the size of a router's logits",
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.
@@ -40,6 +39,10 @@ VLLM_FIELDS: dict[str, Yes | No] = {
 }
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
+OFFLOAD = Yes("apps/grpo/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
+OVERLAP = No(
+    "sampling and training overlap, on devices of their own: leave it out, or use --cluster.schedule.mode sync"
+)
 REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
 ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
@@ -101,8 +104,10 @@ def _cluster_need(work: Work, path: str) -> Need:
         return Need(feature, _obeyed(supports(work.engine, ENGINE_FEATURES[path])))
     if path == "pools.device_memory_gib":
         return Need(feature, UNKNOWN_SIZE if work.origin is None else Yes("the plan's memory is held against it"))
-    if work.app == "sft" and path.split(".")[0] in ("rollout", "schedule"):
+    if work.app == "sft" and path.split(".")[0] in ("rollout", "schedule", "offload"):
         return Need(feature, UNSAMPLED)
+    if path == "offload":
+        return Need(feature, OFFLOAD if work.cluster.schedule.mode == "sync" else OVERLAP)
     if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith("rollout.ray_"):
         return Need(feature, _vllm(path))
     if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):

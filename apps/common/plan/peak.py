@@ -110,7 +110,10 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Token
             "head": states + held + kept + logit_bytes(shape, rows, width),
             "layers": states + held + width * shape.vocab * shape.hidden + backward,
             "outermost": states + shard + held + (width + WIDE) * root,
-            "update": states + shard,
+            # States on the host come to the device, those of a parameter at a time.
+            "update": states
+            + shard
+            + (2 * shape.vocab * shape.hidden * master / ranks if engine.optimizer_on_host else 0),
         },
     )
 

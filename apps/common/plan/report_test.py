@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router, Schedule
+from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Router, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.common.plan.ready import refuse_unready
@@ -94,9 +94,6 @@ CHANGES = {
     "--cluster.rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
     "--cluster.rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
     "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
-    "--cluster.offload.parameters True": Cluster(offload=Offload(parameters=True)),
-    "--cluster.offload.gradients True": Cluster(offload=Offload(gradients=True)),
-    "--cluster.offload.optimizer True": Cluster(offload=Offload(optimizer=True)),
     "--cluster.media.images-column images": Cluster(media=Media("images")),
     "--cluster.router.z-loss-coef 0.1": Cluster(router=Router(z_loss_coef=0.1)),
 }
@@ -192,11 +189,21 @@ def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason(
         refuse_unready(supervised, {})
 
 
+def test_offload_is_for_devices_that_training_and_sampling_share():
+    offload = Cluster(offload=True)
+    refuse_unready(replace(PLAIN, cluster=offload), {})
+    for mode in ("one_step_off", "fully_async"):
+        with pytest.raises(ValueError, match="sampling and training overlap, on devices of their own"):
+            refuse_unready(replace(PLAIN, cluster=replace(offload, schedule=Schedule(mode))), {})
+    with pytest.raises(ValueError, match="samples nothing"):
+        refuse_unready(replace(PLAIN, app="sft", cluster=offload), {})
+
+
 def test_the_changes_above_are_of_every_field():
     names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY} | {"--cluster.rollout.engine"}
     cluster_test_fields = {
         f"--cluster.{group}.{name}".replace("_", "-")
-        for group in ("pools", "rollout", "schedule", "offload", "media", "router")
+        for group in ("pools", "rollout", "schedule", "media", "router")
         for name in vars(getattr(Cluster(), group))
     }
     assert names == cluster_test_fields

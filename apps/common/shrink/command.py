@@ -15,7 +15,6 @@ LEFT_OUT = {
     "vision": "--cluster.media.images-column None",
     "images": "--cluster.media.images-column None",
     "reference policy": "--objective.kl-coef 0",
-    "optimizer_on_host": "--engine.no-optimizer-on-host",
 }
 """Flags that leave out what a need is for, where its name is no flag."""
 

@@ -1,6 +1,6 @@
 """Qwen3.5-122B-A10B on geometry problems with images, Megatron, four machines of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout
+from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -61,7 +61,7 @@ RECIPE = Recipe(
         cluster=Cluster(
             pools=Pools(nodes=4, device_memory_gib=96, collective_timeout_seconds=10_800),
             rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.66, max_model_tokens=15_768),
-            offload=Offload(parameters=True, gradients=True),
+            offload=True,
             media=Media(images_column="images"),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
         ),
@@ -80,7 +80,7 @@ RECIPE = Recipe(
             "no KL coefficient: the script lists 0.01 and turns the term off",
             "20 epochs of 16 whole batches are 320 steps; the last rows of an epoch go into the next batch",
             "no bucket of 4096 MB: weights travel in pieces of any size, also the 1.4 GiB embedding",
-            "offload of gradients is meant to work; the script's grad_offload was read by nobody",
+            "gradients are offloaded with the weights; the script's grad_offload was read by nobody",
             "CUDA_VISIBLE_DEVICES and proxies are the launcher's business; VLLM_USE_V1 has no other value any more",
         ),
     ),

@@ -1,6 +1,6 @@
 """Qwen3.5-27B on geometry problems with images, FSDP2, one machine of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout
+from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import GrpoConfig
@@ -50,7 +50,7 @@ RECIPE = Recipe(
         cluster=Cluster(
             pools=Pools(device_memory_gib=80),
             rollout=RolloutLayout(engine="vllm", tp=4, memory_share=0.6, max_batched_tokens=8192, chunked_prefill=True),
-            offload=Offload(parameters=True),
+            offload=True,
             media=Media(images_column="images"),
         ),
     ),

@@ -1,6 +1,6 @@
 """Qwen3.5-35B-A3B on geometry problems with images, Megatron, one machine of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Offload, Pools, RolloutLayout, Router
+from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Router
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -62,7 +62,7 @@ RECIPE = Recipe(
         cluster=Cluster(
             pools=Pools(device_memory_gib=80),
             rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.6),
-            offload=Offload(parameters=True, gradients=True),
+            offload=True,
             media=Media(images_column="images"),
             router=Router(z_loss_coef=0.001),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
@@ -79,8 +79,8 @@ RECIPE = Recipe(
             "max_tokens_per_rank 4096 is a hard cap; the script's token caps were dead without dynamic batches",
             "prompts that are too long are left out and counted, where truncation='error' stopped the run",
             "15 epochs of 65 whole batches are 975 steps; the last rows of an epoch go into the next batch",
-            "offload of gradients is meant to work; the script's grad_offload was read by nobody",
-            "the optimizer lives on the host alone: offloading it as well, as the script asks, has nothing to move",
+            "gradients are offloaded with the weights; the script's grad_offload was read by nobody",
+            "the optimizer lives on the host alone: of the script's optimizer_offload nothing is left to move",
             "VLLM_USE_V1 is left out: vLLM has had no other engine since 0.11",
         ),
     ),

@@ -92,7 +92,8 @@ class EngineConfig:
     """NAME=VALUE fields of megatron-core's TransformerConfig, beside those that follow from the model and these
     settings (backend megatron)."""
     optimizer_on_host: bool = False
-    """Keep optimizer states and float32 weights in host memory, and step there (backend megatron)."""
+    """Keep optimizer states in host memory. Megatron's float32 weights are there too, and step there; FSDP2 brings the
+    states of one parameter after another to the device, and updates there, bit for bit as without."""
     distributed_optimizer: bool = False
     """Share optimizer states and float32 weights out over the ranks that hold the same weights (backend megatron)."""
     grad_clip: float | None = 1.0
@@ -138,6 +139,8 @@ class EngineConfig:
                 f"moments_dtype='bfloat16' keeps no second moment with betas[1]={self.betas[1]}: set that to at most "
                 f"{LARGEST_BETA}"
             )
+        if self.optimizer_on_host and self.moments_dtype == "bfloat16":
+            raise ValueError("optimizer_on_host keeps float32 moments: set moments_dtype='auto', or leave it out")
         if self.activation_offload and not self.gradient_checkpointing:
             raise ValueError("activation_offload moves what gradient_checkpointing keeps: set that too")
         if self.vision != "off" and self.lora.rank:

@@ -147,6 +147,34 @@ def test_resume_and_export(tmp_path):
     )
 
 
+def test_moments_on_the_host_change_no_bit(tmp_path):
+    """Nor a checkpoint's; and the device is free of them."""
+    found = []
+    for host in (False, True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        built = engine(optimizer_on_host=host, weights="sharded", grad_clip=0.1)
+        steps = [built.train_batch(batch(seed), SFT())["grad_norm"] for seed in range(2)]
+        held = torch.cuda.memory_allocated() - before
+        built.save(tmp_path / str(host))
+        other = engine(optimizer_on_host=host, weights="sharded", grad_clip=0.1)
+        other.load(tmp_path / str(host))
+        steps += [one.train_batch(batch(2), SFT())["grad_norm"] for one in (built, other)]
+        weights = {part.name: part.flat.cpu() for part in built.export_weights(max_bytes=2**40)}
+        moments = [
+            s[name].to_local() for s in built.executor.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ]
+        found.append((steps, weights, held, sum(moment.nbytes for moment in moments), {m.is_pinned() for m in moments}))
+        del built, other, moments
+    (plain, want, full, size, _), (lean, got, less, _, pinned) = found
+    assert pinned == {True}
+    assert plain == lean
+    assert lean[2] == lean[3]
+    assert [name for name, value in got.items() if not torch.equal(value, want[name])] == []
+    print(f"{full - less} bytes less on the device, {size} of moments")
+    assert full - less >= 0.99 * size > 0
+
+
 def test_offload_frees_the_device():
     built = engine()
     built.train_batch(batch(), SFT())

@@ -74,6 +74,7 @@ def test_every_field_refuses_what_cannot_work():
     [
         ({"backend": "fsdp"}, "backend must be one of 'fsdp2', 'megatron', got 'fsdp'"),
         ({"moments_dtype": "bfloat16", "betas": (0.9, 0.999)}, "keeps no second moment with betas"),
+        ({"optimizer_on_host": True, "moments_dtype": "bfloat16"}, "optimizer_on_host keeps float32 moments"),
         ({"activation_offload": True}, "activation_offload moves what gradient_checkpointing keeps"),
         ({"lr_schedule": "cosine"}, "needs total_steps above warmup_steps"),
         ({"lr_schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "needs total_steps above warmup_steps"),
@@ -156,7 +157,6 @@ def test_an_option_of_the_other_backend_is_refused():
         {"virtual_pipeline_parallel": 2},
         {"expert_tensor_parallel": 2},
         {"pipeline_parallel": 2, "last_stage_layers": 1},
-        {"optimizer_on_host": True},
         {"distributed_optimizer": True},
         {"backend": "megatron", "batching": "padded"},
         {"backend": "megatron", "master_dtype": "bfloat16"},

@@ -250,6 +250,43 @@ def test_a_checkpoint_holds_the_devices_random_state(tmp_path):
     assert on_npu(resumed, str(tmp_path / "checkpoint")) == (True, True, ["npu"])
 
 
+def with_moments_on(host, folder):
+    """Bytes on the device after a step and the most within the next, what it computed, and a resumed run's step."""
+    config = EngineConfig(device="npu", lr=1e-2, max_tokens_per_rank=20, optimizer_on_host=host, grad_clip=0.1)
+    made = [build_engine(config, tiny_model("moe", seed=seed, num_hidden_layers=2)) for seed in (0, 1)]
+    npu, (built, other) = devices_of("npu"), made
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    built.save(folder)
+    before = npu.memory().allocated
+    states = built.executor.optimizer.state.values()
+    places = {state[name].device.type for state in states for name in ("exp_avg", "exp_avg_sq")}
+    moments = sum(s[name].to_local().nbytes for s in states for name in ("exp_avg", "exp_avg_sq"))
+    built.offload()
+    built.onload()
+    other.load(folder)
+    steps = [timeless(one.train_batch(tiny_batch(LENGTHS, seed=1), SFT())) for one in made]
+    weights = [{part.name: part.flat.cpu().clone() for part in one.export_weights(max_bytes=2**40)} for one in made]
+    for one in made:
+        one.save(folder)  # what is on its way to the host has arrived
+        assert not any(s["exp_avg"].to_local().isnan().any() for s in one.executor.optimizer.state.values())
+        assert {s["exp_avg"].device.type for s in one.executor.optimizer.state.values()} == places
+    return before, places, moments, steps, weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_moments_on_the_host_change_no_bit(ranks, tmp_path):
+    """They never stay on the device: not after a step, an offload, a checkpoint; and save what they weigh there."""
+    found = [on_npu(with_moments_on, host, str(tmp_path / str(host)), ranks=ranks) for host in (True, False)]
+    (lean, places, moments, steps, weights), (full, plain_places, _, wanted, plain_weights) = found
+    assert (places, plain_places) == ({"cpu"}, {"npu"})
+    assert steps == wanted
+    assert steps[0] == steps[1]
+    for one, other in zip(weights, plain_weights, strict=True):
+        assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+    print(f"{full - lean} bytes less on the device, {moments} of moments")
+    assert full - lean >= 0.99 * moments > 0
+
+
 # ---- operators of torch_npu
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
 from engines.execution.bfloat16_adamw import BFloat16AdamW
+from engines.execution.host_adamw import HostAdamW
 from engines.execution.reductions import reduce_float64
 
 
@@ -33,6 +34,8 @@ def adamw(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Parameter], con
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.moments_dtype == "bfloat16":
         return BFloat16AdamW(groups, **options)
+    if config.optimizer_on_host and config.backend == "fsdp2":  # Megatron's masters are on the host themselves
+        return HostAdamW(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=True)
 
 

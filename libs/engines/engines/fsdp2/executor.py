@@ -254,7 +254,8 @@ class FSDP2Executor:
     def move(self, device: torch.device) -> None:
         """Move weights and the optimizer's moments."""
         self.scorer.to(device)
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+        here = self.optimizer is not None and not self.config.optimizer_on_host
+        for state in self._optimizer.state.values() if here else ():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     state[key] = value.to(device)

@@ -1,0 +1,76 @@
+"""`--cluster.offload`: training is in host memory while answers are sampled, and nothing else changes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import apps.grpo.train as app
+from apps.common.plan.cluster import Cluster
+from apps.grpo.main import run
+from apps.grpo.resting import resting
+from apps.grpo.session import Session
+from apps.grpo.testing import RECIPE
+from engines import build_engine
+from objectives import GRPO
+
+
+def test_training_is_on_the_host_while_answers_are_sampled(tmp_path, monkeypatch):
+    """The engine and its frozen reference, in steps and in evaluations; the run's weights are those without."""
+    made, seen = [], []
+
+    def built(*args, **options):
+        made.append(build_engine(*args, **options))
+        return made[-1]
+
+    plays = Session.playing
+
+    async def playing(self, *args):
+        seen.append([one._offloaded for one in made])
+        return await plays(self, *args)
+
+    monkeypatch.setattr(app, "build_engine", built)
+    monkeypatch.setattr(Session, "playing", playing)
+    config = replace(RECIPE.config, objective=GRPO(kl_coef=0.1), steps=2, eval_every=1, save_every=1)
+    for name, offload in (("plain", False), ("moved", True)):
+        made.clear()
+        seen.clear()
+        run(replace(config, run_dir=tmp_path / name, cluster=Cluster(offload=offload)), RECIPE)
+        assert seen == [[offload, offload]] * 5  # held-out before, then two steps and their evaluations
+        assert [one._offloaded for one in made] == [False, False]
+    plain, moved = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("plain", "moved"))
+    assert [name for name, value in plain.items() if not torch.equal(value, moved[name])] == []
+    start = load_file(tmp_path / "plain" / "model" / "model.safetensors")
+    assert any(not torch.equal(value.float(), start[name].float()) for name, value in moved.items())
+
+
+class Held:
+    """What `resting` asks of an engine."""
+
+    reference = None
+
+    def __init__(self, fails=False):
+        self.calls, self.fails = [], fails
+
+    def offload(self):
+        self.calls.append("offload")
+        if self.fails:
+            raise MemoryError("the host is full")
+
+    def onload(self):
+        self.calls.append("onload")
+
+
+def test_it_comes_back_where_sampling_or_moving_fails():
+    engine, other = Held(), Held(fails=True)
+    with pytest.raises(RuntimeError, match="no answers"), resting(engine, True):
+        raise RuntimeError("no answers")
+    assert engine.calls == ["offload", "onload"]
+    engine.reference = other
+    with pytest.raises(MemoryError, match="the host is full"), resting(engine, True):
+        pytest.fail("nothing is sampled")
+    assert engine.calls == ["offload", "onload"] * 2
+    assert other.calls == ["offload", "onload"]
+    with resting(engine, False):
+        assert len(engine.calls) == 4

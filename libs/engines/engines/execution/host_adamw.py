@@ -1,0 +1,104 @@
+"""AdamW whose moments are kept in host memory, 8 bytes a parameter that the device is free of.
+
+The update is torch's own fused one on the device, bit for bit: 1. the moments of one parameter come to its shard, from
+pinned memory where the device has that; 2. they are updated with it; 3. they go back, and the next parameter's come.
+
+Invariants: between two steps no moment is on the device; within one, those of a parameter or two. All copies are on the
+current stream, so that a read follows the write before it; who reads the moments on the host waits for that stream.
+Per step 8 bytes a parameter travel each way (ZeRO-Offload, Ren et al., arXiv 2101.06840, steps on the host instead:
+4 bytes each way, and the host's own AdamW).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from engines.devices.choice import devices_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HostAdamW(torch.optim.AdamW):
+    """See the module's text. `grad_scale` and `found_inf` are as of torch's fused AdamW: scalars on the device."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.register_load_state_dict_post_hook(_to_host)
+        self.register_state_dict_pre_hook(_wait)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every weight that has a gradient; none where `found_inf` is 1."""
+        assert closure is None, "the gradient is there already"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, self._state(parameter), group)
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: _on_host(parameter) for name in MOMENTS}
+        return state
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One weight's; its moments on the device are freed before the next one's."""
+        weight = _local(parameter)
+        moments = [_local(state[name]) for name in MOMENTS]
+        near = [moment.to(weight.device, non_blocking=_pins(weight)) for moment in moments]
+        adamw(
+            [weight],
+            [_local(parameter.grad)],
+            *([one] for one in near),
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"]],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        for moment, one in zip(moments, near, strict=True):
+            moment.copy_(one, non_blocking=_pins(weight))
+
+
+def _wait(optimizer: torch.optim.Optimizer) -> None:
+    """For moments that are on their way to the host."""
+    pinned = next((parameter.device for parameter in optimizer.state if _pins(parameter)), None)
+    if pinned is not None:
+        devices_of(pinned).current_stream().synchronize()
+
+
+def _to_host(optimizer: torch.optim.Optimizer) -> None:
+    """Torch brings what it loads to the device of the weights."""
+    for parameter, state in optimizer.state.items():
+        for name in MOMENTS:
+            kept = _on_host(parameter)
+            _local(kept).copy_(_local(state[name]))
+            state[name] = kept
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, device="cpu", pin_memory=_pins(parameter))
+
+
+def _pins(tensor: Tensor) -> bool:
+    """Only copies of pinned memory may be left on their way."""
+    return tensor.device.type == "cuda"
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
