@@ -191,7 +191,32 @@ def dependencies(tree: Tree, package: str, path: Path, hub: str, readme: Path | 
 
 def order(dep: str) -> tuple[int, str]:
     """Own package, other packages, third-party; each by name."""
-    return (2 if dep.startswith("requirement") else 1 if dep.startswith('"//') else 0, dep.replace(":", "!"))
+    return (2 if dep.startswith("requirement") else 1 if dep.startswith('"//') else 0, dep.strip('"').replace(":", "!"))
+
+
+def kept_entries(deps: str) -> list[str]:
+    """The entries of a list, as the source has it, whose last line is marked `# keep`; each on one line."""
+    lines = deps.splitlines()
+    listed = ast.parse(deps, mode="eval").body
+    entries = [node for node in listed.elts if node.end_lineno] if isinstance(listed, ast.List) else []
+    return [one_line(node) for node in entries if lines[(node.end_lineno or 0) - 1].rstrip().endswith("# keep")]
+
+
+def one_line(node: ast.expr) -> str:
+    """A label or a requirement() call as this file writes it inside."""
+    if isinstance(node, ast.Call):
+        words = [one_line(word) for word in node.args] + [f"{k.arg} = {one_line(k.value)}" for k in node.keywords]
+        return f"{ast.unparse(node.func)}({', '.join(words)})"
+    return f'"{ast.literal_eval(node)}"'
+
+
+def spread(entry: str, indent: int) -> str:
+    """An entry as buildifier writes it: a call with more than one argument has a line for each."""
+    call = re.fullmatch(r"(\w+)\((.+), (\w+ = .+)\)", entry)
+    if not call:
+        return entry
+    blanks = " " * indent
+    return f"{call[1]}(\n{blanks}    {call[2]},\n{blanks}    {call[3]},\n{blanks})"
 
 
 def parse_build(text: str) -> tuple[str, list[Rule], list[str]]:
@@ -207,14 +232,15 @@ def parse_build(text: str) -> tuple[str, list[Rule], list[str]]:
         kind = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
         if kind == "load":
             head += source
+        elif kind == "package":
+            head += "\n" + (above + "\n" if above else "") + source
         elif call is not None and kind in MANAGED:
             attributes = {
                 word.arg: ast.get_source_segment(text, word.value) or "" for word in call.keywords if word.arg
             }
             deps = attributes.pop("deps", "[]")
             name = ast.literal_eval(attributes.pop("name"))
-            kept = [line.strip() for line in deps.splitlines() if line.rstrip().endswith("# keep")]
-            rules.append(Rule(kind, name, attributes, [line.split("#")[0].strip().rstrip(",") for line in kept]))
+            rules.append(Rule(kind, name, attributes, kept_entries(deps)))
         else:
             others.append((above + "\n" if above else "") + source)
     return head, rules, others
@@ -223,14 +249,14 @@ def parse_build(text: str) -> tuple[str, list[Rule], list[str]]:
 def layout(rule: Rule) -> str:
     """The rule as buildifier would write it."""
     lines = [f'    name = "{rule.name}",\n']
-    first = ["size", "srcs", "main", "args", "data", "env", "hub", "tags", "visibility"]
+    first = ["size", "srcs"]
     keys = sorted(rule.attributes, key=lambda key: (first.index(key) if key in first else len(first), key))
     lines += [f"    {key} = {rule.attributes[key]},\n" for key in keys]
     kept = [dep for dep in rule.kept if dep not in rule.deps]
     entries = sorted({*rule.deps, *kept}, key=order)
-    texts = [f"{dep},  # keep" if dep in kept else f"{dep}," for dep in entries]
+    texts = [spread(dep, 8) + (",  # keep" if dep in kept else ",") for dep in entries]
     if len(texts) == 1 and not kept:
-        lines.append(f"    deps = [{entries[0]}],\n")
+        lines.append(f"    deps = [{spread(entries[0], 4)}],\n")
     elif texts:
         lines.append("    deps = [\n" + "".join(f"        {text}\n" for text in texts) + "    ],\n")
     return f"{rule.kind}(\n{''.join(lines)})\n"

@@ -25,6 +25,12 @@ module_test(
     deps = [
         ":gone",
         requirement("jinja2"),  # keep
+        requirement(
+            "wandb",
+            hub = "pypi_extras",
+        ),  # keep
+        requirement("gone", hub = "pypi_extras"),
+        "//libs/base:sums",  # keep
     ],
 )
 
@@ -33,6 +39,9 @@ filegroup(
     name = "hand",
     srcs = ["README.md"],
 )
+
+# Everybody.
+package(default_visibility = ["//visibility:public"])
 """
 
 FILES = {
@@ -48,10 +57,13 @@ FILES = {
     "libs/peak/peak/rooms/climb.py": "from base import add\nfrom typing import TYPE_CHECKING\n"
     "if TYPE_CHECKING:\n    import numpy\nfrom peak.rooms import rope\n",
     "libs/peak/peak/rooms/rope.py": "def f():\n    import torch\n    import openai\n    import not_locked\n",
-    "libs/peak/peak/rooms/slow_test.py": "import pytest\nfrom peak import climb\n",
+    "libs/peak/peak/rooms/slow_test.py": "import pytest\nfrom peak import climb\nimport base\n",
 }
 
 EXPECTED = """load("//build:defs.bzl", "library", "module", "module_test", "requirement")
+
+# Everybody.
+package(default_visibility = ["//visibility:public"])
 
 library(
     name = "peak",
@@ -69,7 +81,10 @@ module(
 module(
     name = "rooms/rope",
     deps = [
-        requirement("openai", hub = "pypi_extras"),
+        requirement(
+            "openai",
+            hub = "pypi_extras",
+        ),
         requirement("torch"),
     ],
 )
@@ -81,8 +96,14 @@ module_test(
     tags = ["slow"],
     deps = [
         ":rooms/climb",
+        "//libs/base",
+        "//libs/base:sums",  # keep
         requirement("jinja2"),  # keep
         requirement("numpy"),
+        requirement(
+            "wandb",
+            hub = "pypi_extras",
+        ),  # keep
     ],
 )
 
