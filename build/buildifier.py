@@ -1,4 +1,4 @@
-"""The formatter of BUILD files: `./bazelw run //build:buildifier` looks, `-- -mode=fix` writes; other words are its own.
+"""The formatter of BUILD files: `./bazelw run //build:buildifier` looks, `-- -mode=fix` writes.
 
 Its makers publish the binaries of one version as an npm package. `npm` fetches that, from the registry it is configured
 for; the archive is held to the hash below and kept in the user's cache. A `buildifier` of this version on the PATH is

@@ -32,7 +32,7 @@ def test_the_binary_is_that_of_the_processor() -> None:
 
 def test_another_archive_is_refused() -> None:
     """Though it holds a binary."""
-    with pytest.raises(ValueError, match="build/buildifier.py lists"):
+    with pytest.raises(ValueError, match=r"build/buildifier\.py lists"):
         binary_in(archive({"package/buildifier-linux_amd64": b"three"}), INTEGRITY, "x86_64")
 
 
