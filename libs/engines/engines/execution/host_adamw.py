@@ -57,7 +57,8 @@ class HostAdamW(torch.optim.AdamW):
         adamw(
             [weight],
             [_local(parameter.grad)],
-            *([one] for one in near),
+            [near[0]],
+            [near[1]],
             max_exp_avg_sqs=[],
             state_steps=[state["step"]],
             fused=True,
