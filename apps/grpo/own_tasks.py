@@ -12,7 +12,7 @@ each a step asks.
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ def deal(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int
 
 
 def _of(part: Part, row: TaskRow) -> TaskRow:
-    return TaskRow(row.id, row.data, row.visit, part.name)
+    return replace(row, environment=part.name)
 
 
 def _brought(spec: str) -> list[TaskRow] | None:

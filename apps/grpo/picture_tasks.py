@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,8 @@ class PictureTasks:
 
     def held_out(self) -> list[TaskRow]:
         """Pictures that are never trained on."""
-        return _rows("held-out", itertools.islice(picture_problems(random.Random(0), held_out=True), self.eval_prompts))
+        stream = picture_problems(random.Random(0), held_out=True)
+        return [_row(problem) for problem in itertools.islice(stream, self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
         """One picture."""
@@ -86,4 +87,9 @@ def _step_problems(seed: int, step: int, count: int) -> list[PictureProblem]:
 
 
 def _rows(name: str, chosen: Iterable[PictureProblem]) -> list[TaskRow]:
-    return [TaskRow(f"{name}/{i}", {"problem": problem}) for i, problem in enumerate(chosen)]
+    return [replace(_row(problem), draw=f"{name}/{i}") for i, problem in enumerate(chosen)]
+
+
+def _row(problem: PictureProblem) -> TaskRow:
+    """A picture is known by what is drawn and asked, in any step of any run."""
+    return TaskRow(f"{problem.drawn} {problem.question}", {"problem": problem})

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from apps.common.answers import exact_reward
@@ -42,7 +42,7 @@ class SumTasks:
     def held_out(self) -> list[TaskRow]:
         """Different sums that are never trained on."""
         stream = problems(random.Random(0), self.digits, held_out=True)
-        return _rows("held-out", distinct(stream, self.eval_prompts))
+        return [_row(problem) for problem in distinct(stream, self.eval_prompts)]
 
     def environment(self, row: TaskRow) -> Task:
         """One sum."""
@@ -57,7 +57,12 @@ class SumTasks:
 
 
 def _rows(name: str, chosen: Iterable[Problem]) -> list[TaskRow]:
-    return [TaskRow(f"{name}/{i}", {"problem": problem}) for i, problem in enumerate(chosen)]
+    return [replace(_row(problem), draw=f"{name}/{i}") for i, problem in enumerate(chosen)]
+
+
+def _row(problem: Problem) -> TaskRow:
+    """A sum is known by what it asks, in any step of any run."""
+    return TaskRow(problem.expression, {"problem": problem})
 
 
 def sum_tasks(config: GrpoConfig, kind: Kind) -> SumTasks:

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.picture_tasks import PictureTasks
 from apps.grpo.synthetic import as_task, sum_tasks
 from apps.quickstart.arithmetic import addition
 from rollout.environments.environment import Reply, Score
+from rollout.seeds import derive_seed
 from rollout.tools.tool import ToolCall
 
 
@@ -35,6 +37,30 @@ def test_what_is_held_out_is_never_trained_on():
     trained = {question(task) for step in range(100) for task in found.tasks(step, 64)}
     assert len(held_out) == 256
     assert not held_out & trained
+
+
+def test_a_task_has_one_id_in_every_step_and_run():
+    def look(task):
+        return repr(task.data["problem"])
+
+    def pictures(seed):
+        return PictureTasks(eval_prompts=32, seed=seed)
+
+    for made in (tasks, pictures):
+        rows = [row for seed in (0, 1) for step in range(40) for row in made(seed).tasks(step, 64)]
+        rows += made(0).held_out()
+        asked, ids = {look(row) for row in rows}, {row.id for row in rows}
+        assert len(asked) == len(ids) == len({(look(row), row.id) for row in rows})
+        assert len(ids) < len(rows)  # some came twice
+    assert [row.id for row in tasks().tasks(0, 2)] == [question(row).rstrip("=") for row in tasks().tasks(0, 2)]
+
+
+def test_a_task_that_comes_again_is_sampled_anew():
+    rows = [row for step in range(40) for row in tasks().tasks(step, 64)]
+    assert len({row.id for row in rows}) < len(rows) == len({row.seed(0) for row in rows})
+    assert [row.seed(0) for row in rows] == [row.seed(0) for step in range(40) for row in tasks().tasks(step, 64)]
+    third = tasks().tasks(5, 8)[3]
+    assert third.seed(7) == derive_seed(7, "task", "step-5/3", 0)  # what the runs on the front page were sampled with
 
 
 @pytest.mark.parametrize("change", [{"data": Path("x")}, {"prompt_column": "p"}, {"eval_share": 0.2}])

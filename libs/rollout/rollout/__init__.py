@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rollout.gateway.agents import Seat as Seat
     from rollout.gateway.agents import run_agent as run_agent
     from rollout.gateway.agents import run_agents as run_agents
-    from rollout.gateway.result import Session as Session
+    from rollout.gateway.result import SessionRecord as SessionRecord
     from rollout.gateway.server import TokenGateway as TokenGateway
     from rollout.gateway.session import SessionLimits as SessionLimits
     from rollout.ledger.ledger import RolloutLedger as RolloutLedger
@@ -97,7 +97,7 @@ _EXPORTS = {
     "Score": "rollout.environments.environment",
     "Seat": "rollout.gateway.agents",
     "Segment": "rollout.episodes.segment",
-    "Session": "rollout.gateway.result",
+    "SessionRecord": "rollout.gateway.result",
     "SessionLimits": "rollout.gateway.session",
     "StalenessController": "rollout.control.staleness",
     "StalenessSettings": "rollout.control.settings",

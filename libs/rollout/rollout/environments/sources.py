@@ -14,7 +14,9 @@ from rollout.seeds import derive_seed
 class TaskRow:
     """One task: an id that is the same in every run, and its data (an environment finds it in `EpisodeContext.data`).
 
-    `visit` counts how often it was asked before in this run; id and visit together fix the seeds of its episodes.
+    `visit` counts how often it was asked before in this run; id and visit together fix the seeds of its episodes. A
+    source that makes its tasks, endlessly, can't know how often it has made this one: `draw` names the place in its
+    stream instead, and stands for both, so that a task which comes twice is sampled anew.
     `environment` keeps the tasks of several environments apart; it is no part of the id that an environment sees.
     """
 
@@ -22,6 +24,7 @@ class TaskRow:
     data: Mapping[str, Any] = field(default_factory=dict)
     visit: int = 0
     environment: str = ""
+    draw: str = ""
 
     @property
     def key(self) -> str:
@@ -30,7 +33,7 @@ class TaskRow:
 
     def seed(self, run: int | None) -> int | None:
         """The seed of this row's episodes in a run with that seed: whatever its place among others."""
-        return None if run is None else derive_seed(run, "task", self.key, self.visit)
+        return None if run is None else derive_seed(run, "task", self.draw or self.key, self.visit)
 
 
 class TaskSource(Protocol):

@@ -22,7 +22,7 @@ from rollout.episodes.budget import TokenBudget
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import score_together, together
 from rollout.failure import EpisodeFailed, may_pass
-from rollout.gateway.result import Session
+from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
 from rollout.seeds import derive_seed
@@ -172,7 +172,7 @@ async def _play(
     seat = Seat(gateway.base_url, key, gateway.model, context, gateway, limits, budget, sampling, {name: ""})
     score, error, again = None, None, False
     end: End = "failed"
-    closed: list[Session] = []
+    closed: list[SessionRecord] = []
     try:
         end, score = await _asked(agent, seat, deadline)
     except EpisodeFailed as failed:

@@ -8,7 +8,7 @@ from rollout.gateway.session import LiveSession
 
 
 @dataclass(frozen=True)
-class Session:
+class SessionRecord:
     """The segments of a session, in the order in which they began, and what became of its requests.
 
     `turns` were answered, `cancelled` ones lost their client, `refused` ones failed after they had begun. `messages` is
@@ -24,7 +24,7 @@ class Session:
     generate_s: float
 
     @classmethod
-    def of(cls, live: LiveSession) -> "Session":
+    def of(cls, live: LiveSession) -> "SessionRecord":
         """Copy what an open session has recorded so far."""
         recorder = live.recorder
         counts = (recorder.turns, live.cancelled, live.refused)

@@ -39,7 +39,7 @@ from rollout.episodes.budget import TokenBudget
 from rollout.gateway.answers import Answer
 from rollout.gateway.recorder import Recorder
 from rollout.gateway.reply import Reply
-from rollout.gateway.result import Session
+from rollout.gateway.result import SessionRecord
 from rollout.gateway.session import LiveSession, SessionLimits
 from rollout.gateway.wire import RequestError, read_json, read_request, refuse
 from rollout.gateway.work import Work
@@ -191,21 +191,21 @@ class TokenGateway:
         )
         self._works[session_id] = set()
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> SessionRecord:
         """What a session has recorded so far. KeyError for one that is not open."""
-        return Session.of(self._sessions[session_id])
+        return SessionRecord.of(self._sessions[session_id])
 
     def limit_hit(self, session_id: str) -> End | None:
         """The limit of an open session that refused a request or cut an answer off, if one did. KeyError: not open."""
         return self._sessions[session_id].limit_hit
 
-    async def close(self, session_id: str) -> Session:
+    async def close(self, session_id: str) -> SessionRecord:
         """End a session: cancel what runs, forget it, return what it recorded. KeyError for one that is not open."""
         live = self._sessions[session_id]
         await self._stop(session_id)
         self._sessions.pop(session_id, None)
         self._works.pop(session_id, None)
-        return Session.of(live)
+        return SessionRecord.of(live)
 
     async def _stop(self, session_id: str) -> None:
         self._sessions[session_id].closed = True
