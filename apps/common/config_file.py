@@ -21,7 +21,8 @@ def _converter() -> cattrs.Converter:
 
 def as_plain(config: Any) -> dict[str, Any]:
     """The configuration as nested dicts of plain values."""
-    return _converter().unstructure(config)
+    result: dict[str, Any] = _converter().unstructure(config)
+    return result
 
 
 def dump_config(config: Any) -> str:

@@ -169,7 +169,8 @@ def operations(run: Callable[[C], Any], config: C) -> Counter[str]:
     """How often a run carries out each operation on tensors, in this thread."""
     with _Counted() as counted:
         run(config)
-    return counted.found
+    result: Counter[str] = counted.found
+    return result
 
 
 def field_paths(config: Any) -> list[str]:
@@ -179,7 +180,7 @@ def field_paths(config: Any) -> list[str]:
 
 class _Counted(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -106,15 +106,18 @@ class CountedEnvironment:
 
     async def open(self, context: EpisodeContext) -> Opening:
         """The environment's own."""
-        return await self._environment.open(context)
+        result: Opening = await self._environment.open(context)
+        return result
 
     async def step(self, reply: Reply) -> Outcome:
         """The environment's own."""
-        return await self._environment.step(reply)
+        result: Outcome = await self._environment.step(reply)
+        return result
 
     async def finish(self, end: End) -> Score:
         """The environment's own."""
-        return await self._environment.finish(end)
+        result: Score = await self._environment.finish(end)
+        return result
 
     async def close(self) -> None:
         """The environment's own, and the end of the count."""

@@ -98,7 +98,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         write_config(config, run_dir)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     with stoppable(run_dir, run_dir / "warm-start"):
-        return launch(job, (config, tasks), config.processes, config.engine.device, config.threads)
+        result: Result = launch(job, (config, tasks), config.processes, config.engine.device, config.threads)
+        return result
 
 
 def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:

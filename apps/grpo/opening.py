@@ -48,7 +48,8 @@ class Prompted:
 
         async def open_(context: EpisodeContext) -> Opening:
             opening = await opened(context)
-            return replace(opening, messages=with_system_prompt(opening.messages, self._text))
+            result: Opening = replace(opening, messages=with_system_prompt(opening.messages, self._text))
+            return result
 
         environment.open = open_
         return environment

@@ -56,7 +56,8 @@ class NamedReward:
         """What the user's function gives."""
         function = load_object(self.spec, "reward")
         given = {"reply": reply, "reference": reference, "row": row, "results": results, "end": end}
-        return function(**{name: given[name] for name in _arguments(self.spec, function)})
+        result: Scored = function(**{name: given[name] for name in _arguments(self.spec, function)})
+        return result
 
 
 def load_reward(spec: str) -> NamedReward:
@@ -123,7 +124,7 @@ def load_environment(spec: str) -> Callable[[], Any]:
     Raises:
         ValueError: there is none, it can't be called, or a class lacks one of the methods.
     """
-    factory = load_object(spec, "environment")
+    factory: Any = load_object(spec, "environment")
     if not callable(factory):
         raise ValueError(f"--environment {spec} is a {type(factory).__name__}: a class, or a callable that makes one")
     if inspect.isclass(factory):
@@ -143,7 +144,8 @@ def load_environment(spec: str) -> Callable[[], Any]:
                 f"--environment {spec}: {factory.__name__} wants {', '.join(needed)} to be made; name a function that "
                 "makes it without arguments (what differs from task to task is in the context of open)"
             )
-    return factory
+    made: Callable[[], Any] = factory
+    return made
 
 
 def template_options(words: Sequence[str]) -> dict[str, Any]:

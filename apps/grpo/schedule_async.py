@@ -354,7 +354,8 @@ class FullyAsync:
                 continue
             answers = [Completion(tuple(i), tuple(x), why, tuple(v)) for i, x, why, v in found["answers"]]
             proof = hold_to_trainer(self._engine, prompts, answers, found["dtype"], version)
-            return proof | found["metrics"]
+            result: dict[str, float] = proof | found["metrics"]
+            return result
         return {}
 
     def _hand_over(self, version: int, interrupt: bool) -> int:

@@ -28,10 +28,10 @@ from apps.grpo.checks import check_machine, check_model, check_prompts
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episodes import expected_answer
 from apps.grpo.main import configure
+from apps.grpo.native_sampler import native_engine
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import runnable
 from apps.grpo.session import Session, chat_of
-from apps.grpo.train import native_engine
 from rollout import Episode, RolloutEngine, TaskRow
 
 TRAINED, GIVEN, FAILED = "bold green", "dim", "bold red"

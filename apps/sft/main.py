@@ -92,7 +92,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         write_config(config, run_dir)
     with stoppable(run_dir):
         job = (config, conversations, model, run_dir)
-        return launch(train, job, config.processes, config.engine.device, config.threads)
+        result: Result = launch(train, job, config.processes, config.engine.device, config.threads)
+        return result
 
 
 def shrunk(config: SftConfig, most_ranks: int) -> tuple[SftConfig, Recipe, tuple[Difference, ...]]:

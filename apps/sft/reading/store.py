@@ -94,7 +94,8 @@ class Store:
     def key(self, number: int) -> str:
         """The digest of an entry's content."""
         batch, at = divmod(number, ROWS_A_BATCH)
-        return self._batches[batch].column("key")[at].as_py().hex()
+        result: str = self._batches[batch].column("key")[at].as_py().hex()
+        return result
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids i64[T] and loss_mask bool[T] of an entry, as copies."""
@@ -113,7 +114,8 @@ class Store:
         return pa.Table.from_batches(self._batches, SCHEMA)
 
     def _column(self, name: str) -> np.ndarray:
-        return self._table.column(name).to_numpy()
+        result: np.ndarray = self._table.column(name).to_numpy()
+        return result
 
 
 def _batch(entries: list[Entry]) -> Any:

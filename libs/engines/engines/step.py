@@ -150,7 +150,7 @@ class Engine:
 
     def _ready(self, batch: Batch, objective: Objective) -> tuple["_Work", MicroBatches]:
         """Return a step that the ranks agree on and its micro-batches, made ahead of time or now. Collective."""
-        found = self._ahead.take(batch, objective)
+        found: tuple[_Work, MicroBatches] | None = self._ahead.take(batch, objective)
         if found is None:
             work = self._agree_on(batch, objective)
             return work, self._micro_batches(work.batch, work.plan)

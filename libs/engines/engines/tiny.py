@@ -105,7 +105,7 @@ def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes
 
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if kind == "vision" else AutoModelForCausalLM
-    model = auto.from_config(tiny_config(kind, **changes))
+    model: nn.Module = auto.from_config(tiny_config(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

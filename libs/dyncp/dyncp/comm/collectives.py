@@ -53,14 +53,16 @@ class _AllToAll(torch.autograd.Function):
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[n, ...] on each rank -> [cp_size * n, ...] in rank order; the backward sums all ranks' gradients of a piece."""
-    return _AllGather.apply(x, group)
+    result: torch.Tensor = _AllGather.apply(x, group)
+    return result
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Row i of x [cp_size, ...] goes to rank i; row i of the result came from rank i. Its own inverse and its own
     gradient.
     """
-    return _AllToAll.apply(x, group)
+    result: torch.Tensor = _AllToAll.apply(x, group)
+    return result
 
 
 class Shift:

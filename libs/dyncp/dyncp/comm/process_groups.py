@@ -61,14 +61,17 @@ class ProcessGroups:
     def _make(self, ranks: Ranks, timeout: timedelta | None) -> dist.ProcessGroup:
         """Make the group on every plane; this rank's, or that of a rank outside of it."""
         if self.planes is None:
-            return dist.new_group(list(ranks), timeout=timeout)
+            alone: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout)
+            return alone
         made = [dist.new_group([plane[rank] for rank in ranks], timeout=timeout) for plane in self.planes]
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
-        return next((group for group in made if group != outside), outside)
+        result: dist.ProcessGroup = next((group for group in made if group != outside), outside)
+        return result
 
     def _destroy(self, ranks: Ranks) -> None:
         group = self._groups.pop(ranks)
-        if group != dist.GroupMember.NON_GROUP_MEMBER:
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        if group != outside:
             dist.destroy_process_group(group)
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup | None:

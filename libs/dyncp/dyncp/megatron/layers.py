@@ -159,9 +159,11 @@ class ShardRotary(nn.Module):
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """f32[tokens, 1, 1, dim]: the angles of each local token."""
         if not isinstance(max_seq_len, ShardParams):
-            return self.inner(max_seq_len, *args, **kwargs)
+            angles: torch.Tensor = self.inner(max_seq_len, *args, **kwargs)
+            return angles
         table = self.inner(max_seq_len.max_seqlen_q, packed_seq=True)
-        return table.index_select(0, max_seq_len.position_ids)
+        result: torch.Tensor = table.index_select(0, max_seq_len.position_ids)
+        return result
 
 
 def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +180,10 @@ def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if packed_seq_params is None:
-            return original(hidden_states, attention_mask, packed_seq_params=None, **others)
+            plain: tuple[torch.Tensor, torch.Tensor | None] = original(
+                hidden_states, attention_mask, packed_seq_params=None, **others
+            )
+            return plain
         given = [name for name, value in others.items() if value is not None and name in _NOT_PACKED]
         if given:
             raise ValueError(f"a packed gated delta net takes no {', '.join(given)}")
@@ -188,7 +193,8 @@ def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             mixed = mixed + bias
         out = _mix(layer, mixed.transpose(0, 1).flatten(0, 1), sharding, group)
         out = out.view(hidden_states.shape[1], hidden_states.shape[0], -1).transpose(0, 1).contiguous()
-        return layer.out_proj(out)
+        result: tuple[torch.Tensor, torch.Tensor | None] = layer.out_proj(out)
+        return result
 
     return forward
 
@@ -218,4 +224,5 @@ def _mix(layer: Any, x: torch.Tensor, sharding: Sharding, group: dist.ProcessGro
     )
     normed = layer.out_norm(out.reshape(-1, layer.value_head_dim))
     gated = normed * functional.silu(gate.reshape(-1, layer.value_head_dim).to(wide))
-    return gated.to(x.dtype).reshape(tokens, -1)
+    result: torch.Tensor = gated.to(x.dtype).reshape(tokens, -1)
+    return result

@@ -22,7 +22,8 @@ def all_gather_attention(
     if sharding.gathered_order is not None:
         stream = stream[torch.as_tensor(sharding.gathered_order, device=q.device)]
     blocks = sharding.stream_blocks(dist.get_rank(group), q.device)
-    return _StreamAttention.apply(q, stream[:, 0], stream[:, 1], blocks, scale)
+    result: torch.Tensor = _StreamAttention.apply(q, stream[:, 0], stream[:, 1], blocks, scale)
+    return result
 
 
 class _StreamAttention(torch.autograd.Function):

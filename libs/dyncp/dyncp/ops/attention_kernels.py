@@ -63,10 +63,11 @@ def flash_backward(
     """The same over torch's flash attention; it takes the whole rows' out and lse as they are."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
+    result: Triple = torch.ops.aten._flash_attention_backward(
         grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out.contiguous(), lse.contiguous(),
         block.cu_q, block.cu_k, block.max_q, block.max_k, 0.0, block.causal, no_dropout, unused, scale=scale,
     )  # fmt: skip
+    return result
 
 
 def plain_forward(

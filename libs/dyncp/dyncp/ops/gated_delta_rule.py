@@ -112,7 +112,8 @@ def gated_delta_rule(
         first = rank - 1
         while _passes_through(sharding, first):
             first -= 1
-    return _Correct.apply(out, unit, pair, first, rank, group)
+    result: torch.Tensor = _Correct.apply(out, unit, pair, first, rank, group)
+    return result
 
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

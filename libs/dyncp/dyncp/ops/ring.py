@@ -32,7 +32,8 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup, scale: float
 ) -> torch.Tensor:
     """[local tokens, Hq, D] of attention over the whole stream; q [local, Hq, D], k and v [local, Hkv, D]."""
-    return _Ring.apply(q, k, v, sharding, group, scale)
+    result: torch.Tensor = _Ring.apply(q, k, v, sharding, group, scale)
+    return result
 
 
 class _Ring(torch.autograd.Function):

@@ -122,7 +122,7 @@ def _group_seconds(problem: Problem, sizes: Sequence[int]) -> NDArray[np.float64
     members = (np.arange(1 << count)[:, None] >> np.arange(count)) & 1
     columns = [problem.column_arrays(size) for size in sizes]
     tokens, seconds = (np.stack(part, axis=1) for part in zip(*columns, strict=True))
-    found = problem.coefficients_of(sizes)[0] + members @ seconds
+    found: NDArray[np.float64] = problem.coefficients_of(sizes)[0] + members @ seconds
     found[members @ tokens > problem.rooms_of(np.array(sizes))] = np.inf
     found[0] = np.inf
     return found

@@ -56,7 +56,8 @@ def trace_lengths(trace: str, count: int, longest: int, seed: int = 0) -> list[i
         drawn = np.resize(np.asarray(known, dtype=np.float64), count)
     else:
         raise ValueError(f"trace {trace!r} is neither a file nor one of {', '.join(TRACES)}")
-    return np.clip(drawn, 1, longest).astype(int).tolist()
+    result: list[int] = np.clip(drawn, 1, longest).astype(int).tolist()
+    return result
 
 
 def replay(

@@ -248,7 +248,8 @@ def _reference(kind: str, other: bool, mix: str, setup: Setup) -> tuple[torch.Te
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """Norm of the difference over the norm of b."""
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+    result: float = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+    return result
 
 
 def _max_over(value: float, group: dist.ProcessGroup | None) -> float:

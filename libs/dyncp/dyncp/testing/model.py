@@ -64,7 +64,8 @@ class AttentionLayer(nn.Module):
             y = attention(q, k, v, place.sharding, place.group, place.method, place.sharding.layout)
         else:
             y = local_attention(q, k, v, place, backend=oracle)
-        return x + self.out(y.flatten(1))
+        result: torch.Tensor = x + self.out(y.flatten(1))
+        return result
 
 
 class DeltaLayer(nn.Module):
@@ -101,7 +102,8 @@ class DeltaLayer(nn.Module):
             y = gated_delta_rule(q, k, v, g, beta, place.sharding, place.group, layout=place.sharding.layout)
         else:
             y = local_delta_rule(q, k, v, g, beta, place, backend=oracle)[0]
-        return x + self.out(y.flatten(1))
+        result: torch.Tensor = x + self.out(y.flatten(1))
+        return result
 
 
 LAYERS = {

@@ -149,7 +149,8 @@ def _forward(module: Any, x: Tensor) -> Tensor:
     if not module.lora_on:
         return out
     low = functional.linear(x.to(module.lora_A.dtype), module.lora_A)
-    return out + (functional.linear(low, module.lora_B) * module.lora_scale).to(out.dtype)
+    result: Tensor = out + (functional.linear(low, module.lora_B) * module.lora_scale).to(out.dtype)
+    return result
 
 
 def _keep_dtypes(model: Any, weights: ModelWeights) -> None:

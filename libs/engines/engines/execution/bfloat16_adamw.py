@@ -34,7 +34,7 @@ class BFloat16AdamW(torch.optim.AdamW):
                     self._update(parameter, self._state(parameter), group)
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):

@@ -43,7 +43,7 @@ class HostAdamW(torch.optim.AdamW):
                     self._update(parameter, self._state(parameter), group)
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {name: _on_host(parameter) for name in MOMENTS}

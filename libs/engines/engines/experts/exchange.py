@@ -92,7 +92,8 @@ class ExpertExchange:
         place = torch.empty_like(way.order)
         place[way.order] = torch.arange(len(place), device=place.device)
         weighted = back[place] * top_k_weights.reshape(-1, 1)
-        return weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+        result: Tensor = weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+        return result
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         own = _OwnExperts(self.module, self.num_experts // dist.get_world_size(self.group))

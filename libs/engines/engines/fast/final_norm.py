@@ -29,8 +29,10 @@ def use_final_norm(norm: Any, eps: float, backend: str | None) -> None:
 
     def forward(module: Any, hidden: Tensor) -> Tensor:
         if hidden.dim() != 3 or hidden.shape[0] != 1:
-            return original(hidden)
-        return _Norm.apply(hidden.squeeze(0), module.weight, eps, backend).unsqueeze(0)
+            unpacked: Tensor = original(hidden)
+            return unpacked
+        result: Tensor = _Norm.apply(hidden.squeeze(0), module.weight, eps, backend).unsqueeze(0)
+        return result
 
     norm.forward = MethodType(forward, norm)
 
@@ -40,7 +42,8 @@ class _Norm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.backend = eps, backend
-        return _run(final_norm, backend, x.data, weight.data, eps)
+        result: Tensor = _run(final_norm, backend, x.data, weight.data, eps)
+        return result
 
     @staticmethod
     @once_differentiable

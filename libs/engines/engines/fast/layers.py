@@ -127,7 +127,8 @@ class _Layer:
         after = MLPWeights(
             layer.post_attention_layernorm.weight, gated.gate_proj.weight, gated.up_proj.weight, gated.down_proj.weight
         )
-        return _Call.apply(self.mlp, where, x, *after)
+        result: Tensor = _Call.apply(self.mlp, where, x, *after)
+        return result
 
 
 def delta_net_weights(norm: Tensor, net: Any) -> DeltaNetWeights:
@@ -188,6 +189,7 @@ class _Call(Function):
             function = block.plain[0]
         elif function is not block.plain[0]:
             mark_tokens((x, *_token_tensors(where)))
+        y: Tensor
         y, kept = function(x, block.kind(*(w.data for w in weights)), where, block.eps)
         ctx.save_for_backward(x, *weights, *kept)
         ctx.block, ctx.where = block, where

@@ -15,4 +15,5 @@ def embeddings(decoder: Any, tower: nn.Module, input_ids: Tensor, vision: Vision
     found = decoder.get_input_embeddings()(input_ids)
     features = tower(vision.patches, grid_thw=vision.grid_thw).pooler_output.to(found.dtype)
     flat = found.flatten(0, -2).index_put((vision.slots,), features[vision.features])
-    return flat.view(found.shape)
+    result: Tensor = flat.view(found.shape)
+    return result

@@ -86,7 +86,8 @@ def _reduce_scatter_of_one_size(
         return scattered
     whole = x.clone()
     dist.all_reduce(whole, group=group)
-    return whole.split(input_split_sizes)[group.rank()].clone()
+    result: Tensor = whole.split(input_split_sizes)[group.rank()].clone()
+    return result
 
 
 @cache

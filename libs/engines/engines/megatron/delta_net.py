@@ -85,4 +85,5 @@ class PackedDeltaNet(MegatronModule):
         out = context.ops.gated_delta_rule(q, k, v, decay, beta.sigmoid(), context)
         gate = functional.silu(gate.reshape(tokens, -1, sizes.value_dim).to(wide))
         out = (self.out_norm(out).to(wide) * gate).to(joined.dtype)
-        return self.out_proj(out.reshape(tokens, 1, -1))
+        result: tuple[Tensor, None] = self.out_proj(out.reshape(tokens, 1, -1))
+        return result

@@ -61,7 +61,8 @@ def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
     if len(every) == 1:
         return _world()
     found = [dist.new_group(list(ranks)) for ranks in every]
-    return next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+    result: dist.ProcessGroup = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+    return result
 
 
 def _world() -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from engines.build import build_engine
@@ -205,11 +206,11 @@ class _float64_shards(nullcontext[None]):  # noqa: N801  used as a function
     """Inside of it FSDP2 casts neither weights nor gradients."""
 
     def __enter__(self) -> None:
-        self.policy = fsdp2.MixedPrecisionPolicy
-        fsdp2.MixedPrecisionPolicy = lambda **_: self.policy(cast_forward_inputs=False)  # type: ignore[misc, assignment]
+        self.policy = MixedPrecisionPolicy
+        vars(fsdp2)["MixedPrecisionPolicy"] = lambda **_: self.policy(cast_forward_inputs=False)
 
     def __exit__(self, *_: object) -> None:
-        fsdp2.MixedPrecisionPolicy = self.policy  # type: ignore[misc]
+        vars(fsdp2)["MixedPrecisionPolicy"] = self.policy
 
 
 def _whole(tensor: Tensor) -> Tensor:

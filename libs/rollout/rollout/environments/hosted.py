@@ -168,11 +168,13 @@ class OutsideConversation:
 
     def say(self, messages: Sequence[Message]) -> bool:
         """Add what others say."""
-        return _there(self._outside, self._conversation.say, messages)
+        result: bool = _there(self._outside, self._conversation.say, messages)
+        return result
 
     def go_on_from(self, messages: Sequence[Message]) -> bool:
         """Go on from other messages."""
-        return _there(self._outside, self._conversation.go_on_from, messages)
+        result: bool = _there(self._outside, self._conversation.go_on_from, messages)
+        return result
 
     def fork(self, agent: str) -> "OutsideConversation":
         """A branch."""

@@ -38,7 +38,8 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
 
     def column(entries: Iterable[Sequence[float]], dtype: torch.dtype) -> Sequence[Tensor]:
         """One tensor for all rows, cut into theirs: a tensor made for each costs ten times as much."""
-        return torch.tensor(list(chain.from_iterable(entries)), dtype=dtype).split(lengths)
+        result: Sequence[Tensor] = torch.tensor(list(chain.from_iterable(entries)), dtype=dtype).split(lengths)
+        return result
 
     columns: dict[str, Sequence[Any]] = {
         "input_ids": column((s.ids for s in segments), torch.int64),

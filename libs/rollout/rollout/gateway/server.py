@@ -261,8 +261,9 @@ class TokenGateway:
 
     def _authorised(self, request: Request) -> str | None:
         """The session that the request may use; None for the master token alone. RequestError (401) otherwise."""
+        session_id: str
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        named = request.headers.get(SESSION_HEADER)
+        named: str | None = request.headers.get(SESSION_HEADER)
         session_id, dot, _ = key.rpartition(".")
         try:
             expected = self.key(session_id) if dot else self.token

@@ -143,7 +143,7 @@ class ModuleDecoder:
         return logits
 
     def _logits(self, ids: Tensor, positions: Tensor, rows: Rows, embeddings: Tensor | None) -> Tensor:
-        return self._model(
+        result: Tensor = self._model(
             **({"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}),
             attention_mask=rows.mask.long(),
             position_ids=positions,
@@ -151,3 +151,4 @@ class ModuleDecoder:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+        return result

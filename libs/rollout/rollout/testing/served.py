@@ -54,7 +54,8 @@ def forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], te
     """The log-probs of `ids` after `prompt`, by the module, one sequence at a time."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids]])).logits.float()[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    result: Tensor = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return result
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling = ANSWER) -> list[Completion]:

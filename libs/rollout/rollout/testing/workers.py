@@ -68,7 +68,8 @@ class Worker:
 
         def ask() -> tuple[str, Any]:
             self._connection.send((name, arguments))
-            return self._connection.recv()
+            result: tuple[str, Any] = self._connection.recv()
+            return result
 
         kind, answer = await asyncio.to_thread(ask)
         if kind == "error":

@@ -113,7 +113,8 @@ class VllmEngine:
             raise RuntimeError(self._process.last_words())
         if "error" in loaded:
             raise ValueError(f"vLLM does not take the weights of {model}: {loaded['error']}")
-        return answer["ready"]
+        result: dict[str, Any] = answer["ready"]
+        return result
 
     @property
     def version(self) -> int:
@@ -321,7 +322,8 @@ class VllmEngine:
             if self._lost is not None:
                 raise self._lost
             self._send(message(call))
-            return await answer
+            result: float = await answer
+            return result
         finally:
             del self._loads[call]
 

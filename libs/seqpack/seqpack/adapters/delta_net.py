@@ -38,4 +38,5 @@ def _mix(layer: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, context: Pa
     decay = -layer.A_log.float().exp() * functional.softplus(a.float() + layer.dt_bias)
     out = context.ops.gated_delta_rule(q, k, v, decay, b.sigmoid(), context)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
-    return layer.out_proj(out.reshape(tokens, -1))
+    result: Tensor = layer.out_proj(out.reshape(tokens, -1))
+    return result

@@ -46,7 +46,8 @@ def index_select(x: Selectable, indices: Sequence[int] | Tensor) -> Selectable:
         raise ValueError("indices must be integers; turn a mask into indices with mask.nonzero().squeeze(1)")
     if isinstance(x, BatchView):
         return x.select(indices)
-    return take(x, check_indices(indices, num_samples(x)))
+    result: Selectable = take(x, check_indices(indices, num_samples(x)))
+    return result
 
 
 def split(x: Batch, sizes: int | Sequence[int]) -> list[Batch]:
@@ -89,7 +90,8 @@ def concat(xs: Sequence[Batch]) -> Batch:
         raise ValueError("concat needs at least one batch")
     first = batches[0]
     if isinstance(first, Tensor):
-        return _concat_tensors(batches)
+        result: Batch = _concat_tensors(batches)
+        return result
     for index, batch in enumerate(batches):
         if isinstance(batch, Tensor):
             raise ValueError(f"batch {index} is a {_kind(batch)}, batch 0 is a {_kind(first)}")

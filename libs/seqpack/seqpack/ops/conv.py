@@ -49,7 +49,8 @@ def causal_conv1d(
         raise ValueError(f"initial_state must be {(n, x.shape[1], kernel - 1)}, got {tuple(initial_state.shape)}")
     sizes = {"kernel": kernel, "dim": x.shape[1], "state": initial_state is not None}
     run = choose(Request.of("causal_conv1d", x, weight, bias, initial_state, cu_seqlens, **sizes), backend)
-    return run(ConvCall(x, weight, bias, cu_seqlens, activation, initial_state))
+    result: Tensor = run(ConvCall(x, weight, bias, cu_seqlens, activation, initial_state))
+    return result
 
 
 def causal_conv1d_naive(call: ConvCall) -> Tensor:

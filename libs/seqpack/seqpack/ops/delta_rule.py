@@ -69,9 +69,10 @@ def gated_delta_rule(
     sizes = _sizes(k, v, chunk_size)
     run = choose(Request.of("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, **sizes), backend)
     factor = k.shape[2] ** -0.5 if scale is None else scale
-    return run(
+    result: tuple[Tensor, Tensor | None] = run(
         DeltaCall(q, k, v, g, beta, cu_seqlens, factor, l2norm_qk, initial_state, output_final_state, chunk_size)
     )
+    return result
 
 
 def gated_delta_rule_step(
@@ -111,7 +112,10 @@ def gated_delta_rule_step(
     if inplace and request.grad:
         raise ValueError("inplace=True keeps no state for a backward pass; call it under torch.no_grad()")
     factor = k.shape[2] ** -0.5 if scale is None else scale
-    return choose(request, backend)(DeltaStep(q, k, v, g, beta, state, factor, l2norm_qk, inplace))
+    result: tuple[Tensor, Tensor] = choose(request, backend)(
+        DeltaStep(q, k, v, g, beta, state, factor, l2norm_qk, inplace)
+    )
+    return result
 
 
 def gated_delta_rule_step_torch(step: DeltaStep) -> tuple[Tensor, Tensor]:

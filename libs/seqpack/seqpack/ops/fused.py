@@ -29,7 +29,8 @@ def causal_conv1d_package(call: ConvCall) -> Tensor:
     rows = x.contiguous()[None].transpose(1, 2)  # channels last, as its packed kernel wants it
     y = causal_conv1d_fn(rows, call.weight, call.bias, seq_idx=seq_idx[None], activation=call.activation)
     y = y.transpose(1, 2).squeeze(0)  # not [0]: its gradient would be written into zeros first
-    return y[:1] if tokens == 1 else y
+    result: Tensor = y[:1] if tokens == 1 else y
+    return result
 
 
 def causal_conv1d_fla(call: ConvCall) -> Tensor:
@@ -44,7 +45,8 @@ def causal_conv1d_fla(call: ConvCall) -> Tensor:
         activation=call.activation,
         cu_seqlens=call.cu_seqlens.long(),
     )
-    return y.squeeze(0)
+    result: Tensor = y.squeeze(0)
+    return result
 
 
 def gated_delta_rule_fla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:

@@ -60,7 +60,8 @@ class _Backend:
 @cache
 def _loaded(target: str) -> Callable[..., Any]:
     module, name = target.split(":")
-    return getattr(import_module(module), name)
+    result: Callable[..., Any] = getattr(import_module(module), name)
+    return result
 
 
 def _accept(_: Request) -> None:

@@ -88,9 +88,11 @@ def put_rows(x: Tensor, rows: Tensor, columns: Tensor, num_rows: int, num_column
         num_rows: rows of the buffer.
         num_columns: columns of the buffer.
     """
-    return _Put.apply(x, rows, columns, num_rows, num_columns)
+    result: Tensor = _Put.apply(x, rows, columns, num_rows, num_columns)
+    return result
 
 
 def take_rows(buffer: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Undo `put_rows`: read [T, H, ...] out of [num_rows, H, num_columns, ...]; rows and columns as there."""
-    return _Take.apply(buffer, rows, columns)
+    result: Tensor = _Take.apply(buffer, rows, columns)
+    return result

@@ -55,7 +55,8 @@ def attention(
     q, k, v = _one_dtype(q, k, v)
     run = choose(Request.of("attention", q, k, v, cu_seqlens, head_dim=q.shape[2]), backend)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    return run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen))
+    result: Tensor = run(AttentionCall(q, k, v, cu_seqlens, factor, causal, window, max_seqlen))
+    return result
 
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

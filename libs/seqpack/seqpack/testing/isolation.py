@@ -45,12 +45,14 @@ MOST = (0.5, 1.0)
 def position_reset_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
     """Run a Hugging Face model as its manual packs: one row, position ids that start again, no mask, no cache."""
     out = model(input_ids=packed.values["input_ids"][None], position_ids=packed.position_ids[None], use_cache=False)
-    return out.logits
+    result: Tensor = out.logits
+    return result
 
 
 def plain_forward(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Run a Hugging Face model on one sequence [t]."""
-    return model(input_ids=input_ids[None], use_cache=False).logits
+    result: Tensor = model(input_ids=input_ids[None], use_cache=False).logits
+    return result
 
 
 def check_packing(

@@ -72,7 +72,8 @@ class Generator:
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
-        return self._engine.has_unfinished_requests()
+        result: bool = self._engine.has_unfinished_requests()
+        return result
 
     def add(self, number: int, ids: list[int], sampling: dict[str, Any]) -> None:
         """Take up a request."""
