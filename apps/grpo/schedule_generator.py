@@ -55,7 +55,7 @@ def generating_handlers(
     if config.cluster.rollout.engine == "vllm":
         sampler = vllm_engine(config, model, version)
     else:
-        sampler = native_engine(config, model, tokenizer, version, admit="any_step")
+        sampler = native_engine(config, model, tokenizer, version)
     engine = ContinuedEngine(sampler)
     session = Session(config, tasks, chat_of(config, tokenizer, model), engine, Runner())
     handlers = weight_handlers(engine) | _players(config, session, NumberedRows(tasks, config.prompts, place))

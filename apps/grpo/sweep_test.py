@@ -35,9 +35,9 @@ BASE = replace(
     sampling=Sampling(max_new_tokens=7, stop_token_ids=tuple(range(100))),
     objective=GRPO(),
 )
-NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds"}
-"""What a run is of and where it is, changed in config_test, run_test and bad_inputs_test; the last but one has a test
-below, and what ends episodes that hang in schedule_test."""
+NAMED = {"recipe", "model", "run_dir", "resume", "engine.on_nonfinite", "max_episode_seconds", "cluster.rollout.admit"}
+"""What a run is of and where it is, changed in config_test, run_test and bad_inputs_test; losses that are not finite have
+a test below, what ends episodes that hang in schedule_test, and when requests begin in native_sampler_test."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "advantage": Change("leave_one_out"),

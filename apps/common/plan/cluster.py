@@ -8,6 +8,7 @@ import tyro
 
 Placement = Literal["colocated", "separate"]
 Sampler = Literal["native", "vllm", "openai"]
+Admit = Literal["rounds", "any_step"]
 Mode = Literal["sync", "one_step_off", "fully_async"]
 
 
@@ -62,9 +63,14 @@ class RolloutLayout:
     """Processors that each of them has to itself."""
     ray_address: str | None = None
     """The cluster's HOST:PORT; without it $RAY_ADDRESS, else one of this machine that lives as long as the run."""
+    admit: Admit | None = None
+    """When the native engine lets a request begin: beside whatever runs ("any_step"), or with all that were asked while
+    the last ones ran ("rounds"), in which equal runs give equal bits. Without it in rounds, fully_async at any step."""
 
     def __post_init__(self) -> None:
         _choice(self, "engine", Sampler)
+        if self.admit is not None:
+            _choice(self, "admit", Admit)
         _at_least(self, 1, "tp", "dp", "ep", "max_model_tokens", "max_batched_tokens")
         _at_least(self, 0, "ray_workers")
         if not 0 < self.ray_cpus < float("inf"):

@@ -36,6 +36,7 @@ VLLM_FIELDS: dict[str, Yes | No] = {
         "each request of a run has a seed, and vLLM on a CPU ends where it reads its prompt in parts"
     ),
     "rollout.cuda_graph_sizes": No("no test has run vLLM on a CUDA device"),
+    "rollout.admit": No("vLLM lets requests begin as it sees fit: leave it out"),
 }
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
@@ -47,6 +48,8 @@ REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_mod
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
 ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
 RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
+ADMIT = Yes("apps/grpo/native_sampler_test.py")
+ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
 RAY_ENGINE = No("no test has run vLLM inside Ray's actors: use --cluster.rollout.engine native, or leave Ray out")
 RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
 RAY_IMAGES = No(
@@ -114,6 +117,9 @@ def _cluster_need(work: Work, path: str) -> Need:
         return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))
     if path.startswith("rollout.ray_"):
         return Need(feature, RAY_SAMPLERS)
+    if path == "rollout.admit":
+        ahead = work.cluster.schedule.mode == "fully_async" and work.cluster.rollout.admit == "rounds"
+        return Need(feature, ADMIT_ROUNDS if ahead else ADMIT)
     parts = path.split(".")
     if parts[0] == "schedule":
         return Need(feature, Yes("apps/grpo/schedule_test.py"))

@@ -200,7 +200,8 @@ def test_offload_is_for_devices_that_training_and_sampling_share():
 
 
 def test_the_changes_above_are_of_every_field():
-    names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY} | {"--cluster.rollout.engine"}
+    names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY}
+    names |= {"--cluster.rollout.engine", "--cluster.rollout.admit"}  # for the latter: grpo/native_sampler_test
     cluster_test_fields = {
         f"--cluster.{group}.{name}".replace("_", "-")
         for group in ("pools", "rollout", "schedule", "media", "router")

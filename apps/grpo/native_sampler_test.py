@@ -1,0 +1,77 @@
+"""When the app's own sampler lets a request begin: in rounds, or at any step, as `--cluster.rollout.admit` says."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
+from apps.common.tokens import load_tokenizer
+from apps.grpo.main import run
+from apps.grpo.native_sampler import admission, native_engine
+from apps.grpo.testing import RECIPE
+from apps.quickstart.model import ensure_tiny_model
+from rollout import Sampling
+
+LONG, SHORT = Sampling(max_new_tokens=200, seed=0), Sampling(max_new_tokens=1, seed=0)
+
+
+def asking(admit=None, mode="sync"):
+    return replace(RECIPE.config, cluster=Cluster(rollout=RolloutLayout(admit=admit), schedule=Schedule(mode)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    ensure_tiny_model(folder, 0)
+    return folder
+
+
+@pytest.mark.parametrize(("admit", "first"), [(None, "long"), ("rounds", "long"), ("any_step", "short")])
+def test_a_short_request_beside_a_long_one(model, admit, first):
+    """It is asked when the long one has its first token, and in rounds begins when that has its last."""
+    engine = native_engine(asking(admit), model, load_tokenizer(model), 0)
+    ended = []
+
+    async def play():
+        under_way = asyncio.Event()
+
+        async def ask(name, sampling, told):
+            await engine.generate([5, 6, 7], sampling, on_tokens=told)
+            ended.append(name)
+
+        long = asyncio.create_task(ask("long", LONG, lambda *_: under_way.set()))
+        await under_way.wait()
+        await asyncio.gather(long, ask("short", SHORT, None))
+
+    asyncio.run(play())
+    assert ended[0] == first
+
+
+@pytest.mark.parametrize(
+    ("admit", "mode", "found"),
+    [
+        (None, "sync", "rounds"),
+        (None, "one_step_off", "rounds"),
+        (None, "fully_async", "any_step"),
+        ("any_step", "sync", "any_step"),
+        ("any_step", "fully_async", "any_step"),
+    ],
+)
+def test_without_a_word_only_a_schedule_that_waits_for_nobody_lets_in_at_any_step(admit, mode, found):
+    assert admission(asking(admit, mode)) == found
+
+
+def test_a_run_trains_with_requests_that_join_at_any_step(tmp_path):
+    config = replace(asking("any_step"), steps=2, prompts=2, group_size=2, eval_every=2, save_every=2)
+    assert run(replace(config, run_dir=tmp_path / "run"), RECIPE).steps == 2
+
+
+def test_rounds_are_refused_where_nothing_is_sampled_in_them(tmp_path):
+    with pytest.raises(ValueError, match=r"admit rounds.*at any step"):
+        run(replace(asking("rounds", "fully_async"), run_dir=tmp_path / "run"), RECIPE)
+    vllm = Cluster(rollout=RolloutLayout(engine="vllm", admit="any_step"))
+    with pytest.raises(ValueError, match=r"vLLM lets requests begin as it sees fit"):
+        run(replace(RECIPE.config, cluster=vllm, run_dir=tmp_path / "run"), RECIPE)
+    with pytest.raises(ValueError, match="admit must be one of 'rounds', 'any_step', got 'any'"):
+        RolloutLayout(admit="any")
