@@ -26,7 +26,7 @@ from apps.common.cli import user_directory
 from apps.grpo.presets import PRESETS
 
 ALL = "all"  # as a subset: every configuration, laid together
-MOST_WORKERS = 8  # files that are fetched at a time, however many cores there are
+WORKERS = 8  # files that are fetched at a time where nobody says how many
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.csv", "README.md")
 
 
@@ -42,8 +42,8 @@ class Prepare:
     """The configuration of a data set that has several; "all" lays them together."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    workers: int = MOST_WORKERS
-    """Files fetched and shards read at a time, at most as many as there are cores."""
+    workers: int = WORKERS
+    """Files fetched at a time, no more than there are cores; they are read one after another."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -58,14 +58,13 @@ def prepare(config: Prepare) -> dict[str, Path]:
             what to do.
     """
     preset = PRESETS.get(config.source)  # type: ignore[call-overload]
-    workers = min(config.workers, os.cpu_count() or 1)
     config.out.mkdir(parents=True, exist_ok=True)
     source, subset = Path(config.source), config.subset or (preset.subset if preset else None)
     if preset is None and source.is_dir():
         if config.revision is not None:
             raise ValueError("--revision has no effect on a directory: leave it out")
     else:
-        source = _fetch(preset.repository if preset else config.source, config, workers)
+        source = _fetch(preset.repository if preset else config.source, config)
     try:
         found = _splits(source, subset, config.out / "cache")
     except (ValueError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
@@ -99,7 +98,7 @@ def _key(source: str, *others: str | None) -> str:
     return "-".join([*words, digest])
 
 
-def _fetch(repository: str, config: Prepare, workers: int) -> Path:
+def _fetch(repository: str, config: Prepare) -> Path:
     """The data files of a repository, whole in a folder of OUT/download; what is there already is not fetched again."""
     folder = config.out / "download" / _key(repository, config.revision)
     try:
@@ -109,7 +108,7 @@ def _fetch(repository: str, config: Prepare, workers: int) -> Path:
             revision=config.revision,
             local_dir=folder,
             allow_patterns=list(DATA_FILES),
-            max_workers=workers,
+            max_workers=min(config.workers, os.cpu_count() or 1),
         )
     except HFValidationError as error:
         raise ValueError(

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlparse
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from apps.common.prompts import read_prompts
 from apps.grpo import prepare_data
@@ -115,9 +116,9 @@ def test_what_is_not_there_is_refused(source, text, tmp_path, monkeypatch):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of a hub as a download of one data set asks for; `broken` names fail once, halfway."""
+    """As much of a hub as a download of one data set asks for; `asked` counts requests for `broken` files."""
 
-    files, broken, served = {}, set(), Counter()
+    files, broken, served, asked = {}, set(), Counter(), Counter()
 
     def log_message(self, *args):
         pass
@@ -146,7 +147,7 @@ class Hub(BaseHTTPRequestHandler):
         content = self.files[name]
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if body and name in self.broken:
-            self.broken.discard(name)
+            self.asked[name] += 1
             self.send_response(500)
             self.end_headers()
             return None
@@ -172,7 +173,7 @@ def hub(tmp_path):
         "main/test.jsonl": lines(gsm8k(8)),
         "weights.bin": b"x" * 1000,
     }
-    Hub.broken, Hub.served = set(), Counter()
+    Hub.broken, Hub.served, Hub.asked = set(), Counter(), Counter()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -203,17 +204,37 @@ def test_a_preset_is_fetched_from_the_hub_and_nothing_is_fetched_twice(hub, tmp_
 
 
 def test_a_stopped_download_goes_on(hub, tmp_path):
+    """What the first start has fetched is not fetched again, and nothing is laid down before all is there."""
     Hub.broken = {"main/train.jsonl"}
     stopped = run(hub, tmp_path, "--source", "openai/gsm8k", "--subset", "main", "--workers", "1")
-    if stopped.returncode:  # huggingface_hub may itself have tried again
-        assert stopped.returncode == 2
-        assert "start again to go on" in stopped.stderr
-        assert not list((tmp_path / "out").rglob("train.parquet"))
+    assert Hub.asked["main/train.jsonl"]
+    assert stopped.returncode == 2, stopped.stdout
+    assert "start again to go on" in stopped.stderr
+    assert not list((tmp_path / "out").rglob("*.parquet"))
+    before = dict(Hub.served)
+    assert before
+    Hub.broken = set()
     done = run(hub, tmp_path, "--source", "openai/gsm8k", "--subset", "main")
     assert done.returncode == 0, done.stderr[-3000:]
     (train,) = (tmp_path / "out").glob("gsm8k-*/train.parquet")
     assert pq.read_table(train).num_rows == 40
-    assert max(Hub.served.values()) == 1
+    assert set(before) < set(Hub.served) == {"README.md", "main/train.jsonl", "main/test.jsonl"}
+    assert set(Hub.served.values()) == {1}
+
+
+@pytest.mark.parametrize(("workers", "cores", "found"), [(8, 2, 2), (3, 64, 3), (1, 2, 1), (8, None, 1)])
+def test_no_more_files_are_fetched_at_a_time_than_there_are_cores(workers, cores, found, tmp_path, monkeypatch):
+    told = {}
+
+    def download(repository, **options):
+        told.update(options)
+        raise OfflineModeIsEnabled("no network")
+
+    monkeypatch.setattr(prepare_data, "snapshot_download", download)
+    monkeypatch.setattr(prepare_data.os, "cpu_count", lambda: cores)
+    with pytest.raises(ValueError, match="can't be fetched"):
+        prepare(Prepare("gsm8k", tmp_path / "out", workers=workers))
+    assert told["max_workers"] == found
 
 
 def test_a_data_set_that_is_not_there(hub, tmp_path):

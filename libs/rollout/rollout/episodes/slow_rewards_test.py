@@ -1,0 +1,87 @@
+"""Rewards that take their time: side by side, beside sampling, and no longer than they may."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.environments.environment import Score
+from rollout.environments.task import Task
+from rollout.episodes.playing import run_group
+from rollout.testing.chat import tiny_tokenizer
+from rollout.testing.scripted import ScriptedEngine
+
+TOKENIZER = tiny_tokenizer()
+QUESTION = ({"role": "user", "content": "37+58="},)
+
+
+def group(task, size):
+    engine = ScriptedEngine(lambda prompt, turn: TOKENIZER("95<|im_end|>", add_special_tokens=False)["input_ids"])
+    return run_group(task, engine, Chat(TOKENIZER), Sampling(max_new_tokens=20, seed=0), size=size)
+
+
+class Meeting:
+    """Rewards that end only when `size` of them are under way at once and the event loop that samples has seen it."""
+
+    def __init__(self, size):
+        self.size, self.inside, self.opened = size, 0, False
+        self.lock, self.released = threading.Lock(), threading.Event()
+
+    def come(self):
+        with self.lock:
+            self.inside += 1
+
+    async def open(self):
+        """Runs on the loop that samples: a reward that holds it up is never let go."""
+        while self.inside < self.size:
+            await asyncio.sleep(0.005)
+        self.opened = True
+        self.released.set()
+
+    def wait(self):
+        if not self.released.wait(20.0):
+            self.released.set()  # the others need not wait as long
+        return float(self.opened)
+
+    def block(self, reply, results):
+        self.come()
+        return self.wait()
+
+    async def wait_async(self, reply, results):
+        self.come()
+        until = time.monotonic() + 20.0
+        while not self.released.is_set() and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        self.released.set()
+        return Score(float(self.opened), {"judge": 1.0})
+
+    async def block_in_async(self, reply, results):
+        self.come()
+        return self.wait()
+
+
+@pytest.mark.parametrize("kind", ["block", "wait_async", "block_in_async"])
+def test_slow_rewards_run_side_by_side_and_stall_nobody(kind):
+    meeting = Meeting(12)
+
+    async def play():
+        opening = asyncio.create_task(meeting.open())
+        task = Task(QUESTION, getattr(meeting, kind))
+        episodes = await group(task, 12)
+        opening.cancel()
+        return episodes
+
+    assert [e.reward for e in asyncio.run(play())] == [1.0] * 12
+
+
+def test_a_reward_that_hangs_fails_its_episode_and_is_tried_again():
+    def hang(reply, results):
+        time.sleep(0.4)
+        return 1.0
+
+    (episode,) = asyncio.run(group(Task(QUESTION, hang, reward_timeout=0.05), 1))
+    assert episode.attempt == 1
+    assert "gave no answer within 0.05 s" in episode.error
