@@ -18,8 +18,8 @@ def ruff(args: list[str]) -> None:
     os.execv(binary, ["ruff", *(args or ["check"])])
 
 
-# What tests do on purpose and a type checker calls wrong: parametrised functions without annotations, a method replaced,
-# a lambda that appends, a name patched where it is imported, an attribute of what may be None (that fails the test).
+# What tests do on purpose and a type checker calls wrong: parametrised functions without annotations, a method
+# replaced, a lambda that appends, a name patched where it is imported, an attribute of what may be None.
 TEST_FLAGS = [
     "--allow-untyped-defs",
     "--allow-incomplete-defs",

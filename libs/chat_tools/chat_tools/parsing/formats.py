@@ -146,6 +146,28 @@ _ALL = (
         bare=True,
     ),
     Format(
+        "kimi_k3",
+        writer=writing.attributed,
+        section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        calls=(('<|open|>call tool="', "<|close|>call<|sep|>"),),
+        body=Tagged(
+            name_end="<|sep|>",
+            key=('<|open|>argument key="', "<|sep|>"),
+            value=("", "<|close|>argument<|sep|>"),
+            attribute="type",
+            kinds=("string", "number", "integer", "boolean", "null", "object", "array"),
+            entities=True,
+        ),
+        reasoning=(("<|open|>think<|sep|>", "<|close|>think<|sep|>"),),
+        ends=(
+            "<|open|>response<|sep|>",
+            "<|close|>response<|sep|>",
+            "<|close|>message<|sep|>",
+            "<|end_of_msg|>",
+        ),
+        bare=True,
+    ),
+    Format(
         "minimax",
         aliases=("minimax_m2",),
         writer=writing.tagged,

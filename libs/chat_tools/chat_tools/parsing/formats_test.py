@@ -30,6 +30,14 @@ def dsml(wrapper):
     return f"Look.\n<｜DSML｜{wrapper}>\n{first}\n{second}\n</｜DSML｜{wrapper}>"
 
 
+K3 = (
+    "<|open|>think<|sep|>so<|close|>think<|sep|><|open|>response<|sep|>Look.<|close|>response<|sep|>"
+    '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+    '<|open|>argument key="n" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
+)
+
 TURNS = [
     ("olmo3", 'Look.\n<function_calls>\nf(city="Paris", n=3)\ng()\n</function_calls>', BOTH),
     ("olmo3", '<function_calls>f(city="Paris", n=3)', ONE),
@@ -78,6 +86,7 @@ TURNS = [
         ),
         BOTH,
     ),
+    ("kimi_k3", K3, BOTH),
     ("deepseek_v3.2", dsml("function_calls"), BOTH),
     ("deepseek_v4", dsml("tool_calls"), BOTH),
 ]
@@ -112,6 +121,27 @@ def test_the_attribute_says_what_is_text():
     assert arguments("", "3") == {"n": "3"}
 
 
+def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes():
+    def arguments(key, kind, value):
+        tag = f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+        text = (
+            f'<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>{tag}<|close|>call<|sep|><|close|>tools<|sep|>'
+        )
+        (call,) = parse(text, "kimi_k3", TOOLS).tool_calls
+        assert call.name == "f"
+        return call.arguments_dict()
+
+    assert arguments("n", "string", "3") == {"n": "3"}
+    assert arguments("x", "number", "3") == {"x": 3}
+    assert arguments("x", "object", '{"a": [1]}') == {"x": {"a": [1]}}
+    assert arguments("a&amp;quot;b", "string", "<b>&amp;</b>") == {"a&quot;b": "<b>&amp;</b>"}
+    assert arguments("&quot;a&quot;", "string", "") == {'"a"': ""}
+    fmt = find_format("kimi_k3")
+    odd = {'a"&b': 'x"', "flag": True, "none": None, "list": [1, "a"]}
+    (call,) = parse(fmt.write([("f", odd)]), fmt).tool_calls
+    assert call.arguments_dict() == odd
+
+
 def test_text_that_only_looks_like_a_list_of_calls_is_content():
     for name, text in [("phi4_mini", "functools.lru_cache is a decorator"), ("xlam", "[1, 2] is a list")]:
         assert parse(text, name).content == text
@@ -133,7 +163,7 @@ def test_names_are_not_given_twice():
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo3", "lfm2", "deepseek_v3.2", "deepseek_v4", "step3", "hunyuan", "longcat", "apertus"]
+    "name", ["olmo3", "lfm2", "kimi_k3", "deepseek_v3.2", "deepseek_v4", "step3", "hunyuan", "longcat", "apertus"]
 )
 def test_a_template_with_the_formats_marker_is_known_by_it(name):
     fmt = find_format(name)

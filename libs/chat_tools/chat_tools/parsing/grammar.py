@@ -16,7 +16,9 @@ class Tagged(NamedTuple):
 
     With `newlines`, one newline after the opening and one before the closing tag of a value belong to the tags. With
     `guess`, a value whose type nobody declares is read as JSON if it is JSON. `attribute` names an attribute of the
-    key's tag, behind the key's closing quote: "true" where the value is text as it stands, "false" where it is JSON.
+    key's tag, behind the key's closing quote, and `kinds` its values: the first says that the value is text as it
+    stands, the others that it is JSON. Where `calls` open with a quote and `name_end` has none, further attributes may
+    follow the name. With `entities`, `&quot;` and `&amp;` in a name or key stand for the characters.
     """
 
     name_end: str
@@ -25,6 +27,8 @@ class Tagged(NamedTuple):
     newlines: bool = False
     guess: bool = False
     attribute: str = ""
+    kinds: tuple[str, ...] = ("true", "false")
+    entities: bool = False
 
 
 class Json(NamedTuple):

@@ -207,7 +207,7 @@ class Preview:
             self._state = self._stop  # given twice: the last one counts
             return 0
         self._key, self._value = key, ""
-        self._is_said = match["text"] == "true" if body.attribute else None
+        self._is_said = match["text"] == body.kinds[0] if body.attribute else None
         guessed = (body.guess or self._is_said is False) and key not in self._properties
         self._typed = not self._is_said and (guessed or not self._is_text(key))
         self._state = self._words

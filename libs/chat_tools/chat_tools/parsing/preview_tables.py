@@ -21,8 +21,10 @@ class PreviewTables:
         section += rf"(?P<mark>{opens})" if opens else ""
         if isinstance(body, Tagged):
             end = r"[ \t]*+\n" if body.name_end == "\n" else re.escape(body.name_end)
+            if fmt.calls[0][0].endswith('"') and '"' not in body.name_end:
+                end = rf'"[^<>\n]*+{end}'
             self.head = re.compile(rf"\s*+{section}(?P<name>[^\s<>\"'=]++){end}")
-            said = rf'"\s++{body.attribute}="(?P<text>true|false)"' if body.attribute else ""
+            said = rf'"\s++{body.attribute}="(?P<text>{"|".join(body.kinds)})"' if body.attribute else ""
             key = rf"(?P<key>[^\s<>\"'=]++){said}{re.escape(body.key[1])}"
             self.key = re.compile(rf"\s*+{re.escape(body.key[0])}{key}")
             self.value = re.compile(rf"\s*+{re.escape(body.value[0])}" if body.value[0] else "")

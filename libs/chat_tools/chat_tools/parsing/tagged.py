@@ -34,7 +34,18 @@ class TaggedTables:
     def key(self, written: str) -> tuple[str, bool | None]:
         """Split what stands in an argument's tag into its key and whether its value is said to be text."""
         match = self.attribute.fullmatch(written) if self.attribute else None
-        return (written, None) if match is None else (match["key"], match["text"] == "true")
+        if match is None:
+            return self.plain(written), None
+        return self.plain(match["key"]), match["text"] == self.body.kinds[0]
+
+    def name(self, written: str) -> str:
+        """What stands in a call's tag, without its further attributes and quotes."""
+        quoted = written.partition('"')[0] if self.attributes else written
+        return self.plain(quoted.strip().strip("\"'"))
+
+    def plain(self, written: str) -> str:
+        """A name or key with its entities read."""
+        return written.replace("&quot;", '"').replace("&amp;", "&") if self.body.entities else written
 
     def __init__(self, fmt: Format) -> None:
         body = fmt.body
@@ -60,9 +71,11 @@ class TaggedTables:
         )
         self.between = Marks.of([*(m for m in marks if m != body.value[1]), *fmt.ends])
         self.ends = frozenset(fmt.ends)
-        said = rf'(?P<key>[^"]*+)"\s*+{re.escape(body.attribute)}\s*+=\s*+"?(?P<text>true|false)"?'
+        kinds = "|".join(map(re.escape, body.kinds))
+        said = rf'(?P<key>[^"]*+)"\s*+{re.escape(body.attribute)}\s*+=\s*+"?(?P<text>{kinds})"?'
         self.attribute = re.compile(said) if body.attribute else None
-        self.name_stop = Marks.of([body.name_end, "\n", "<"])
+        self.attributes = call[0].endswith('"') and '"' not in body.name_end
+        self.name_stop = Marks.of([body.name_end, "\n", *(marks if body.name_end[0] == "<" else "<")])
         self.key_stop = Marks.of([body.key[1], "\n", *(marks if body.key[1][0] == "<" else "<")])
         self.after_value = [m for m in marks if m != body.value[1]]
         self.after_call = [*(m for kind, pair in pairs.items() if kind != "p" for m in pair), *fmt.ends]
@@ -98,6 +111,7 @@ class TaggedReader:
         name = yield from self._header(self.tables.name_stop, self.tables.body.name_end)
         if name is None:
             return "the tool's name is not closed"
+        name = self.tables.name(name)
         if not name:
             return "the tool's name is empty"
         properties = (self.tools.get(name) or {}).get("properties")

@@ -56,6 +56,31 @@ def _attribute(body: Tagged, value: Any) -> str:
     return f'" {body.attribute}="{"true" if isinstance(value, str) else "false"}"' if body.attribute else ""
 
 
+def attributed(fmt: Format, calls: Sequence[Call]) -> str:
+    """Kimi K3: tags that say a call's number and an argument's type, without white space."""
+    (opening, closing), body = fmt.calls[0], fmt.body
+    assert isinstance(body, Tagged)
+    assert fmt.section is not None
+    written = fmt.section[0]
+    for index, (name, arguments) in enumerate(calls, 1):
+        written += f'{opening}{_entities(name)}" index="{index}"{body.name_end}'
+        for key, value in arguments.items():
+            kind = f'{_entities(key)}" {body.attribute}="{_kind(value)}"'
+            written += f"{body.key[0]}{kind}{body.key[1]}{text_of(value)}{body.value[1]}"
+        written += closing
+    return written + fmt.section[1]
+
+
+def _entities(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _kind(value: Any) -> str:
+    """The JSON type of a value."""
+    names = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
+    return names.get(type(value), "object")
+
+
 def objects(fmt: Format, calls: Sequence[Call]) -> str:
     """An object a call between its markers, a line each."""
     opening, closing = fmt.calls[0]
