@@ -1,0 +1,27 @@
+"""The countdown of recipes in README.md and status.md is the one that both apps count: `--recipe list`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from apps.grpo.main import main as grpo
+from apps.sft.main import main as sft
+
+ROOT = Path(__file__).parents[1]
+COUNTED = re.compile(r"(\d+) recipes, (\d+) can be run today, (\d+) shrunk")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/status.md"])
+def test_a_page_counts_the_recipes_as_the_apps_do(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many can be run, how many shrunk, of how many."""
+    totals = [0, 0, 0]
+    for main in (grpo, sft):
+        with pytest.raises(SystemExit):
+            main(["--recipe", "list"])
+        found = COUNTED.fullmatch(capsys.readouterr().out.splitlines()[-1])
+        assert found is not None
+        totals = [total + int(count) for total, count in zip(totals, found.groups(), strict=True)]
+    recipes, ready, shrunk = totals
+    text = " ".join((ROOT / page).read_text().split())
+    assert re.findall(r"(\d+ of \d+)", text) == [f"{ready} of {recipes}", f"{shrunk} of {recipes}"]
