@@ -1,10 +1,12 @@
 """The commands that start nothing: `--recipe list`, `--recipe NAME --plan`, and `--loading`."""
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from apps.common.plan.loading import loading_table
+from apps.common.plan.machine import seen_here
 from apps.common.plan.report import make_plan
 from apps.common.plan.table import recipe_table
 from apps.common.plan.work import Work
@@ -29,6 +31,8 @@ def answer_without_running(
         sys.stdout.write(loading_table(work.origin.shape for work, _ in works() if work.origin) + "\n")
         raise SystemExit(0)
     if "--plan" in words:
-        plan = make_plan(planned([word for word in words if word != "--plan"]))
-        sys.stdout.write(f"{plan}\n")
+        work = planned([word for word in words if word != "--plan"])
+        plan = make_plan(work)
+        here = "".join(f"{'Here' if i == 0 else '':<10}{line}\n" for i, line in enumerate(seen_here(work, os.environ)))
+        sys.stdout.write(f"{here}{plan}\n")
         raise SystemExit(1 if plan.problems else 0)
