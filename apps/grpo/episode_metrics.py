@@ -56,7 +56,7 @@ def environment_metrics(
 def tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """For each tool its calls an episode, and the shares of them that failed and that took too long.
 
-    An environment counts them in its metrics, as `tool/NAME/calls`, `tool/NAME/errors`, `tool/NAME/timeouts`.
+    An episode's metrics count them, as `tool/NAME/calls`, `tool/NAME/errors`, `tool/NAME/timeouts`.
     """
     totals: dict[str, float] = {}
     for episode in episodes:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rollout.chat import Chat
 from rollout.engine import RolloutEngine, Sampling
@@ -25,6 +25,7 @@ from rollout.environments.environment import (
     EpisodeContext,
     Message,
     Outcome,
+    Reply,
     Score,
 )
 from rollout.environments.hosted import host
@@ -34,6 +35,7 @@ from rollout.episodes.conversation import Conversation, TokensSpentError
 from rollout.episodes.episode import Episode
 from rollout.failure import EpisodeFailed, may_pass
 from rollout.seeds import derive_seed
+from rollout.tools.tally import ToolTally, summed_metrics
 from rollout.tools.tool import Tool
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
@@ -53,7 +55,7 @@ class _Play:
     context: EpisodeContext
     group: int
     begun: float = field(default_factory=time.monotonic)
-    conversations: list[Conversation] = field(default_factory=list)
+    conversations: list["_Timed"] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     generate_s: float = 0.0
     environment_s: float = 0.0
@@ -75,12 +77,14 @@ class _Play:
             },
             error=error,
             messages=tuple(self.main.messages) if self.main else (),
-            metrics=self.metrics | {"turns": self.main.turns if self.main else 0},
+            metrics=summed_metrics(c.tally.metrics for c in self.conversations)
+            | self.metrics
+            | {"turns": self.main.turns if self.main else 0},
             group=self.group,
         )
 
     @property
-    def main(self) -> Conversation | None:
+    def main(self) -> "_Timed | None":
         """The episode's own conversation."""
         return next((c for c in self.conversations if not c.agent), None)
 
@@ -199,7 +203,7 @@ async def _play(
         raise ValueError(f"max_turns must be at least 1, got {max_turns}")
     context = context or EpisodeContext("task", seed=sampling.seed)
 
-    def begin(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> Conversation:
+    def begin(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> _Timed:
         seed = context.seed
         if agent and seed is not None:
             seed = derive_seed(seed, "agent", agent, len(play.conversations))
@@ -222,26 +226,39 @@ async def _play(
 
 
 class _Timed(Conversation):
-    """A conversation whose sampling is timed for its episode, and whose branches are part of it."""
+    """A conversation whose sampling is timed for its episode, its calls counted; branches are part of it too."""
 
     def __init__(self, play: _Play, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
         self._play = play
+        self.tally = ToolTally()
+        super().__init__(*arguments, **options)
 
-    async def reply(self) -> Any:
+    async def reply(self) -> Reply:
         begun = time.monotonic()
         try:
-            return await super().reply()
+            reply = await super().reply()
         finally:
             self._play.generate_s += time.monotonic() - begun
+        if reply.finished:
+            self.tally.called(((c.name, c.id) for c in reply.tool_calls), (tool.name for tool in self.tools))
+        return reply
+
+    def say(self, messages: Sequence[Message]) -> bool:
+        self.tally.answered(messages)
+        return super().say(messages)
+
+    def go_on_from(self, messages: Sequence[Message]) -> bool:
+        self.tally.answered(messages)
+        return super().go_on_from(messages)
 
     def fork(self, agent: str) -> Conversation:
-        branch = super().fork(agent)
+        branch = cast(_Timed, super().fork(agent))
+        branch.tally = ToolTally()  # the calls so far are counted here
         self._play.conversations.append(branch)
         return branch
 
 
-Begin = Callable[[Sequence[Message], Sequence[Tool], str], Conversation]
+Begin = Callable[[Sequence[Message], Sequence[Tool], str], _Timed]
 
 
 async def _in_environment(
@@ -299,6 +316,7 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
             reply = await conversation.reply()
             outcome = await play.ask(environment.step(reply), "step()", deadline)
             play.metrics.update(outcome.metrics)
+            conversation.tally.answered(outcome.messages)  # of a last turn nothing is said to the model
             reason = conversation.stop_reason
             if reason == "abort" or reason == "deadline":
                 return reason

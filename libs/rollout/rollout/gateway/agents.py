@@ -26,6 +26,7 @@ from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
 from rollout.seeds import derive_seed
+from rollout.tools.tally import summed_metrics
 from rollout.tools.workers import OverrunError, RefusedError, Workers
 
 AGENTS = Workers("agent", max_abandoned=64)
@@ -199,7 +200,10 @@ async def _play(
         timings={"generate_s": generate, "environment_s": max(0.0, total - generate), "total_s": total},
         error=error,
         messages=own.messages,
-        metrics={"turns": sum(session.turns for session in closed)},
+        metrics={
+            **summed_metrics(session.tools for session in closed),
+            "turns": sum(session.turns for session in closed),
+        },
         group=group,
     )
     return episode, again

@@ -70,6 +70,25 @@ def test_an_agent_is_played_and_scored() -> None:
     assert episode.timings["total_s"] >= episode.timings["generate_s"] >= 0
 
 
+def test_the_tools_of_an_agent_have_their_rates() -> None:
+    """The gateway sees what the policy calls and what comes back, once each, however often the history is sent."""
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+    call = "<tool_call>\n<function=find>\n</function>\n</tool_call>"
+
+    async def agent(seat: Seat) -> float:
+        messages = [user("find it")]
+        for answer in ("Error: find gave no answer within 3 s", "Error: no such page", "here", None):
+            said = await say(seat, messages, tools=[tool])
+            messages.append(said.model_dump(exclude_none=True))
+            for made in said.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": made.id, "content": answer})
+        return 1.0
+
+    _, episode = play(agent, *[call + "<|im_end|>"] * 3, "It is here.<|im_end|>")
+    rates = {"tool/find/calls": 3, "tool/find/errors": 2, "tool/find/timeouts": 1}
+    assert episode.metrics == {"turns": 4} | rates
+
+
 def test_a_blocking_agent_is_played_too() -> None:
     def agent(seat: Seat) -> Score:
         with openai.OpenAI(base_url=seat.base_url, api_key=seat.api_key, max_retries=0) as api:

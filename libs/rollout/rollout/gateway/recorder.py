@@ -27,6 +27,7 @@ from rollout.engine import Completion
 from rollout.environments.environment import Message
 from rollout.episodes.segment import Segment, Stream
 from rollout.gateway.wire import ChatRequest, tools_key
+from rollout.tools.tally import ToolTally
 from rollout.tools.tool import Tool
 
 
@@ -56,6 +57,7 @@ class Turn:
     stream: Stream
     key: bytes  # of the conversation up to the answer
     number: int  # of this session's requests
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Recorder:
     requests: int = 0
     turns: int = 0
     calls: int = 0
+    tally: ToolTally = field(default_factory=ToolTally)
     marks: dict[bytes, Mark] = field(default_factory=dict, repr=False)
     busy: set[int] = field(default_factory=set, repr=False)  # streams (by id) that a turn under way will extend
 
@@ -100,7 +103,8 @@ class Recorder:
         if prompt is None:
             prompt = self.chat.open(messages, request.tools)
         self.busy.add(id(stream))
-        turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests)
+        self.tally.answered(request.messages[last + 1 :])
+        turn = Turn([*prompt, *given], given, messages, stream, keys[-1], self.requests, request.tools)
         self.requests += 1
         return turn
 
@@ -123,6 +127,8 @@ class Recorder:
             if len(mark.messages) > len(self.messages):
                 self.messages = mark.messages
             self.turns += 1
+            made = ((call["function"]["name"], call.get("id", "")) for call in answer.get("tool_calls", ()))
+            self.tally.called(made, (tool.name for tool in turn.tools))
 
     def abandon(self, turn: Turn) -> None:
         """Let go of a turn's stream; where the turn was not committed, the session is as it was before."""

@@ -1,5 +1,6 @@
 """What a session recorded, as data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout.environments.environment import Message
@@ -12,7 +13,8 @@ class SessionRecord:
     """The segments of a session, in the order in which they began, and what became of its requests.
 
     `turns` were answered, `cancelled` ones lost their client, `refused` ones failed after they had begun. `messages` is
-    the longest conversation, for people; `generate_s` the seconds that requests spent in the engine, summed.
+    the longest conversation, for people; `generate_s` the seconds that requests spent in the engine, summed; `tools`
+    says how often each tool was called, failed and took too long (`rollout.tools.tally`).
     """
 
     id: str
@@ -22,10 +24,11 @@ class SessionRecord:
     cancelled: int
     refused: int
     generate_s: float
+    tools: Mapping[str, float]
 
     @classmethod
     def of(cls, live: LiveSession) -> "SessionRecord":
         """Copy what an open session has recorded so far."""
         recorder = live.recorder
         counts = (recorder.turns, live.cancelled, live.refused)
-        return cls(live.id, recorder.segments, recorder.messages, *counts, live.generate_s)
+        return cls(live.id, recorder.segments, recorder.messages, *counts, live.generate_s, recorder.tally.metrics)
