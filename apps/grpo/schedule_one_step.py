@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from apps.common.ranks import rank_and_world
+from apps.common.ranks import from_rank_0, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import save_cursor
 from apps.grpo.samplers import prove_weights
@@ -29,6 +29,8 @@ from rollout.episodes.codec import decode_episodes, encode_episodes
 from rollout.workers.process import WorkerDied
 
 T = TypeVar("T")
+LEDGER = "ledger-{}.bin"
+"""Of a rank, in the run's folder."""
 
 
 class Background(Generic[T]):
@@ -73,15 +75,35 @@ class Background(Generic[T]):
             self._found = self._task.result()
 
 
+def _check_ledgers(found: Sequence[str], world: int, done: int) -> None:
+    """Refuse to go on without the answers that other ranks, or another schedule, have sampled ahead.
+
+    Raises:
+        ValueError: it says how the run goes on.
+    """
+    if found == sorted(LEDGER.format(rank) for rank in range(world)) or not (found or done):
+        return
+    if found and LEDGER.format(0) in found:
+        raise ValueError(
+            f"this run has {len(found)} ranks, and the answers that each sampled ahead are in its ledger: go on with "
+            f"--processes {len(found)}, not {world}"
+        )
+    raise ValueError(
+        "this run was begun under another schedule, without the ledgers of one_step_off: go on with the "
+        "--cluster.schedule.mode in its config.json"
+    )
+
+
 class OneStepOff:
     """See the head of this file. `done`: steps that the checkpoint holds which the run goes on from."""
 
     def __init__(self, config: GrpoConfig, session: Session, engine: TrainEngine, run_dir: Path, done: int) -> None:
         self._config, self._session, self._engine = config, session, engine
-        rank = rank_and_world()[0]
+        rank, world = rank_and_world()
         self._run_dir = run_dir
+        _check_ledgers(from_rank_0(sorted(path.name for path in run_dir.glob("ledger*.bin"))), world, done)
         restore_tasks(session.tasks, run_dir, done)
-        self._ledger = RolloutLedger(run_dir / f"ledger-{rank}.bin", done)
+        self._ledger = RolloutLedger(run_dir / LEDGER.format(rank), done)
         self._timeline = Timeline(run_dir) if rank == 0 else None
         self._sampling: Background[list[Episode]] | None = None
         self._rows: Sequence[TaskRow] = ()

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from apps.common.kills import in_child, kill_at_call
+from apps.common.plan.cluster import Cluster, Schedule
 from apps.grpo import schedule_async, schedule_one_step
 from apps.grpo.main import configure, run
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, rows, same_weights, small
 from apps.grpo.testing import RECIPE, make_troubled_tasks
+from engines.launch import RankError
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import bubble_shares, read_timeline
 
@@ -66,6 +68,26 @@ def asynchronous(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("async") / "run"
     assert in_child(go, run_dir, ASYNC) == 0
     return run_dir
+
+
+@pytest.mark.parametrize("processes", [(2, 1), (1, 2)])
+def test_one_step_off_goes_on_with_as_many_ranks(processes, tmp_path):
+    """Others' answers are in ledgers of their own: with fewer ranks half a batch would be trained without a word."""
+    before, after = processes
+    config = small(tmp_path / "run", ONE, processes=before, steps=2, save_every=2, eval_every=2)
+    run(config, RECIPE)
+    logged = rows(tmp_path / "run")
+    with pytest.raises((ValueError, RankError), match=f"go on with --processes {before}, not {after}"):
+        run(replace(config, processes=after, resume=True, steps=4), RECIPE)
+    assert rows(tmp_path / "run") == logged
+    run(replace(config, resume=True, steps=3), RECIPE)
+
+
+def test_one_step_off_does_not_take_over_from_another_schedule(tmp_path):
+    config = small(tmp_path / "run", Schedule(), steps=2, save_every=2, eval_every=2)
+    run(config, RECIPE)
+    with pytest.raises(ValueError, match="begun under another schedule"):
+        run(replace(config, cluster=Cluster(schedule=ONE), resume=True, steps=3), RECIPE)
 
 
 def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
