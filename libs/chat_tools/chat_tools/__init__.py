@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from chat_tools.parsing.formats import find_format as find_format
     from chat_tools.parsing.formats import formats as formats
     from chat_tools.parsing.grammar import Channels as Channels
+    from chat_tools.parsing.grammar import Elements as Elements
     from chat_tools.parsing.grammar import Format as Format
     from chat_tools.parsing.grammar import Json as Json
     from chat_tools.parsing.grammar import Pythonic as Pythonic
@@ -52,6 +53,7 @@ _EXPORTS = {
     "CallFinished": "chat_tools.parsing.result",
     "CallStarted": "chat_tools.parsing.result",
     "Channels": "chat_tools.parsing.grammar",
+    "Elements": "chat_tools.parsing.grammar",
     "Format": "chat_tools.parsing.grammar",
     "Json": "chat_tools.parsing.grammar",
     "Malformed": "chat_tools.parsing.result",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chat_tools.parsing import writing
-from chat_tools.parsing.grammar import Call, Channels, Format, Json, Pythonic, Tagged
+from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Pythonic, Tagged
 
 Writer = Callable[[Format, Sequence[Call]], str]
 _CHATML = ("<|im_end|>", "<|endoftext|>")
@@ -174,6 +174,16 @@ _ALL = (
         section=("<minimax:tool_call>", "</minimax:tool_call>"),
         calls=(('<invoke name="', "</invoke>"),),
         body=Tagged(name_end='">', key=('<parameter name="', '">'), value=("", "</parameter>")),
+        ends=("[e~[",),
+        bare=True,
+    ),
+    Format(
+        "minimax_m3",
+        writer=writing.elements,
+        section=("]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>"),
+        calls=((']<]minimax[>[<invoke name="', "]<]minimax[>[</invoke>"),),
+        body=Elements("]<]minimax[>["),
+        reasoning=(("<mm:think>", "</mm:think>"),),
         ends=("[e~[",),
         bare=True,
     ),

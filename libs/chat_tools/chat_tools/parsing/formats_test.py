@@ -38,6 +38,12 @@ K3 = (
     '<|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
 )
 
+NS = "]<]minimax[>["
+M3 = (
+    f'<mm:think>so</mm:think>Look.\n{NS}<tool_call>\n{NS}<invoke name="f">\n{NS}<city>Paris{NS}</city>\n'
+    f'{NS}<n>3{NS}</n>\n{NS}</invoke>\n{NS}<invoke name="g">\n{NS}</invoke>\n{NS}</tool_call>[e~['
+)
+
 TURNS = [
     ("olmo3", 'Look.\n<function_calls>\nf(city="Paris", n=3)\ng()\n</function_calls>', BOTH),
     ("olmo3", '<function_calls>f(city="Paris", n=3)', ONE),
@@ -87,6 +93,7 @@ TURNS = [
         BOTH,
     ),
     ("kimi_k3", K3, BOTH),
+    ("minimax_m3", M3, BOTH),
     ("deepseek_v3.2", dsml("function_calls"), BOTH),
     ("deepseek_v4", dsml("tool_calls"), BOTH),
 ]
@@ -163,7 +170,19 @@ def test_names_are_not_given_twice():
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo3", "lfm2", "kimi_k3", "deepseek_v3.2", "deepseek_v4", "step3", "hunyuan", "longcat", "apertus"]
+    "name",
+    [
+        "olmo3",
+        "lfm2",
+        "kimi_k3",
+        "minimax_m3",
+        "deepseek_v3.2",
+        "deepseek_v4",
+        "step3",
+        "hunyuan",
+        "longcat",
+        "apertus",
+    ],
 )
 def test_a_template_with_the_formats_marker_is_known_by_it(name):
     fmt = find_format(name)

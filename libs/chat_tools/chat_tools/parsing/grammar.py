@@ -31,6 +31,17 @@ class Tagged(NamedTuple):
     entities: bool = False
 
 
+class Elements(NamedTuple):
+    """Arguments as elements: NAME `name_end`, then `<KEY>VALUE</KEY>` repeated, each tag with `prefix` before it.
+
+    A VALUE may be elements itself: those of an object by their names, those of a list called `item`.
+    """
+
+    prefix: str
+    name_end: str = '">'
+    item: str = "item"
+
+
 class Json(NamedTuple):
     """`{"name": ..., "arguments": {...}}`, alone or in a list (`objects`); or a header and the arguments' object.
 
@@ -83,7 +94,7 @@ class Format(NamedTuple):
 
     name: str
     calls: tuple[Pair, ...]
-    body: Tagged | Json | Pythonic | Channels
+    body: Tagged | Elements | Json | Pythonic | Channels
     section: Pair | None = None
     reasoning: tuple[Pair, ...] = (("<think>", "</think>"),)
     ends: tuple[str, ...] = ()

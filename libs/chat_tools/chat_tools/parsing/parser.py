@@ -3,8 +3,8 @@
 Strategy
 1. A coroutine walks over the turn from marker to marker; each `yield` asks for more text. What is taken goes to the
    Recorder, whose segments follow each other without a gap.
-2. A marker of calls hands over to the reader of the format's body (tagged, bracketed, channels), which records calls or
-   says in words why there is none.
+2. A marker of calls hands over to the reader of the format's body (bodies.py), which records calls or says in words why
+   there is none.
 3. What cannot be read is malformed up to where something else can begin: the next marker that is sure to be one.
 4. What is looked at is charged to a budget (cursor.py); past it, text is passed over unread.
 
@@ -20,16 +20,18 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader, BracketTables
-from chat_tools.parsing.channels import ChannelReader, ChannelTables
+from chat_tools.parsing.bodies import body_reader, compile_body
+from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
+from chat_tools.parsing.channels import ChannelReader
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
+from chat_tools.parsing.elements import ElementReader
 from chat_tools.parsing.formats import find_format
-from chat_tools.parsing.grammar import Channels, Format, Json, Tagged
+from chat_tools.parsing.grammar import Channels, Format, Json
 from chat_tools.parsing.preview import Preview
 from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.result import Event, Kind, ParsedMessage
 from chat_tools.parsing.segments import Recorder
-from chat_tools.parsing.tagged import TaggedReader, TaggedTables
+from chat_tools.parsing.tagged import TaggedReader
 
 
 class Tables:
@@ -54,13 +56,7 @@ class Tables:
         self.certain = frozenset(mark for mark in self.call_opens if mark.startswith(("<|", "<｜")))
         # What may close a call that begins the answer without a marker.
         self.bare_close = self.call_closes[0] if fmt.opening and isinstance(body, Json) and body.header else ""
-        self.body: TaggedTables | BracketTables | ChannelTables
-        if isinstance(body, Tagged):
-            self.body = TaggedTables(fmt)
-        elif isinstance(body, Channels):
-            self.body = ChannelTables(body)
-        else:
-            self.body = BracketTables(fmt, stops, list(self.thinking))
+        self.body = compile_body(fmt, stops, list(self.thinking))
         self.preview = PreviewTables(fmt)
 
 
@@ -98,13 +94,7 @@ class StreamParser:
         self._reader = Reader()
         self._recorder = Recorder(len(begun), silent)
         tool_set = ToolSet(tools)
-        self._body: TaggedReader | BracketReader | ChannelReader
-        if isinstance(tables.body, TaggedTables):
-            self._body = TaggedReader(self._reader, self._recorder, tables.body, tool_set)
-        elif isinstance(tables.body, BracketTables):
-            self._body = BracketReader(self._reader, self._recorder, tables.body, tool_set)
-        else:
-            self._body = ChannelReader(self._reader, self._recorder, tables.body, tool_set)
+        self._body = body_reader(tables.body, self._reader, self._recorder, tool_set)
         # Whether it is known what is reasoning: where the prompt is known, or the format has none.
         if not silent:
             self._recorder.preview = Preview(tables.preview, tool_set, self._recorder.tell)
@@ -323,7 +313,7 @@ class StreamParser:
         if not self._reader.charge(CALL_COST):
             yield from self._pass_over()
             return
-        if isinstance(self._body, TaggedReader):
+        if isinstance(self._body, TaggedReader | ElementReader):
             reason = yield from self._body.read()
         else:
             assert isinstance(self._body, BracketReader)

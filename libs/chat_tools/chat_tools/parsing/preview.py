@@ -24,7 +24,7 @@ from typing import Any
 
 from chat_tools.parsing.arguments import ToolSet
 from chat_tools.parsing.cursor import Reader
-from chat_tools.parsing.grammar import Tagged
+from chat_tools.parsing.grammar import Elements, Tagged
 from chat_tools.parsing.literals import UNUSUAL, LiteralError, dumps, loads_plain
 from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.result import ArgumentsDelta, CallDropped, CallFinished, CallStarted, Event, ToolCall
@@ -179,7 +179,7 @@ class Preview:
         properties = schema.get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
         self._extra = isinstance(schema.get("additionalProperties"), Mapping)
-        if isinstance(fmt.body, Tagged):
+        if isinstance(fmt.body, Tagged | Elements):
             self._state = self._tag
         else:
             self._state = self._object if self.tables.arguments is None else self._between
@@ -196,8 +196,7 @@ class Preview:
         """Read the tag of an argument."""
         match = self.tables.key.match(text)
         value = self.tables.value.match(text, match.end()) if match else None
-        body = self.tables.fmt.body
-        assert isinstance(body, Tagged)
+        body = self.tables.tagged
         if match is None or value is None or (body.newlines and len(text) == value.end()):
             if len(text) > _LONGEST_HEADER:
                 self._state = self._stop
@@ -216,8 +215,7 @@ class Preview:
 
     def _words(self, text: str) -> int:
         """Read more of a value, up to the first thing that looks like a tag."""
-        marks, body = self.tables.marks, self.tables.fmt.body
-        assert isinstance(body, Tagged)
+        marks, body = self.tables.marks, self.tables.tagged
         match = marks.pattern.search(text)
         if match is None:
             sure = marks.begun(text, max(0, len(text) - marks.longest + 1))
@@ -229,6 +227,9 @@ class Preview:
             return 0
         value = text[: match.start()]
         self._more(value.removesuffix("\n") if body.newlines else value)
+        if self._typed and self.tables.prefix and not self._value.strip():
+            self._state = self._stop  # nothing, an empty list or an empty object
+            return 0
         if self._typed:
             key, self._key = self._key, None
             assert key is not None
@@ -248,9 +249,9 @@ class Preview:
 
     def _closed(self, text: str, match: re.Match[str]) -> int:
         """Where a closing tag ends, if it is one beyond doubt (an argument or the call's end follows); else 0."""
-        body = self.tables.fmt.body
-        assert isinstance(body, Tagged)
-        if match.group() != body.value[1]:
+        if self.tables.prefix:
+            return self._element_closed(text, match.start())
+        if match.group() != self.tables.tagged.value[1]:
             self._state = self._stop
             return 0
         end = match.end()
@@ -262,6 +263,14 @@ class Preview:
         if follows and not any(mark.startswith(follows) for mark in self.tables.follow):
             self._state = self._stop
         return 0
+
+    def _element_closed(self, text: str, start: int) -> int:
+        """Where an element's own closing tag ends, if it is what stands here; else 0."""
+        closing = f"{self.tables.prefix}</{self._key}>"
+        here = text[start : start + len(closing)]
+        if not closing.startswith(here):
+            self._state = self._stop
+        return start + len(closing) if here == closing else 0
 
     def _between(self, text: str) -> int:
         """Read from the name to the object of arguments."""

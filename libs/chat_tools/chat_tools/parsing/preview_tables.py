@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from chat_tools.parsing.cursor import Marks
-from chat_tools.parsing.grammar import Channels, Format, Json, Tagged
+from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Tagged
 
 
 class PreviewTables:
@@ -18,6 +18,8 @@ class PreviewTables:
         opens = "|".join(re.escape(mark) for mark, _ in fmt.calls)
         self.head: re.Pattern[str] | None = None
         self.arguments: re.Pattern[str] | None = None  # between the name and the object of arguments
+        self.tagged = body if isinstance(body, Tagged) else Tagged("", ("", ""), ("", ""))
+        self.prefix = body.prefix if isinstance(body, Elements) else ""
         section += rf"(?P<mark>{opens})" if opens else ""
         if isinstance(body, Tagged):
             end = r"[ \t]*+\n" if body.name_end == "\n" else re.escape(body.name_end)
@@ -31,6 +33,11 @@ class PreviewTables:
             marks = {body.key[0], body.value[1], *(m for pair in fmt.calls for m in pair if m), *(fmt.section or ())}
             self.marks = Marks.of(marks)
             self.follow = (body.key[0], *(close for _, close in fmt.calls))
+        elif isinstance(body, Elements):
+            self.head = re.compile(rf"\s*+{section}(?P<name>[^\s<>\"'=]++){re.escape(body.name_end)}")
+            self.key = re.compile(rf"\s*+{re.escape(body.prefix)}<(?P<key>[^\s<>\"'=/]++)>")
+            self.value = re.compile("")
+            self.marks = Marks.of([body.prefix])
         elif isinstance(body, Json) and not body.quotes and body.header:
             self.head = re.compile(rf"\s*+{section}\s*+{body.header}\s*+(?=\{{)")
         elif isinstance(body, Json) and not body.quotes:

@@ -15,9 +15,9 @@ Invariants (tests): a half-written value is never executed; text is read again a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
-from chat_tools.parsing.arguments import ToolSet, Written
+from chat_tools.parsing.arguments import Schema, ToolSet, Written
 from chat_tools.parsing.cursor import TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.grammar import Format, Tagged
 from chat_tools.parsing.literals import dumps
@@ -90,6 +90,14 @@ def _value_pattern(closes: Iterable[str], opens: Mapping[str, str]) -> str:
     return f"{re.escape(min(firsts)) if cut else ''}(?:(?P<close>{closing})|{opening})"
 
 
+def has_all(schema: Schema | None, given: Set[str]) -> bool:
+    """Say whether these are all the arguments that a tool declares, so that no more can have been to come."""
+    properties = schema.get("properties") if schema is not None else None
+    if not isinstance(properties, Mapping) or not properties or (schema or {}).get("additionalProperties"):
+        return False
+    return given == set(properties)
+
+
 class TaggedReader:
     """Read one call; the position is after its opening marker."""
 
@@ -154,11 +162,7 @@ class TaggedReader:
 
     def _has_all(self, name: str) -> bool:
         """Say whether every argument that the tool declares is given, so that no more can have been to come."""
-        schema = self.tools.get(name)
-        properties = schema.get("properties") if schema is not None else None
-        if not isinstance(properties, Mapping) or not properties or (schema or {}).get("additionalProperties"):
-            return False
-        return {key for key, *_ in self.pairs} == set(properties)
+        return has_all(self.tools.get(name), {key for key, *_ in self.pairs})
 
     def _header(self, stop: Marks, end: str) -> Wait[str | None]:
         """Read a name up to `end`; None if the line ends before, or another tag begins."""

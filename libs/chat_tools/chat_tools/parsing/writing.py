@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chat_tools.parsing.grammar import Call, Channels, Format, Json, Tagged
+from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Tagged
 
 
 def text_of(value: Any) -> str:
@@ -79,6 +79,29 @@ def _kind(value: Any) -> str:
     """The JSON type of a value."""
     names = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
     return names.get(type(value), "object")
+
+
+def elements(fmt: Format, calls: Sequence[Call]) -> str:
+    """MiniMax M3: an element an argument, a line each, in one wrapper."""
+    (opening, closing), body = fmt.calls[0], fmt.body
+    assert isinstance(body, Elements)
+    assert fmt.section is not None
+    lines = [fmt.section[0]]
+    for name, arguments in calls:
+        lines.append(f"{opening}{name}{body.name_end}")
+        lines += [_element(body, key, value) for key, value in arguments.items()]
+        lines.append(closing)
+    return "\n".join([*lines, fmt.section[1]])
+
+
+def _element(body: Elements, name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = "".join(_element(body, key, item) for key, item in value.items())
+    elif isinstance(value, list):
+        inside = "".join(_element(body, body.item, item) for item in value)
+    else:
+        inside = text_of(value)
+    return f"{body.prefix}<{name}>{inside}{body.prefix}</{name}>"
 
 
 def objects(fmt: Format, calls: Sequence[Call]) -> str:

@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from chat_tools.parsing.formats import FORMATS
-from chat_tools.parsing.grammar import Channels, Format, Json, Pythonic, Tagged
+from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Pythonic, Tagged
 from chat_tools.parsing.parser import StreamParser, parse
 
 TOOLS: list[dict[str, Any]] = [
@@ -61,6 +61,16 @@ def _fragments(fmt: Format) -> list[str]:
         argument = f"{key[0]}text{key[1]}{value[0]}x{value[1]}"
         parts += [f"{opens}f{body.name_end}", f"{key[0]}count{key[1]}", *filter(None, [*key, *value, body.name_end])]
         parts += [argument, f"{opens}f{body.name_end}{argument}{fmt.calls[0][1]}"]
+    elif isinstance(body, Elements):
+        opens, tag = fmt.calls[0][0], f"{body.prefix}<"
+        parts += [
+            f"{opens}f{body.name_end}",
+            f"{tag}text>",
+            f"{tag}/text>",
+            f"{tag}{body.item}>",
+            f"{tag}/{body.item}>",
+        ]
+        parts += [body.prefix, body.name_end, f"{tag}items>1{tag}/items>", fmt.example]
     elif isinstance(body, Channels):
         parts += [body.start, body.channel, body.message, *body.ends, "assistant", " to=functions.f", body.reasoning]
         parts += [f'{body.channel}commentary to=functions.f{body.message}{{"text": "x"}}{body.ends[1]}']

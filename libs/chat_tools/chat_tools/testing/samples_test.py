@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.parsing.formats import FORMATS, formats
-from chat_tools.parsing.grammar import Channels, Tagged
+from chat_tools.parsing.grammar import Channels, Elements, Tagged
 from chat_tools.parsing.parser import parse
 from chat_tools.testing.samples import write_turn
 
@@ -25,8 +25,12 @@ calls = st.lists(st.tuples(names, st.dictionaries(st.from_regex(r"\A[a-z_]{1,8}\
 
 
 def schema_of(value: object) -> dict:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
-    return {"type": kinds.get(type(value), "object")}
+    if isinstance(value, dict):
+        return {"type": "object", "properties": {key: schema_of(item) for key, item in value.items()}}
+    if isinstance(value, list):
+        return {"type": "array", "prefixItems": [schema_of(item) for item in value]}
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+    return {"type": kinds[type(value)]}
 
 
 @settings(max_examples=120, deadline=None)
@@ -46,7 +50,7 @@ def test_round_trip(name, calls, content, reasoning):
     assert message.reasoning == reasoning
     assert not message.malformed
     assert [c.name for c in message.tool_calls] == [n for n, _ in calls]
-    if isinstance(fmt.body, Tagged) and same_names:
+    if isinstance(fmt.body, Tagged | Elements) and same_names:
         return  # two calls of one name would need one schema
     for call, (_, arguments) in zip(message.tool_calls, calls, strict=True):
         assert json.loads(call.arguments) == arguments
