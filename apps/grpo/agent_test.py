@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+from apps.common.trained import assert_trained
 from apps.grpo.config import OwnConfig
 from apps.grpo.main import run
 from apps.grpo.recipes.environment import RECIPE
@@ -49,6 +50,7 @@ def one_step(run_dir, *environments, eval_prompts):
         data=replace(RECIPE.config.data, eval_prompts=eval_prompts),
     )
     run(config, RECIPE)
+    assert_trained(run_dir)
     files = [(run_dir / name).read_text() for name in ("episodes.jsonl", "metrics.jsonl")]
     return tuple([json.loads(line) for line in file.splitlines()] for file in files)
 

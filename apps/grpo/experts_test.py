@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from transformers import AutoTokenizer
 
+from apps.common.trained import assert_trained
 from apps.grpo.main import run
 from apps.grpo.recipes import quickstart
 from apps.grpo.testing import RECIPE
@@ -34,6 +35,7 @@ def test_a_step_through_the_samplers_experts_is_the_trainers_own(tmp_path):
     """The sampler's router is the trainer's; the engine refuses a batch that does not say what it chose."""
     own, replayed = (step_of(tmp_path / str(on), RECIPE, on) for on in (False, True))
     assert replayed == own
+    assert_trained(tmp_path / "True")
     assert own["train/grad_norm"] > 0
 
 
@@ -42,3 +44,4 @@ def test_demonstrations_that_nobody_sampled_are_imitated_all_the_same(tmp_path):
     warm = replace(base.warm_start, steps=3)
     few = replace(base.data, eval_prompts=8)
     step_of(tmp_path / "run", quickstart.RECIPE, True, warm_start=warm, data=few, prompts=4, group_size=4)
+    assert_trained(tmp_path / "run" / "warm-start", start=tmp_path / "run" / "model")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from apps.common.cli import main
 from apps.common.config_file import CONFIG_NAME
 from apps.common.kills import end_of, in_child, silence, start_child, wait_for_row, watch_renames
+from apps.common.trained import assert_trained
 from apps.grpo.config import WarmStart
 from apps.grpo.main import run
 from apps.grpo.testing import RECIPE
@@ -44,6 +45,7 @@ def weights(run_dir):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     assert in_child(go, folder / "run", log=folder / "renames.json") == 0
+    assert_trained(folder / "run")
     return folder / "run", json.loads((folder / "renames.json").read_text())
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from apps.common.trained import assert_trained
 from apps.grpo.main import run
 from apps.grpo.testing import RECIPE
 from engines import LoraConfig
@@ -27,6 +28,7 @@ def rows_of(run_dir):
 def test_the_policy_is_held_to_the_base(tmp_path):
     for name, kl_coef in (("free", 1e-9), ("held", 100.0)):
         run(small(tmp_path / name, kl_coef), RECIPE)
+        assert_trained(tmp_path / name, only="_proj|in_proj")
     free, held = (rows_of(tmp_path / name) for name in ("free", "held"))
     assert free[0]["train/kl"] == held[0]["train/kl"] == 0.0  # an adapter begins as nothing
     assert free[1]["train/kl"] > 0.0
@@ -46,6 +48,7 @@ def test_the_policy_is_held_to_a_frozen_model_beside_it(tmp_path):
         config = replace(config, engine=replace(config.engine, lora=LoraConfig(), lr=3e-3))
         run(config, RECIPE)
         run(replace(config, steps=3, resume=True), RECIPE)
+        assert_trained(tmp_path / name)
     free, held = (rows_of(tmp_path / name) for name in ("free", "held"))
     assert free[0]["train/kl"] == pytest.approx(0.0, abs=1e-9)
     assert held[0]["train/kl"] == free[0]["train/kl"]

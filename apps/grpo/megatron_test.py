@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoModelForCausalLM
 
+from apps.common.trained import assert_trained
 from apps.grpo.main import configure, run
 from apps.grpo.testing import RECIPE
 
@@ -36,6 +37,8 @@ def test_four_processes_come_to_the_same_model(tmp_path):
     run(short, RECIPE)
     engine = replace(engine, **{name: getattr(asked.engine, name) for name in LAYOUT})
     run(replace(short, engine=engine, processes=asked.processes, run_dir=tmp_path / "megatron"), RECIPE)
+    for name in ("fsdp2", "megatron"):
+        assert_trained(tmp_path / name, start=tmp_path / "fsdp2" / "model")
     want, got = rows(tmp_path / "fsdp2"), rows(tmp_path / "megatron")
     for left, right in zip(want[1:], got[1:], strict=True):
         for name in ("reward", "rollout/tokens", "train/sequences", "train/trained_tokens"):

@@ -7,6 +7,7 @@ import pytest
 
 from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
 from apps.common.tokens import load_tokenizer
+from apps.common.trained import assert_trained
 from apps.grpo.main import run
 from apps.grpo.native_sampler import admission, native_engine
 from apps.grpo.testing import RECIPE
@@ -65,6 +66,7 @@ def test_without_a_word_only_a_schedule_that_waits_for_nobody_lets_in_at_any_ste
 def test_a_run_trains_with_requests_that_join_at_any_step(tmp_path):
     config = replace(asking("any_step"), steps=2, prompts=2, group_size=2, eval_every=2, save_every=2)
     assert run(replace(config, run_dir=tmp_path / "run"), RECIPE).steps == 2
+    assert_trained(tmp_path / "run")
 
 
 def test_rounds_are_refused_where_nothing_is_sampled_in_them(tmp_path):

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,14 +10,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.common.divergence import DivergenceError
 from apps.common.tokens import load_tokenizer
+from apps.common.trained import assert_trained, start_of
 from apps.grpo.config import WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
+from apps.grpo.synthetic import SumTasks
 from apps.grpo.testing import RECIPE
 from apps.grpo.train import train
 from engines import NonFiniteError
 from engines.launch import launch
 from rollout import NativeEngine, Sampling
+from rollout.tools.workers import instant
 
 SMALL_MOVE = 1e-3  # less than the largest weight moves in four steps at the learning rate of these runs
 
@@ -39,12 +42,13 @@ def largest_move(before, after):
     return max((before[name] - after[name]).abs().max().item() for name in before)
 
 
-def assert_trained(run_dir, start=None):
-    """Every step had rewards that differ and a gradient, and the export is not what the run started from."""
+def assert_learned(run_dir, far=SMALL_MOVE):
+    """Every step had rewards that differ and a gradient, and every weight moved, one of them far."""
     for row in rows(run_dir)[1:]:
         assert row["reward/mixed_groups"] > 0
         assert row["train/grad_norm"] > 1e-4
-    assert largest_move(weights(start or run_dir / "model"), weights(run_dir / "export")) > SMALL_MOVE
+    assert_trained(run_dir)
+    assert largest_move(weights(start_of(run_dir)), weights(run_dir / "export")) > far
 
 
 def same_row(left, right):
@@ -61,7 +65,7 @@ def finished(tmp_path_factory):
 
 def test_every_step_moves_the_weights(finished):
     _, run_dir = finished
-    assert_trained(run_dir)
+    assert_learned(run_dir)
     assert all(row["train/computed_sequences"] > 0 for row in rows(run_dir)[1:])
 
 
@@ -140,7 +144,7 @@ def test_two_ranks_come_to_the_same_model(finished, tmp_path):
         # Both ranks' prompts are in the batch: the same rewards and tokens as when one rank asks all of them.
         for name in ("reward", "rollout/tokens", "rollout/sampled_tokens", "train/sequences"):
             assert right[name] == pytest.approx(left[name], abs=1e-6)
-    assert_trained(tmp_path / "two")
+    assert_learned(tmp_path / "two")
     assert largest_move(weights(run_dir / "export"), weights(tmp_path / "two" / "export")) < SMALL_MOVE / 5
 
 
@@ -148,7 +152,7 @@ def test_dynamic_context_parallelism_comes_to_the_same_model(finished, tmp_path)
     _, run_dir = finished
     engine = replace(RECIPE.config.engine, context_parallel="dynamic", max_tokens_per_rank=48)
     run(small(tmp_path / "cp", processes=2, engine=engine), RECIPE)
-    assert_trained(tmp_path / "cp")
+    assert_learned(tmp_path / "cp")
     assert rows(tmp_path / "cp")[1]["train/micro_batches"] > rows(run_dir)[1]["train/micro_batches"]
     assert largest_move(weights(run_dir / "export"), weights(tmp_path / "cp" / "export")) < SMALL_MOVE / 5
 
@@ -157,14 +161,16 @@ def test_learning_rate_zero_changes_nothing(tmp_path):
     run(small(tmp_path, engine=replace(RECIPE.config.engine, lr=0.0)), RECIPE)
     assert all(row["train/grad_norm"] > 1e-4 for row in rows(tmp_path)[1:])
     assert largest_move(weights(tmp_path / "model"), weights(tmp_path / "export")) == 0
+    with pytest.raises(AssertionError, match="did not move"):
+        assert_trained(tmp_path)
 
 
 def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path):
     warm = WarmStart(steps=3, batch_size=8, eval_every=3, eval_prompts=4, until_accuracy=1.0, lr=3e-3, warmup_steps=0)
     run(small(tmp_path, warm_start=warm, steps=1), RECIPE)
-    start = tmp_path / "warm-start" / "export"
-    assert largest_move(weights(tmp_path / "model"), weights(start)) > SMALL_MOVE
-    assert_trained(tmp_path, start)
+    assert_trained(tmp_path / "warm-start", start=tmp_path / "model")
+    assert start_of(tmp_path) == tmp_path / "warm-start" / "export"
+    assert_learned(tmp_path)
 
 
 def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path):
@@ -177,14 +183,38 @@ def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path):
 def test_old_checkpoints_are_deleted(tmp_path):
     run(small(tmp_path, save_every=1, keep_checkpoints=1), RECIPE)
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000003", "step-000004"]
+    assert_learned(tmp_path)
+
+
+def graded(config, tokenizer):
+    """The recipe's sums and calculator; an answer, cut off or not, earns the share of its characters that are ASCII."""
+    tasks = recipes()["quickstart-tool"].make_tasks(config, tokenizer)
+    return GradedSums(*(getattr(tasks, field.name) for field in fields(tasks)))
+
+
+class GradedSums(SumTasks):
+    """An untrained model earns some of the reward."""
+
+    def environment(self, row):
+        return replace(super().environment(row), reward=ascii_share, cut_off_reward=None)
+
+
+@instant
+def ascii_share(reply, results):
+    return sum(map(str.isascii, reply.text)) / max(1, len(reply.text))
 
 
 def test_a_tool_episode_goes_all_the_way(tmp_path):
-    base = recipes()["quickstart-tool"].config
+    recipe = recipes()["quickstart-tool"]
+    base = recipe.config
     data = replace(base.data, eval_prompts=4)
     warm = replace(base.warm_start, steps=2, batch_size=4, eval_every=2)
-    run(replace(base, run_dir=tmp_path, steps=1, prompts=2, group_size=2, data=data, warm_start=warm))
+    sizes = {"steps": 1, "prompts": 2, "group_size": 4, "sampling": replace(base.sampling, temperature=1.0)}
+    config = replace(base, run_dir=tmp_path, data=data, warm_start=warm, **sizes)
+    run(config, replace(recipe, make_tasks=graded))
     assert rows(tmp_path)[1]["train/trained_tokens"] > 0
+    assert_trained(tmp_path / "warm-start", start=tmp_path / "model")
+    assert_learned(tmp_path, far=1e-4)
 
 
 def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
@@ -192,10 +222,13 @@ def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
     rows_ = [{"ask": f"What is {i} and {i}?", "gold": f"Twice.\n#### {2 * i}"} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
     words = f"--model {run_dir / 'export'} --data {tmp_path / 'own.jsonl'} --prompt-column ask --answer-column gold"
-    words += f" --run-dir {tmp_path / 'run'} --engine.device cpu --steps 1 --prompts 2 --group-size 2"
+    words += f" --run-dir {tmp_path / 'run'} --engine.device cpu --engine.lr 1e-3 --steps 1 --prompts 2 --group-size 4"
     words += " --sampling.max-new-tokens 4 --max-episode-tokens 128 --max-prompt-tokens 64"
+    words += " --reward apps.grpo.own_examples:by_end"  # which an untrained model's differ by
     run(configure(words.split()))
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
+    assert start_of(tmp_path / "run") == run_dir / "export"
+    assert_learned(tmp_path / "run", far=1e-4)
     assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
 
 
@@ -217,6 +250,7 @@ def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path):
     run(replace(whole, run_dir=tmp_path / "half", resume=True))
     expected, found = weights(tmp_path / "whole" / "export"), weights(tmp_path / "half" / "export")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_trained(tmp_path / "whole")
     logged = rows(tmp_path / "whole")
     for row in logged[1:]:
         assert row["reward/environment/Digits/share"] == 1 / 4

@@ -9,6 +9,7 @@ import pytest
 
 from apps.common.kills import in_child, kill_at_call
 from apps.common.plan.cluster import Cluster, Schedule
+from apps.common.trained import assert_trained
 from apps.grpo import schedule_async, schedule_one_step
 from apps.grpo.main import configure, run
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, rows, same_weights, small
@@ -22,6 +23,7 @@ from runlog.timeline import bubble_shares, read_timeline
 def one_step(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("one") / "run"
     run(small(run_dir, ONE), RECIPE)
+    assert_trained(run_dir)
     return run_dir
 
 

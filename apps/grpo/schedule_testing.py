@@ -14,6 +14,7 @@ from apps.common.checkpoints import last_checkpoint
 from apps.common.config_file import CONFIG_NAME
 from apps.common.kills import silence
 from apps.common.plan.cluster import Schedule
+from apps.common.trained import assert_trained
 from apps.grpo import schedule_async
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
@@ -86,13 +87,14 @@ def history(run_dir: Path) -> dict[int, list[str]]:
 
 
 def assert_nothing_lost(run_dir: Path, config: GrpoConfig) -> None:
-    """Every step once, and every task of the run in exactly one of them."""
+    """Every step once, every task of the run in exactly one of them, and weights that moved."""
     steps = history(run_dir)
     assert sorted(steps) == list(range(1, config.steps + 1))
     asked = [task for tasks in steps.values() for task in tasks]
     first = config.data.eval_prompts
     assert sorted(asked) == sorted(f"number-{first + n}" for n in range(config.steps * config.prompts))
     assert [row["step"] for row in rows(run_dir)] == list(range(config.steps + 1))
+    assert_trained(run_dir)
 
 
 def go(run_dir: Path, schedule: Schedule, prepare: Callable[[], object] | None = None, **changes: Any) -> None:

@@ -26,6 +26,7 @@ from apps.common.kills import (
     watch_renames,
 )
 from apps.common.reporter import Reporter
+from apps.common.trained import assert_trained
 from apps.sft import data as data_module
 from apps.sft import train as train_module
 from apps.sft.main import run
@@ -70,6 +71,7 @@ def go(run_dir, kill_at=None, when="before", point=None, log=None):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     assert in_child(go, folder / "run", log=folder / "renames.json") == 0
+    assert_trained(folder / "run")
     return folder / "run", json.loads((folder / "renames.json").read_text())
 
 

@@ -1,6 +1,7 @@
 """Whole supervised runs, small: the loss falls, a resumed run ends with the same bits, ranks make no difference."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.common import cli
 from apps.common.divergence import DivergenceError
+from apps.common.trained import assert_trained
 from apps.quickstart.model import save_tiny_model
 from apps.sft.config import DataConfig, SftConfig
 from apps.sft.course import course_of
@@ -27,12 +29,8 @@ def small(run_dir, **changes):
     return replace(base, run_dir=run_dir, **settings)
 
 
-def weights(directory):
-    return weights_of(directory / "export")
-
-
-def weights_of(directory):
-    return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+def weights(run_dir):
+    return dict(AutoModelForCausalLM.from_pretrained(run_dir / "export").named_parameters())
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +39,9 @@ def finished(tmp_path_factory):
     return run(small(run_dir)), run_dir
 
 
-def test_the_held_out_loss_falls(finished):
-    result, _ = finished
+def test_the_held_out_loss_falls_and_every_weight_moves(finished):
+    result, run_dir = finished
+    assert_trained(run_dir)
     assert result.loss_after < 0.8 * result.loss_before
 
 
@@ -62,8 +61,7 @@ def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
     run(replace(half, steps=6, resume=True))
     expected, found = weights(run_dir), weights(tmp_path)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    start = weights_of(tmp_path / "model")
-    assert all(not torch.equal(start[name], found[name]) for name in expected)
+    assert_trained(tmp_path)
 
 
 def test_two_ranks_come_to_the_same_model(finished, tmp_path):
@@ -82,6 +80,7 @@ def test_a_users_own_file_is_used(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = replace(quickstart.RECIPE.config.data, data=(str(path),), messages_column="talk")
     run(small(tmp_path / "run", steps=1, data=data))
+    assert_trained(tmp_path / "run")
     assert not (tmp_path / "run" / "demonstrations.jsonl").exists()
     with pytest.raises(ValueError, match="--messages-column"):
         run(small(tmp_path / "other", steps=1, data=replace(data, messages_column="chat")))
@@ -117,7 +116,10 @@ def test_epochs_read_every_row_so_often_and_the_last_step_takes_what_is_left(tmp
     rows = rows_of(tmp_path / "run")
     assert [row["train/sequences"] for row in rows[1:]] == [8.0] * 7 + [6.0]  # 31 rows, twice
     assert (result.steps, rows[-1]["train/epoch"]) == (8, 2.0)
+    assert_trained(tmp_path / "run")
+    stopped = shutil.copytree(tmp_path / "run" / "export", tmp_path / "stopped")
     run(replace(config, epochs=2.5, resume=True))
+    assert_trained(tmp_path / "run", start=stopped)
     assert [row["train/sequences"] for row in rows_of(tmp_path / "run")[9:]] == [8.0, 6.0]
     with pytest.raises(ValueError, match="has done 10 steps already"):
         run(replace(config, epochs=1, resume=True))
@@ -153,6 +155,7 @@ def test_the_best_weights_are_exported(tmp_path):
     assert once.loss_after == best
     expected, found = weights(tmp_path / "once"), weights(tmp_path / "run")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_trained(tmp_path / "run")
 
 
 def test_a_resumed_run_knows_the_best_of_its_first_part(tmp_path):
@@ -196,10 +199,8 @@ def test_adapters_alone_are_trained_and_leave_merged_and_as_they_are(tmp_path):
     result = run(small(tmp_path / "whole", engine=engine, save_every=3))
     assert result.loss_after < 0.9 * result.loss_before
     found = weights(tmp_path / "whole")
-    before = weights_of(tmp_path / "whole" / "model")
-    moved = {name for name in found if not torch.equal(found[name], before[name])}
-    assert "model.layers.1.self_attn.q_proj.weight" in moved
-    assert all("_proj" in name for name in moved)
+    assert "model.layers.1.self_attn.q_proj.weight" in found
+    assert_trained(tmp_path / "whole", only="_proj")
     assert {path.name for path in (tmp_path / "whole" / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
+from apps.common.trained import assert_trained
 from apps.sft.main import run_shrunk
 from apps.sft.registry import recipes
 
@@ -19,6 +20,7 @@ def test_a_recipe_runs_from_end_to_end(name, tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result.steps == len(rows) - 1 == 4
     assert result.loss_after < result.loss_before
+    assert_trained(tmp_path / "run")
     assert "--engine.device  cuda -> cpu" in capsys.readouterr().out
     trained = AutoConfig.from_pretrained(tmp_path / "run" / "export").get_text_config()
     assert trained.model_type == RECIPES[name].origin.shape.model_type
