@@ -25,6 +25,8 @@ async def ask_twice(seat: Seat) -> float:
             messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
     if (seat.context.index, seat.context.attempt) == (1, 0):
         raise ConnectionError("the judge is away")
+    if seat.context.task_id == "agent-0":
+        raise RuntimeError("no such exam")
     if seat.context.index == 2:
         raise RuntimeError("no luck")
     said = messages[-2].content
@@ -56,7 +58,7 @@ def one_step(run_dir, *environments, eval_prompts):
 
 
 def test_an_agent_is_trained(tmp_path, capsys) -> None:
-    """One of each group loses its connection and is played again; one fails, which the run's log says."""
+    """One of each group loses its connection and is played again; one fails, and a held-out one: the log says so."""
     (tmp_path / "mine.py").write_text(AGENT)
     episodes, metrics = one_step(tmp_path / "run", f"{tmp_path}/mine.py:agent", eval_prompts=2)
     assert "training" in {episode["split"] for episode in episodes}
@@ -65,7 +67,10 @@ def test_an_agent_is_trained(tmp_path, capsys) -> None:
         assert 2 <= sum(episode["mask"]) <= 12
     played = Counter((e["metadata"]["attempt"], e["error"]) for e in episodes if e["split"] == "training")
     assert played == {(0, None): 4, (1, None): 2, (0, "the agent raised RuntimeError: no luck"): 2}
-    assert "step 1: 2 of 8 episodes failed: 2 x the agent raised RuntimeError: no luck" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 1: 2 of 8 episodes failed: 2 x the agent raised RuntimeError: no luck" in said
+    for step in (0, 1):
+        assert f"step {step}, held out: 1 of 2 episodes failed: 1 x the agent raised RuntimeError: no such exam" in said
     assert metrics[-1]["train/grad_norm"] > 0
 
 

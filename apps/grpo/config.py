@@ -205,7 +205,8 @@ class GrpoConfig:
     keep_groups: int = 1
     """Groups a step that are kept for the report, drawn at random, with all their episodes."""
     keep_failures: int = 4
-    """Unsolved held-out tasks an evaluation that are kept for the report, drawn at random."""
+    """Held-out tasks an evaluation that are kept for the report, drawn at random from those that failed, or earned
+    nothing, or less than the best."""
 
     warm_start: WarmStart = field(default_factory=WarmStart)
     engine: EngineConfig = field(default_factory=EngineConfig)

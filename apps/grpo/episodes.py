@@ -45,8 +45,16 @@ class Shown:
         ]
 
     def failures(self, episodes: Sequence[Episode], rows: Sequence[TaskRow], count: int) -> list[dict[str, Any]]:
-        """At most `count` of the held-out tasks that were not solved: no reward above 0, or none at all."""
-        wrong = [place for place, episode in enumerate(episodes) if episode.score is None or episode.reward <= 0]
+        """At most `count` of the held-out tasks that were not solved: no reward, none above 0, or less than the best.
+
+        The best of this evaluation, as nobody says what a reward's full mark is.
+        """
+        best = max((episode.reward for episode in episodes if episode.score is not None), default=0.0)
+        wrong = [
+            place
+            for place, episode in enumerate(episodes)
+            if episode.score is None or episode.reward <= 0 or episode.reward < best
+        ]
         chosen = sorted(self._random("failures").sample(wrong, min(count, len(wrong))))
         return [self._told(episodes[i], rows[i]) | {"split": "held-out", "group": i} for i in chosen]
 
@@ -58,15 +66,16 @@ class Shown:
         return random.Random(derive_seed(self.seed, f"shown {what}", self.step))
 
 
-def failure_note(step: int, episodes: Sequence[Episode]) -> str | None:
-    """Why episodes of a step failed, the commonest reasons with their counts, on a line; None where none did."""
+def failure_note(place: str, episodes: Sequence[Episode]) -> str | None:
+    """Why episodes of a step or an evaluation (`place`) failed: the commonest reasons with counts, on a line. None where
+    none did."""
     found = failures(episodes)
     if not found:
         return None
     reasons = [f"{count} x {_on_a_line(reason)}" for reason, count in list(found.items())[:MOST_REASONS]]
     more = len(found) - len(reasons)
     text = "; ".join(reasons) + (f"; and {more} more reasons" if more else "")
-    return f"step {step}: {sum(found.values())} of {len(episodes)} episodes failed: {text}"
+    return f"{place}: {sum(found.values())} of {len(episodes)} episodes failed: {text}"
 
 
 def _on_a_line(reason: str) -> str:

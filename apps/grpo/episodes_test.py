@@ -44,9 +44,12 @@ def test_held_out_failures_are_shown_and_solved_ones_are_not():
         episode(r, i, segments=[segment(-1.0)] if r is not None else []) for i, r in enumerate([1, 0, None, 0.5])
     ]
     kept = show().failures(episodes, ROWS, 5)
-    assert [(e["group"], e["reward"], e["split"]) for e in kept] == [(1, 0.0, "held-out"), (2, None, "held-out")]
+    assert [(e["group"], e["reward"]) for e in kept] == [(1, 0.0), (2, None), (3, 0.5)]
+    assert {e["split"] for e in kept} == {"held-out"}
     assert kept[1]["error"] == "boom"
     assert len(show().failures(episodes, ROWS, 1)) == 1
+    worthless = [episode(-1.0, i, segments=[segment(-1.0)]) for i in range(3)]
+    assert [len(show().failures(some, ROWS, 5)) for some in (worthless, episodes[:1], episodes[3:])] == [3, 0, 0]
 
 
 def test_an_episode_of_several_streams_is_told_in_full():
@@ -64,10 +67,10 @@ def test_where_the_expected_answer_stands():
 
 
 def test_why_episodes_of_a_step_failed_is_told_on_a_line():
-    assert failure_note(1, [episode(1.0, 0)]) is None
+    assert failure_note("step 1", [episode(1.0, 0)]) is None
     reasons = ["lost"] * 3 + ["a\nb\x1b[2J"] * 2 + ["c" * 500] * 2 + ["rare"]
     failed = [replace(episode(None, i), error=reason) for i, reason in enumerate(reasons)]
-    note = failure_note(7, [episode(1.0, 9), *failed])
+    note = failure_note("step 7", [episode(1.0, 9), *failed])
     assert note.startswith("step 7: 8 of 9 episodes failed: 3 x lost; 2 x a b?[2J; 2 x ccc")
     assert note.endswith("ccc...; and 1 more reasons")
     assert len(note) < 500

@@ -219,8 +219,6 @@ def _steps(
             after = evaluation.accuracy
             row |= evaluation.metrics
         log.step(step, row, _shown(row))
-        if (failed := failure_note(step, result.episodes)) is not None:
-            log.note(failed)
         _log_episodes(config, tasks, log, step, result, evaluation, decode)
         if last or step % config.save_every == 0:
             saves.begin(step, [checkpoint_path(log.run_dir, step)])
@@ -236,9 +234,12 @@ def _log_episodes(
     evaluation: Evaluation | None,
     decode: Decode,
 ) -> None:
-    """Keep some of the step's groups, and some of what an evaluation found unsolved."""
+    """Keep some of the step's groups and of what an evaluation found unsolved, and say why episodes failed."""
     if rank_and_world()[0] != 0:
         return
+    for place, played in ((f"step {step}", result), (f"step {step}, held out", evaluation)):
+        if played is not None and (failed := failure_note(place, played.episodes)) is not None:
+            log.note(failed)
     show = Shown(step, config.seed, decode, functools.partial(environment_of, tasks))
     kept: list[dict[str, Any]] = []
     if result is not None:

@@ -2,8 +2,9 @@
 
 PYTHONPATH=libs/rollout:libs/seqpack OMP_NUM_THREADS=1 python libs/rollout/benchmarks/native.py
 
-Tiny hybrids on one thread, as the quickstart has them, sampled at temperature 1 with no stop token, so that both make
-the same number of tokens. `generate` gets its prompts padded on the left, in one batch. Times are processor time, the
+Tiny models on one thread: Qwen3.5's hybrids, as the quickstart has them, which the lean decoder runs, and Qwen3, which
+runs through its module's own forward; sampled at temperature 1 with no stop token, so that both make the same number of
+tokens. `generate` gets its prompts padded on the left, in one batch. Times are processor time, the
 best of the repeats; the ratio is theirs over ours.
 """
 
@@ -13,9 +14,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
 from rollout.engine import Sampling
@@ -34,6 +36,7 @@ class Case:
     hidden: int = 64
     layers: int = 4
     vocab: int = 300
+    family: Literal["qwen3.5", "qwen3"] = "qwen3.5"
 
     def draw(self) -> list[list[int]]:
         """The prompts, each `group` times."""
@@ -55,13 +58,25 @@ CASES = (
     Case("one row, 5.6M", 1, 1, (64, 64), 128, hidden=256, layers=8),
     Case("16 rows, 5.6M", 16, 1, (8, 64), 32, hidden=256, layers=8),
     Case("one row, 37M", 1, 1, (64, 64), 64, hidden=512, layers=12, vocab=8000),
+    Case("Qwen3, quickstart's step", 64, 8, (8, 12), 8, family="qwen3"),
+    Case("Qwen3, one row, long answer", 1, 1, (64, 64), 512, family="qwen3"),
+    Case("Qwen3, 16 rows", 16, 1, (8, 64), 32, family="qwen3"),
+    Case("Qwen3, 128 rows in groups", 16, 8, (8, 64), 32, family="qwen3"),
+    Case("Qwen3, one row, 5M", 1, 1, (64, 64), 128, hidden=256, layers=8, family="qwen3"),
 )
 
 
-def build(hidden: int, vocab: int, layers: int = 4) -> Qwen3_5ForCausalLM:
-    """A hybrid with full attention in every second layer."""
+def build(hidden: int, vocab: int, layers: int = 4, family: str = "qwen3.5") -> PreTrainedModel:
+    """Qwen3, or a hybrid with full attention in every second layer."""
     head = hidden // 4
     torch.manual_seed(0)
+    if family == "qwen3":
+        plain = Qwen3Config(
+            vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=head, max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        return Qwen3ForCausalLM(plain).eval()
     config = Qwen3_5TextConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head, full_attention_interval=2,
@@ -73,7 +88,7 @@ def build(hidden: int, vocab: int, layers: int = 4) -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM(config).eval()
 
 
-def ours(model: Qwen3_5ForCausalLM, case: Case) -> Callable[[], int]:
+def ours(model: PreTrainedModel, case: Case) -> Callable[[], int]:
     """A call that samples the case and counts the tokens."""
     prompts = case.draw()
     engine = NativeEngine(model, max_batch=len(prompts), max_length=2048)
@@ -81,7 +96,7 @@ def ours(model: Qwen3_5ForCausalLM, case: Case) -> Callable[[], int]:
     return lambda: sum(len(c.ids) for c in engine.generate_batch(prompts, sampling))
 
 
-def theirs(model: Qwen3_5ForCausalLM, case: Case, device: str) -> Callable[[], int]:
+def theirs(model: PreTrainedModel, case: Case, device: str) -> Callable[[], int]:
     """The same through `generate`."""
     prompts = case.draw()
     longest = max(map(len, prompts))
@@ -118,18 +133,18 @@ def main() -> None:
     parser.add_argument("--case", help="only cases whose name holds this")
     flags = parser.parse_args()
     set_verbosity_error()
-    print(f"{'case':<26}{'parameters':>11}{'rows':>6}{'tokens':>8}{'ours':>10}{'generate':>10}{'ratio':>7}")
+    print(f"{'case':<28}{'parameters':>11}{'rows':>6}{'tokens':>8}{'ours':>10}{'generate':>10}{'ratio':>7}")
     ratios = []
     for case in CASES:
         if flags.case and flags.case not in case.name:
             continue
-        model = build(case.hidden, case.vocab, case.layers).to(flags.device)
+        model = build(case.hidden, case.vocab, case.layers, case.family).to(flags.device)
         size = sum(p.numel() for p in model.parameters()) / 1e6
         calls = [ours(model, case), theirs(model, case, flags.device)]
         (mine, other), tokens = measure(calls, flags.repeats)
         ratios.append(other / mine)
         print(
-            f"{case.name:<26}{size:>10.2f}M{case.prompts * case.group:>6}{tokens:>8}"
+            f"{case.name:<28}{size:>10.2f}M{case.prompts * case.group:>6}{tokens:>8}"
             f"{mine:>8.3f} s{other:>8.3f} s{ratios[-1]:>7.2f}",
             flush=True,
         )
