@@ -67,7 +67,7 @@ class Shown:
 
 
 def failure_note(place: str, episodes: Sequence[Episode]) -> str | None:
-    """Why episodes of a step or an evaluation (`place`) failed: the commonest reasons with counts, on a line. None where
+    """Why episodes of a step or an evaluation (`place`) failed: the commonest reasons, counted, on a line. None where
     none did."""
     found = failures(episodes)
     if not found:
