@@ -17,6 +17,7 @@ from apps.common.device_memory import memory_metrics
 from apps.common.divergence import told_by_sampler
 from apps.common.export import save_export
 from apps.common.interrupts import Runner
+from apps.common.kept_batch import keeping_batch
 from apps.common.ranks import from_rank_0, init_rank, rank_and_world
 from apps.common.reporter import Reporter
 from apps.common.run_dir import steps_done
@@ -106,6 +107,7 @@ def train(
             Reporter(run_dir, as_plain(config), config.steps, "grpo", resumed, config.tracker) as log,
             schedule() as chosen,
             Saves(engine, run_dir, config.keep_checkpoints, chosen.saving, chosen.saved) as saves,
+            keeping_batch(run_dir),
         ):
             before, after = _steps(config, tasks, chosen, engine, log, saves, done, decoder(tokenizer))
         save_export(engine, tokenizer, run_dir / "export")

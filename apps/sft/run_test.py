@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.common import cli
 from apps.common.divergence import DivergenceError
+from apps.common.kept_batch import load_batch
 from apps.common.trained import assert_trained
 from apps.quickstart.model import save_tiny_model
 from apps.sft.config import DataConfig, SftConfig
@@ -94,6 +95,7 @@ def test_a_run_that_diverges_ends_with_an_error_and_without_an_export(tmp_path, 
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "run" / "export").exists()
     assert (tmp_path / "run" / "report.html").is_file()
+    assert len(load_batch(tmp_path / "run" / "not-finite.safetensors")) == 8
 
 
 def test_a_loss_far_above_guessing_ends_the_run_though_it_is_a_number(tmp_path):

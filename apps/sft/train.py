@@ -14,6 +14,7 @@ from apps.common.config_file import as_plain
 from apps.common.device_memory import memory_metrics
 from apps.common.divergence import check_loss
 from apps.common.export import save_export
+from apps.common.kept_batch import keeping_batch
 from apps.common.ranks import from_rank_0, init_rank
 from apps.common.reporter import Reporter
 from apps.common.run_dir import steps_done
@@ -61,6 +62,7 @@ def train(config: SftConfig, conversations: Conversations, model: Path, run_dir:
     with (
         Reporter(run_dir, as_plain(config), course.steps, "sft", resume_step, config.tracker) as log,
         Saves(engine, run_dir, config.keep_checkpoints) as saves,
+        keeping_batch(run_dir),
     ):
         found = _Steps(config, conversations, course, engine, log, saves, len(tokenizer)).run(done)
     if config.export == "best":

@@ -33,7 +33,7 @@ from engines.execution.local_batch import LocalBatch, RowFacts, check_held, fact
 from engines.execution.loss import StepLoss, check_objective
 from engines.execution.metrics import agreed_number, check_agreement
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.nonfinite import FiniteGuard, finite_tensors
+from engines.execution.nonfinite import FiniteGuard, NonFiniteError, finite_tensors
 from engines.execution.schedule import learning_rate
 from engines.experts.column import check_routed_experts
 from engines.experts.routers import routed_sizes
@@ -113,7 +113,11 @@ class Engine:
         update = self.executor.optimizer_step(rate, loss.share(self.device))  # the host goes on, the device is at work
         self._ahead.run()
         metrics = self.groups.from_last_stage(loss.reduce(self.groups.plan))
-        norm = self._take_update(metrics["loss"], update)
+        try:
+            norm = self._take_update(metrics["loss"], update)
+        except NonFiniteError as error:
+            error.batch = batch
+            raise
         return metrics | {
             "grad_norm": norm,
             "lr": rate,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ SKIPPED_IN_A_ROW = 10
 
 class NonFiniteError(RuntimeError):
     """A loss, gradient or weight is NaN or infinite: the run has diverged, and nothing of it should be exported."""
+
+    batch: Any = None
+    """What was given to `train_batch`, where a step has failed."""
 
 
 class FiniteGuard:
