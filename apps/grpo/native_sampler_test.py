@@ -76,4 +76,4 @@ def test_rounds_are_refused_where_nothing_is_sampled_in_them(tmp_path):
     with pytest.raises(ValueError, match=r"vLLM lets requests begin as it sees fit"):
         run(replace(RECIPE.config, cluster=vllm, run_dir=tmp_path / "run"), RECIPE)
     with pytest.raises(ValueError, match="admit must be one of 'rounds', 'any_step', got 'any'"):
-        RolloutLayout(admit="any")
+        RolloutLayout(admit="any")  # type: ignore[arg-type]
