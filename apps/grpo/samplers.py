@@ -12,6 +12,7 @@ from apps.grpo.session import Session
 from engines import TrainEngine
 from rollout import Completion, Episode, RolloutConfig, VllmEngine
 from rollout.episodes.playing import together
+from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from seqpack.batches.batch import make_batch
 
 PROBES = 4
@@ -110,6 +111,20 @@ def hold_to_trainer(
     return {"weights/probe/abs": mean, "weights/probe/abs/max": distance.max().item()}
 
 
+def plain_answer(answer: Completion) -> list[Any]:
+    """An answer as JSON holds it, with the experts that its tokens went to."""
+    experts = answer.extras.get(ROUTED_EXPERTS)
+    told = [answer.ids, answer.log_probs, answer.stop_reason, answer.policy_versions]
+    return [*told, None if experts is None else experts.plain()]
+
+
+def read_answer(plain: Sequence[Any]) -> Completion:
+    """What `plain_answer` gave."""
+    ids, log_probs, why, versions, experts = plain
+    extras = {} if experts is None else {ROUTED_EXPERTS: RoutedExperts.read(experts)}
+    return Completion(tuple(ids), tuple(log_probs), why, tuple(versions), extras)
+
+
 def transfer_metrics(sampler: VllmEngine) -> dict[str, float]:
     """What the last hand-over cost."""
     transfer = sampler.transfer
@@ -128,7 +143,9 @@ def _sample(prompt: Sequence[int], answer: Completion) -> dict[str, Any]:
     mask = torch.arange(len(ids)) >= len(prompt)
     sampled = torch.zeros(len(ids))
     sampled[mask] = torch.tensor(answer.log_probs)
-    return {
+    experts = answer.extras.get(ROUTED_EXPERTS)
+    replay = {} if experts is None else {ROUTED_EXPERTS: experts.resized(len(ids)).tensor()}
+    return replay | {
         "input_ids": ids,
         "position_ids": torch.arange(len(ids)),
         "loss_mask": mask,

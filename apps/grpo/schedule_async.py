@@ -24,7 +24,7 @@ from apps.common.interrupts import Runner, held
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.live import EVERY, Show
-from apps.grpo.samplers import hold_to_trainer, probes_of
+from apps.grpo.samplers import hold_to_trainer, probes_of, read_answer
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Evaluation, environment_of, hand_over
@@ -32,7 +32,7 @@ from apps.grpo.step import StepResult, advantages_of, episode_advantages, rollou
 from apps.grpo.tasks import Tasks
 from apps.grpo.timeline import Timeline
 from engines import TrainEngine
-from rollout import Completion, Episode, RolloutLedger, StalenessController, failures, to_batch
+from rollout import Episode, RolloutLedger, StalenessController, failures, to_batch
 from rollout.control.settings import StalenessSettings
 from rollout.control.staleness import (
     Begin,
@@ -352,7 +352,7 @@ class FullyAsync:
                 found = self._living().call("probe", prompts=prompts).result()[0]["answer"]
             except WorkerDied:
                 continue
-            answers = [Completion(tuple(i), tuple(x), why, tuple(v)) for i, x, why, v in found["answers"]]
+            answers = [read_answer(answer) for answer in found["answers"]]
             proof = hold_to_trainer(self._engine, prompts, answers, found["dtype"], version)
             result: dict[str, float] = proof | found["metrics"]
             return result

@@ -17,7 +17,7 @@ from apps.common.ranks import init_rank
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
 from apps.grpo.native_sampler import native_engine
-from apps.grpo.samplers import answered, transfer_metrics, vllm_engine
+from apps.grpo.samplers import answered, plain_answer, transfer_metrics, vllm_engine
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Session, chat_of, likeliest
 from apps.grpo.tasks import Tasks
@@ -99,7 +99,7 @@ def _players(config: GrpoConfig, session: Session, rows: NumberedRows) -> dict[s
 def _prober(session: Session, sampler: VllmEngine) -> Handler:
     async def probe(call: dict[str, Any]) -> dict[str, Any]:
         answers = await answered(session, call["prompts"])
-        told = [[a.ids, a.log_probs, a.stop_reason, a.policy_versions] for a in answers]
+        told = [plain_answer(answer) for answer in answers]
         return {"answers": told, "dtype": sampler.facts["dtype"], "metrics": transfer_metrics(sampler)}
 
     return probe

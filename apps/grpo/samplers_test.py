@@ -1,0 +1,46 @@
+"""The proof that a sampler has the trainer's weights: it passes where it has, replayed experts too, and only there."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from apps.grpo.samplers import WeightsNotTakenError, hold_to_trainer, plain_answer, read_answer
+from engines import EngineConfig, build_engine
+from engines.tiny import tiny_model
+from rollout import NativeEngine, Sampling
+from rollout.experts import ROUTED_EXPERTS
+
+PROMPTS = [[5, 9, 2], [7, 1, 1, 30], [3], [8, 8]]
+
+
+def answers_of(module, experts):
+    sampler = NativeEngine(module, pad_token_id=0, version=3, routed_experts=experts)
+    how = Sampling(max_new_tokens=6, seed=0)
+
+    async def ask():
+        return await asyncio.gather(*(sampler.generate(prompt, how) for prompt in PROMPTS))
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_trainers_own_weights_pass_and_others_do_not(kind):
+    """Also after the answers' way between processes, as JSON."""
+    replay = kind == "moe"
+    config = EngineConfig(device="cpu", routing_replay=replay, max_tokens_per_rank=64)
+    engine = build_engine(config, tiny_model(kind, scale=2.0))
+    answers = answers_of(tiny_model(kind, scale=2.0), replay)
+    assert all((ROUTED_EXPERTS in answer.extras) == replay for answer in answers)
+    sent = [read_answer(json.loads(json.dumps(plain_answer(answer)))) for answer in answers]
+    assert sent == answers
+    assert hold_to_trainer(engine, PROMPTS, sent, "float32", 3)["weights/probe/abs"] < 1e-5
+    with pytest.raises(WeightsNotTakenError, match="of version 3"):
+        hold_to_trainer(engine, PROMPTS, answers, "float32", 4)
+    with torch.no_grad():
+        for name, parameter in engine.executor.model.named_parameters():
+            if "embed_tokens" not in name:
+                parameter.mul_(1.05)
+    with pytest.raises(WeightsNotTakenError, match="from the trainer's on average"):
+        hold_to_trainer(engine, PROMPTS, answers, "float32", 3)
