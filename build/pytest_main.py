@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def prepare_environment() -> None:
@@ -69,13 +70,13 @@ class SkipKeeper:
         """Whether a line of the list covers this skip."""
         return any(fnmatch.fnmatch(test, glob) and reason.startswith(start) for glob, start in self.allowed)
 
-    def pytest_runtest_logreport(self, report) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         """Called by pytest for each phase of each test."""
         if report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
 
-    def pytest_collectreport(self, report) -> None:
+    def pytest_collectreport(self, report: Any) -> None:
         """Called by pytest for each file: a whole file may skip."""
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -92,7 +93,7 @@ class SkipKeeper:
 class Capability:
     """Says which processor instructions torch computed with, in the log and in the JUnit file (ATEN_CPU_CAPABILITY)."""
 
-    def pytest_collection_finish(self, session) -> None:
+    def pytest_collection_finish(self, session: Any) -> None:
         """Called by pytest when the tests are imported, and torch with those that compute."""
         torch = sys.modules.get("torch")
         if torch is None:

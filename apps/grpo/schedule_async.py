@@ -354,8 +354,7 @@ class FullyAsync:
                 continue
             answers = [read_answer(answer) for answer in found["answers"]]
             proof = hold_to_trainer(self._engine, prompts, answers, found["dtype"], version)
-            result: dict[str, float] = proof | found["metrics"]
-            return result
+            return proof | dict[str, float](found["metrics"])
         return {}
 
     def _hand_over(self, version: int, interrupt: bool) -> int:
