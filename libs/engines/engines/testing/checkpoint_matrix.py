@@ -62,7 +62,7 @@ RESUMED = (
     *(Case(m, weights=w, ranks=2) for m, w in itertools.product(_MODELS, _WEIGHTS)),
     *(Case(m, context_parallel=c, ranks=2) for m, c in itertools.product(_MODELS, ("dynamic", "static:2"))),
     Case(context_parallel="dynamic", weights="replicated", ranks=2),
-    Case(master_dtype="bfloat16"),
+    *(Case(batching=b, master_dtype="bfloat16") for b in ("packed", "padded")),
     Case("moe", gradient_checkpointing=True),
     *(Case(m, lora=2, ranks=n) for m, n in itertools.product(_MODELS, (1, 2))),
     Case(context_parallel="dynamic", lora=2, ranks=2),
