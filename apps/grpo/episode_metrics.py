@@ -86,3 +86,18 @@ def _means(prefix: str, rows: Iterable[Mapping[str, float]]) -> dict[str, float]
         for name, value in row.items():
             found.setdefault(name, []).append(value)
     return {prefix + name: fmean(values) for name, values in sorted(found.items())}
+
+
+def age_metrics(episodes: Sequence[Episode], version: int) -> dict[str, float]:
+    """How old the trained tokens are by the weights that train them, number `version`."""
+    sampled = [
+        [v for v, on in zip(segment.policy_versions, segment.loss_mask, strict=True) if on]
+        for episode in episodes
+        for segment in episode.segments
+    ]
+    ages = [version - v for versions in sampled for v in versions]
+    return {
+        "schedule/token_staleness": sum(max(0, age) for age in ages) / max(1, len(ages)),
+        "schedule/stale_tokens": sum(age > 0 for age in ages) / max(1, len(ages)),
+        "schedule/interrupted_answers": sum(len(set(versions)) > 1 for versions in sampled) / max(1, len(sampled)),
+    }

@@ -104,13 +104,19 @@ def start_generating(
 ) -> Workers:
     """The sampling process of a fully asynchronous run, or its samplers in Ray's actors, once they have begun.
 
-    The arguments are those of `generating_handlers`.
+    The arguments are those of `generating_handlers`. WorkerDied: it ended, or one of them did, before it had begun.
     """
     arguments = (config, tasks, model, version, place)
     if config.cluster.rollout.ray_workers:
         return open_pool(config, generating_handlers, arguments)
     worker = WorkerProcess(generate, arguments)
-    worker.ready.result()
+    begun = False
+    try:
+        worker.ready.result()
+        begun = True
+    finally:
+        if not begun:
+            worker.close()
     return worker
 
 

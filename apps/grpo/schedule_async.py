@@ -6,7 +6,8 @@
 2. The thread that hears the sampling process begins new groups, also while this one trains. Training and handing over
    weights wait in a queue for this thread, in `step`.
 3. A sampling process that dies loses what it was sampling, nothing else: another one is started with the present
-   weights, and those groups begin again. It is given up after `RESTARTS` deaths without a group between them.
+   weights, and those groups begin again. It is given up after `RESTARTS` deaths without a group between them,
+   whatever it was at when it died: a hand-over of weights counts too.
 4. A run that goes on from a checkpoint first trains the recorded steps after it again, on the recorded episodes, and
    takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
 """
@@ -19,13 +20,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from apps.common.interrupts import Runner, held
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
+from apps.grpo.episode_metrics import age_metrics
 from apps.grpo.live import EVERY, Show
 from apps.grpo.samplers import hold_to_trainer, probes_of, read_answer
 from apps.grpo.samplers_ray import start_generating
+from apps.grpo.schedule_process import RESTARTS, SamplingProcess
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Evaluation, environment_of, hand_over
 from apps.grpo.step import StepResult, advantages_of, episode_advantages, rollout_metrics, train_on
@@ -51,8 +55,6 @@ from rollout.episodes.codec import decode_episodes
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
-
-RESTARTS = 3
 
 
 def settings_of(config: GrpoConfig) -> StalenessSettings:
@@ -93,18 +95,16 @@ class FullyAsync:
         self._controller = StalenessController(self._settings, self._state(done))
         self._lock = threading.Lock()
         self._queue: queue.Queue[Train | Sync | BaseException] = queue.Queue()
-        self._restarts = 0
         self._closing = False
-        self._version = self._settings.version_of(done)  # of the sampler's weights
+        self._process = SamplingProcess(self._start, self._give, self._settings.version_of(done))
         self._begun: dict[int, float] = {}
         self._sampling_since: float | None = None
         self._timeline = Timeline(run_dir)
-        self._worker: Workers | None = None
 
     def __enter__(self) -> "FullyAsync":
         begun = False
         try:
-            self._start()
+            self._process.begin()
             if not self._replay:
                 self._open()
             begun = True
@@ -120,8 +120,7 @@ class FullyAsync:
 
     def _end(self) -> None:
         self._closing = True
-        if self._worker is not None:
-            self._worker.close()
+        self._process.close()
         self._ledger.close()
 
     def step(self, step: int) -> StepResult:
@@ -130,7 +129,7 @@ class FullyAsync:
         if step + 1 in self._replay:
             result = self._train(Train(step + 1, self._replay.pop(step + 1), 0), begun)
             if (step + 1) % self._settings.parameter_sync_step == 0 or not self._replay:
-                self._push(self._settings.version_of(step + 1))
+                self._process.push(self._settings.version_of(step + 1))
             if not self._replay:
                 self._open()
             return result
@@ -212,14 +211,13 @@ class FullyAsync:
                 self._queue.put(decision)
 
     def _play(self, group: int) -> None:
-        assert self._worker is not None
         now = time.perf_counter()
         if not self._begun:
             self._sampling_since = now
         self._begun[group] = now
         state = self._controller.state
         oldest = min([*state.again, *(g.group for g in state.running), state.next])
-        future = self._worker.call("play", group=group, oldest=oldest)
+        future = self._process.worker.call("play", group=group, oldest=oldest)
         future.add_done_callback(lambda found: self._ended(group, found))
 
     def _ended(self, group: int, found: "Future[Message]") -> None:
@@ -236,7 +234,7 @@ class FullyAsync:
             return
         try:
             with self._lock:
-                self._restarts = 0
+                self._process.works()
                 self._count_out(group)
                 self._ledger.finished(group, found.result()[1])
                 self._obey(self._controller.handle(Finished(group)))
@@ -301,19 +299,10 @@ class FullyAsync:
 
     def _schedule_metrics(self, episodes: Sequence[Episode], version: int, staleness: int) -> dict[str, float]:
         """How old the step's tokens are, and what waits behind it."""
-        segments = [s for episode in episodes for s in episode.segments]
-        ages = [version - v for s in segments for v, on in zip(s.policy_versions, s.loss_mask, strict=True) if on]
-        mixed = sum(len({v for v, on in zip(s.policy_versions, s.loss_mask, strict=True) if on}) > 1 for s in segments)
         with self._lock:
             state = self._controller.state
-        return {
-            "schedule/staleness": float(staleness),
-            "schedule/token_staleness": sum(max(0, age) for age in ages) / max(1, len(ages)),
-            "schedule/stale_tokens": sum(age > 0 for age in ages) / max(1, len(ages)),
-            "schedule/interrupted_answers": mixed / max(1, len(segments)),
-            "schedule/queue": float(len(state.ready)),
-            "schedule/running": float(len(state.running)),
-        }
+        waiting = {"schedule/queue": float(len(state.ready)), "schedule/running": float(len(state.running))}
+        return {"schedule/staleness": float(staleness), **age_metrics(episodes, version), **waiting}
 
     def _synced(self) -> dict[str, float]:
         """Hand over the weights as soon as the controller says so; a transfer that fails is tried again."""
@@ -323,7 +312,7 @@ class FullyAsync:
             assert isinstance(decision, Sync)
             waited = time.perf_counter()
             try:
-                size = self._hand_over(decision.version, decision.interrupt)
+                size = self._give(self._living(), decision.version, decision.interrupt)
             except RuntimeError:
                 tries += 1
                 if tries > RESTARTS:
@@ -334,7 +323,7 @@ class FullyAsync:
             break
         ended = time.perf_counter()
         self._timeline.add("weights", "sync", waited, ended)
-        self._version = decision.version
+        self._process.version = decision.version
         self._tell(Synced())
         return {
             "weights/version": float(decision.version),
@@ -347,7 +336,7 @@ class FullyAsync:
         """That vLLM samples from the weights it was handed, beside whatever it samples; see `hold_to_trainer`."""
         prompts = probes_of(episodes)
         while self._served and prompts:
-            version = self._version
+            version = self._process.version
             try:
                 found = self._living().call("probe", prompts=prompts).result()[0]["answer"]
             except WorkerDied:
@@ -357,44 +346,34 @@ class FullyAsync:
             return proof | dict[str, float](found["metrics"])
         return {}
 
-    def _hand_over(self, version: int, interrupt: bool) -> int:
-        pause = "abort" if interrupt else None
-        worker = self._living()
-        live = not self._served  # vLLM reads a checkpoint's names
-        return hand_over(self._engine, worker, version, self._runner, live=live, pause=pause)  # type: ignore[arg-type]
-
     # -- the sampling process --------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Start a process that has the weights of the samplers' version."""
+    def _start(self, version: int) -> Workers:
+        """A process from the model that the run began with, under this number."""
         with self._lock:
             place = self._rows.place(self._oldest())
-        arguments = (self._config, self._tasks, self._model, max(0, self._version - 1), place)
-        self._worker = start_generating(*arguments)
-        self._push(self._version)
+        return start_generating(self._config, self._tasks, self._model, version, place)
 
-    def _push(self, version: int) -> None:
-        """Give the process the present weights, as number `version`: they are no older than what they are called."""
-        self._version = version
-        if version:
-            assert self._worker is not None
-            hand_over(self._engine, self._worker, version, self._runner, live=not self._served)
+    def _give(self, worker: Workers, version: int, interrupt: bool = False) -> int:
+        """Hand over the present weights; the bytes of them."""
+        live = not self._served  # vLLM reads a checkpoint's names
+        pause: Literal["abort"] | None = "abort" if interrupt else None
+        return hand_over(self._engine, worker, version, self._runner, live=live, pause=pause)
 
     def _living(self) -> Workers:
         """The process; one that died is replaced, and what it was sampling begins again."""
-        assert self._worker is not None
-        while not self._worker.alive:
-            self._restarts += 1
-            if self._restarts > RESTARTS:
-                raise RuntimeError(f"the sampling process died {self._restarts} times in a row: see its messages above")
-            self._worker.close()
-            with self._lock:
-                lost = sorted(self._begun)
-                for group in lost:
-                    self._count_out(group)
-            self._start()
-            with self._lock:
-                for group in lost:
-                    self._ledger.again(group)
-                    self._obey(self._controller.handle(Failed(group)))
-        return self._worker
+        lost: list[int] = []
+        worker = self._process.living(lambda: lost.extend(self._lost()))
+        with self._lock:
+            for group in lost:
+                self._ledger.again(group)
+                self._obey(self._controller.handle(Failed(group)))
+        return worker
+
+    def _lost(self) -> list[int]:
+        """The groups that a dead process was sampling, which nobody samples any more."""
+        with self._lock:
+            lost = sorted(self._begun)
+            for group in lost:
+                self._count_out(group)
+        return lost

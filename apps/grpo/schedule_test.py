@@ -137,6 +137,37 @@ def test_engine_death_in_mid_generation(tmp_path):
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
+def kill_when_handed(*which):
+    """SIGKILL for the first sampling process at its 10th group, and for those numbered `which` at their hand-over."""
+    real, workers = WorkerProcess.call, []
+    kill_worker(10)
+    counted = WorkerProcess.call
+
+    def call(self, name, **arguments):
+        if self not in workers:
+            workers.append(self)
+        if name != "prepare" or workers.index(self) not in which:
+            return counted(self, name, **arguments)
+        found = real(self, name, **arguments)
+        os.kill(self.process.pid, signal.SIGKILL)
+        return found
+
+    WorkerProcess.call = call
+
+
+def test_death_of_a_replacement_while_it_is_handed_the_weights(tmp_path):
+    """Two in a row: another one takes over, and the groups that the first one lost begin again."""
+    run_dir = tmp_path / "run"
+    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2)) == 0
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
+
+
+def test_a_sampler_that_dies_again_and_again_ends_the_run(tmp_path):
+    run_dir = tmp_path / "run"
+    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2, 3, 4)) not in (0, -signal.SIGKILL)
+    assert "the sampling process died 4 times in a row" in (tmp_path / "run.err").read_text()
+
+
 def test_hung_environment_and_tool_timeout(tmp_path):
     """Neither wedges the run: a limit ends the episode, and the group is trained with what it has."""
     config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=8.0)

@@ -1,0 +1,85 @@
+"""The process that samples beside the trainer, and another one in its place whenever it dies."""
+
+from collections.abc import Callable
+
+from rollout.workers.process import WorkerDied
+from rollout.workers.protocol import Workers
+
+RESTARTS = 3
+"""Deaths that may follow one another without a group between them."""
+
+
+class SamplingProcess:
+    """Has the trainer's present weights under the number `version`: they are no older than what they are called.
+
+    `start(version)` begins a process from the run's first weights, which count as that number; `give(worker, version)`
+    hands one the present weights, and raises RuntimeError where it does not take them.
+    """
+
+    def __init__(
+        self, start: Callable[[int], Workers], give: Callable[[Workers, int], object], version: int = 0
+    ) -> None:
+        self._start, self._give = start, give
+        self._worker: Workers | None = None
+        self._closed: Workers | None = None
+        self._deaths = 0
+        self.version = version
+
+    @property
+    def worker(self) -> Workers:
+        """The process, dead or alive."""
+        assert self._worker is not None
+        return self._worker
+
+    def begin(self) -> None:
+        """Start the first one. WorkerDied: it could not even begin, as no other would."""
+        self._worker = self._start(max(0, self.version - 1))
+        self.push(self.version)
+
+    def push(self, version: int) -> None:
+        """Give it the present weights as number `version`; where it dies of it, another one has them."""
+        self.version = version
+        try:
+            self._handed()
+        except WorkerDied:
+            self.living()
+
+    def living(self, died: Callable[[], object] = lambda: None) -> Workers:
+        """The process; one that died is replaced, and `died` called, also where it dies before it has its weights.
+
+        Raises:
+            RuntimeError: more than `RESTARTS` died in a row.
+        """
+        while not self.worker.alive:
+            self._deaths += 1
+            if self._deaths > RESTARTS:
+                raise RuntimeError(f"the sampling process died {self._deaths} times in a row: see its messages above")
+            self.close()
+            died()
+            try:
+                self._worker = self._start(max(0, self.version - 1))
+                self._handed()
+            except WorkerDied:
+                continue
+        return self.worker
+
+    def works(self) -> None:
+        """It finished a group: deaths are counted from here."""
+        self._deaths = 0
+
+    def close(self) -> None:
+        """End it, once; nothing where there is none."""
+        if self._worker is not None and self._worker is not self._closed:
+            self._worker.close()
+            self._closed = self._worker
+
+    def _handed(self) -> None:
+        """WorkerDied: it ended before it had the weights."""
+        if not self.version:
+            return
+        try:
+            self._give(self.worker, self.version)
+        except RuntimeError as error:
+            if self.worker.alive:
+                raise
+            raise WorkerDied(str(error)) from error
