@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from dyncp.ops.methods import METHODS, Method
 from dyncp.planning import group_sizes
 from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.exact import exact_candidate
 from dyncp.planning.lower_bound import lower_bound
 from dyncp.planning.planner import make_problem, plan, static_plan
 from dyncp.planning.problem import Problem
+from dyncp.planning.resize import resized
 from dyncp.planning.sizes import Layout, local_tokens
 from dyncp.testing.exhaustive import Exhaustive, Question
 
@@ -212,3 +214,50 @@ def test_idle_ranks_that_cost_more_than_groups_are_in_no_bound() -> None:
     asked = Question((900, 800), 3, 512, cost)
     made = plan(asked.lengths, 3, 512, cost)
     assert made.lower_bound <= Exhaustive(asked).dynamic() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("world", "lengths", "groups"),
+    [
+        (
+            609,
+            [479232, 1363968, 495616, 1003520, 233472, 1052672, 356352],
+            [(253, [0, 3, 4, 6]), (167, [1]), (189, [2, 5])],
+        ),
+        (
+            761,
+            [143360, 1150976, 1896448, 921600, 1077248, 430080, 479232],
+            [(260, [0, 4, 5, 6]), (253, [1, 3]), (248, [2])],
+        ),
+    ],
+)
+def test_a_search_over_some_sizes_is_no_proof(
+    world: int, lengths: list[int], groups: list[tuple[int, list[int]]]
+) -> None:
+    """The groups are the fastest plan, found with every size allowed: they have sizes that the search does not try,
+    join sequences that it does not join, and the plan is slower. An exact search over what is tried proves nothing.
+    """
+    problem = make_problem(lengths, world, 8192)
+    assert not {size for size, _ in groups} <= set(problem.sizes)
+    assert sum(size for size, _ in groups) <= world
+    fastest = 0.0
+    for size, held in groups:
+        assert local_tokens([lengths[i] for i in held], size, "contiguous") <= 8192
+        fastest = max(fastest, problem.bin_seconds(problem.bin_of(size, held)))
+    assert exact_candidate(problem, 100.0, problem.allowed.tolist()) is None  # every size is too much
+    searched = exact_candidate(problem, 100.0, problem.sizes)
+    assert searched is not None
+    made = plan(lengths, world, 8192)
+    assert sum(made.seconds) < searched[0].total  # the best of all sizes for the groups that were found
+    assert sum(made.seconds) > fastest * 1.002  # else find another instance: this one is solved
+    assert made.lower_bound <= fastest
+    assert made.gap > 0.002
+
+
+def test_what_a_search_over_some_sizes_finds_gets_the_best_of_all_sizes() -> None:
+    lengths = [2109440, 1732608, 1208320, 4894720, 569344, 1617920, 880640, 1953792]
+    problem = make_problem(lengths, 961, 8192)
+    seconds = sum(plan(lengths, 961, 8192).seconds)
+    searched = exact_candidate(problem, 1.1 * seconds, problem.sizes)
+    assert searched is not None
+    assert seconds <= resized(problem, searched[0]).total * (1 + 1e-9) < searched[0].total / 1.01

@@ -218,6 +218,29 @@ def test_tokens_beyond_counting_are_counted_in_units_that_fit() -> None:
         assert sum(tokens[i] for i in places) <= 10**7
 
 
+@pytest.mark.parametrize(
+    ("tokens", "room"),
+    [
+        ([8_192_999, 8_192_999], 16_384_000),  # 8,192.999 units each: rounded down, both fit into 16,384
+        ([8_192_184, 8_192_184], 16_384_001),  # 8,184 units of 1,001 each: 16,368, where the room has 16,367.6
+        ([32_769, 32_767, 1], 65_536),
+    ],
+)
+def test_a_unit_is_never_room_that_is_not_there(tokens: list[int], room: int) -> None:
+    assert sum(tokens) > room
+    bins = tight_bins(tokens, room)
+    assert len(bins) == 2
+    assert all(sum(tokens[i] for i in places) <= room for places in bins)
+
+
+@given(st.integers(1, 10**9), st.lists(st.tuples(st.integers(2, 4), st.integers(-2000, 2000)), max_size=9))
+def test_groups_of_many_tokens_are_not_overfull(room: int, parts: list[tuple[int, int]]) -> None:
+    tokens = [min(room, max(1, room // part + more)) for part, more in parts]
+    bins = tight_bins(tokens, room)
+    assert sorted(i for places in bins for i in places) == list(range(len(tokens)))
+    assert all(sum(tokens[i] for i in places) <= room for places in bins)
+
+
 @given(questions())
 def test_local_search_over_one_size_stays_static(question: dict) -> None:
     assume(question["lengths"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dyncp.planning.cost import CostModel
 from dyncp.planning.planner import make_problem
 from dyncp.planning.problem import Bin, CandidatePlan, Problem, laid_out, most_process_groups
-from dyncp.planning.sizes import group_room, local_tokens
+from dyncp.planning.sizes import Layout, group_room, local_tokens
 
 COST = replace(CostModel(), delta_layers=0, attention_layers=4, query_heads=8, kv_heads=2)
 
@@ -128,3 +128,21 @@ def test_the_room_of_a_group_is_all_that_fits_under_the_cap(problem: Problem, si
     assert tokens % multiple == 0
     assert tokens * size >= need
     assert tokens == 0 or (tokens - multiple) * size < need
+
+
+@pytest.mark.parametrize(
+    ("layout", "align", "cap", "size", "lengths", "groups"),
+    [
+        ("zigzag", 1, 20, 4, (25,) * 5, 3),  # 32 tokens each, padded, into rooms of 80: two a group, not three
+        ("contiguous", 1, 50, 2, (36, 34, 30, 50, 22, 21), 2),  # 193 of 200 tokens: longest first needs three groups
+        ("contiguous", 16, 47, 2, (40,) * 4, 4),  # rooms of 64, where two caps are 94: one a group, not two
+    ],
+)
+def test_what_is_packed_tightly_counts_padding_and_alignment(
+    layout: Layout, align: int, cap: int, size: int, lengths: tuple[int, ...], groups: int
+) -> None:
+    """Both packers are held to the tokens that ranks hold, not to those of the text."""
+    problem = make_problem(lengths, size, cap, COST, layout=layout, align=align)
+    packed = problem.packed(size, range(len(lengths)))
+    assert all(local_tokens([lengths[i] for i in group], size, layout, align) <= cap for group in packed)
+    assert len(packed) == groups
