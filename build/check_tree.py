@@ -2,7 +2,7 @@
 
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
-target of a folder, tests included; a library's README fits a screen.
+target of a folder, tests included; a library's README fits a screen; the house is kept (house.py).
 """
 
 import os
@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from house import check_house
 
 # Spelled so that this file does not hold them itself.
 FORBIDDEN = {
@@ -89,10 +91,11 @@ def check_arrows() -> list[str]:
 
 
 def main() -> int:
-    """Prints every complaint; 1 if there is one."""
+    """Print every complaint; 1 if there is one."""
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     names = tracked()
     complaints = check_text(names) + check_pages() + check_targets(names) + check_arrows()
+    complaints += check_house({name: Path(name).read_text() for name in names if name.endswith(".py")})
     print("\n".join(complaints))
     print(f"{len(names)} tracked files, {len(complaints)} complaints")
     return int(bool(complaints))

@@ -23,7 +23,7 @@ def load_tokenizer(directory: str) -> Any:
     if not Path(directory).is_dir():
         raise ValueError(f"{directory!r} is no directory: give the folder of a model or tokenizer (tokenizer.json)")
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # the library does without
     except ImportError as error:
         raise ValueError("loading a tokenizer needs transformers: pip install transformers jinja2") from error
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -1,12 +1,21 @@
 """Tiny random models and batches: for the tests, the examples and trying things out on a laptop."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
+from seqpack.batches.batch import make_batch
 
 _ROPE = {
     "rope_type": "default",
@@ -74,35 +83,23 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     experts["shared_expert_intermediate_size"] = 16
     if kind == "dense":
-        from transformers import Qwen3_5TextConfig
-
         return Qwen3_5TextConfig(
             **{"tie_word_embeddings": True, "rope_parameters": _ROPE, **shared, **hybrid, **changes}
         )
     if kind == "vision":
-        from transformers import Qwen3_5Config
-
         text = {"tie_word_embeddings": True, "rope_parameters": _ROPE, **shared, **hybrid, **changes}
         return Qwen3_5Config(text_config=text, vision_config=_TOWER, tie_word_embeddings=True, **_MEDIA_TOKENS)
     if kind == "moe":
-        from transformers import Qwen3_5MoeTextConfig
-
         return Qwen3_5MoeTextConfig(**{"rope_parameters": _ROPE, **shared, **hybrid, **experts, **changes})
     if kind == "next":
-        from transformers import Qwen3NextConfig
-
         return Qwen3NextConfig(**{**shared, **hybrid, **experts, **changes})
     if kind == "attention":
-        from transformers import Qwen3Config
-
         return Qwen3Config(**{**shared, **changes})
     raise ValueError(f"kind must be 'dense', 'vision', 'moe', 'next' or 'attention', got {kind!r}")
 
 
 def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:
     """A random model whose weights are `scale` times as large as usual, so that a leak would show in its logits."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if kind == "vision" else AutoModelForCausalLM
     model: nn.Module = auto.from_config(tiny_config(kind, **changes))
@@ -113,10 +110,8 @@ def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes
     return model
 
 
-def tiny_batch(lengths: list[int], seed: int = 0, vocab: int = 48) -> "TensorDict":
+def tiny_batch(lengths: list[int], seed: int = 0, vocab: int = 48) -> TensorDict:
     """Random sequences of these lengths with every key the objectives read; the first third of each is its prompt."""
-    from seqpack.batches.batch import make_batch
-
     rng = torch.Generator().manual_seed(seed)
     samples = []
     for index, length in enumerate(lengths):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from chat_tools.parsing.preview import Preview
 from chat_tools.parsing.result import (
     Event,
     Kind,
@@ -18,9 +19,6 @@ from chat_tools.parsing.result import (
     ToolCall,
     joined_text,
 )
-
-if TYPE_CHECKING:
-    from chat_tools.parsing.preview import Preview
 
 
 class _Call(NamedTuple):

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from engines.media.batch import media_keys, with_positions
@@ -14,9 +14,6 @@ from engines.media.settings import VisionSettings
 from engines.parallel.groups import ParallelGroups
 from seqpack.batches.batch import view_batch
 from seqpack.batches.view import BatchView, Totals
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 _ABSENT = -(2**62)
 
@@ -31,7 +28,7 @@ class LocalBatch:
     another length than `lengths` says.
     """
 
-    batch: "TensorDict | BatchView"
+    batch: TensorDict | BatchView
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
 

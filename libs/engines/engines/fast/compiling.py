@@ -17,7 +17,7 @@ FEWEST_TOKENS = 2
 
 def compilations() -> int:
     """Return how many graphs this process has compiled so far."""
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters  # the compiler itself, which a CPU run never loads
 
     return int(counters["stats"]["unique_graphs"])
 

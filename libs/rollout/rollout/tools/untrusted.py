@@ -187,7 +187,7 @@ def _renamed(backend: Backend, names: Mapping[str, str]) -> Backend:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of the tokens that stands there."""
+    """Match the longest of the tokens that stands there."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 

@@ -140,7 +140,7 @@ def gated_delta_rule_step_fla(step: DeltaStep) -> tuple[Tensor, Tensor]:
 
 def attention_varlen(call: AttentionCall) -> Tensor:
     """Run torch's variable-length flash attention; its keywords differ between torch releases."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # one backend of several: loaded where it is chosen
 
     longest = call.max_seqlen
     if longest is None:

@@ -13,9 +13,8 @@ What is measured, each by itself enough for a verdict:
    so that no rounding hides a leak, however small: one boundary missed, behind a state that decays fast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,6 @@ from seqpack.planning.geometry import packed_geometry
 from seqpack.testing.account import HALF, IsolationReport, Tolerance
 from seqpack.testing.embedding import input_embedding, reach, rounded_anew, watched
 from seqpack.testing.trace import Origin, find_origin, relative_error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PackedForward = Callable[[nn.Module, PackedBatch], Tensor]
 AloneForward = Callable[[nn.Module, Tensor], Tensor]
@@ -313,7 +309,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> "Iterator[None]":
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch every submodule to eval mode and back to what each was."""
     training = [module for module in model.modules() if module.training]
     model.eval()

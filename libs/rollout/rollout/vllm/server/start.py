@@ -16,7 +16,7 @@ def main() -> None:
     package = types.ModuleType("rollout")
     package.__path__ = [str(here.parents[2])]
     sys.modules["rollout"] = package
-    from rollout.vllm.server.serve import serve
+    from rollout.vllm.server.serve import serve  # found by the path and the package made above
 
     serve(int(sys.argv[1]))
 

@@ -1,0 +1,162 @@
+"""How the house is kept, as far as a machine can tell: for //build:check_tree, and a test over the libraries.
+
+Layout of the libraries, names of their packages, where imports stand, heads of the hard algorithms, words. All checks
+are pure: they take paths and texts, and return complaints.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+ROOM = 25
+"""Modules of a folder of a library, tests left out: past these it is two rooms."""
+HARD = (
+    "libs/chat_tools/chat_tools/rendering/masks.py",
+    "libs/chat_tools/chat_tools/rendering/owners.py",
+    "libs/dyncp/dyncp/ops/ring.py",
+    "libs/dyncp/dyncp/planning/lower_bound.py",
+    "libs/dyncp/dyncp/planning/search.py",
+    "libs/rollout/rollout/control/staleness.py",
+    "libs/seqpack/seqpack/ops/delta_rule_chunks.py",
+    "libs/seqpack/seqpack/planning/balancing_capped.py",
+    "libs/seqpack/seqpack/planning/whole_bins.py",
+)
+"""Algorithms that nobody reads without their strategy, step by step, and what tests hold of them."""
+OPTIONAL = {
+    "causal_conv1d": "kernels of CUDA machines",
+    "fla": "kernels of CUDA machines",
+    "flash_qla": "kernels of CUDA machines",
+    "megatron": "heavy, and there where its engine is asked for",
+    "pyarrow": "for Parquet files alone",
+    "tensorboardX": "for its event files alone",
+    "tensordict": "two seconds, which plans and operations do without",
+    "tqdm": "for a bar alone",
+}
+"""Packages that a function, or a guard for types, may import where it needs them."""
+OLD_WORDS = re.compile(
+    r"\b(silent_rows|PRICE_OF_A_MARK|solvent_at|homeless|dearest|made tasks?|Weights on the move|"
+    r"The one way to an engine)\b"
+)
+"""What plainer words replaced; each has one meaning here, so that finding it is enough."""
+THIRD_PERSON = re.compile(
+    r"(Adds|Builds|Checks|Computes|Counts|Creates|Finds|Gets|Gives|Holds|Installs|Keeps|Loads|Makes|Matches|"
+    r"Moves|Prints|Raises|Reads|Removes|Replaces|Returns|Saves|Says|Sends|Sets|Takes|Tells|Turns|Waits|Writes|"
+    r"Yields)\b"
+)
+"""A function is told what to do (imperative), or named by what it returns (a noun)."""
+
+
+def check_house(texts: Mapping[str, str]) -> list[str]:
+    """All complaints about tracked Python files, by path."""
+    shipped = {path: text for path, text in texts.items() if not path.endswith("_test.py")}
+    trees = {path: ast.parse(text) for path, text in shipped.items()}
+    complaints = [*check_rooms(shipped), *check_names(trees), *check_heads(shipped), *check_words(shipped)]
+    for path, tree in trees.items():
+        if path.startswith(("libs/", "apps/")) and "/benchmarks/" not in path:
+            complaints += check_imports(path, tree, shipped[path].splitlines())
+            complaints += check_docstrings(path, tree)
+    return sorted(complaints)
+
+
+def check_rooms(texts: Mapping[str, str]) -> list[str]:
+    """A library's folders are packages, and none holds more than `ROOM` modules."""
+    rooms: dict[str, int] = {}
+    for path in map(PurePosixPath, texts):
+        if path.parts[0] == "libs" and len(path.parts) > 3 and path.parts[2] != "benchmarks":
+            rooms[str(path.parent)] = rooms.get(str(path.parent), 0) + (path.name != "__init__.py")
+    crowded = [f"{room}: {count} modules, more than {ROOM}" for room, count in rooms.items() if count > ROOM]
+    bare = [f"{room}: no __init__.py" for room in rooms if f"{room}/__init__.py" not in texts]
+    return crowded + [one for one in bare if "/site" not in one]  # a stand-in's place on the path is no package
+
+
+def check_names(trees: Mapping[str, ast.Module]) -> list[str]:
+    """No module or sub-package has a name that its package hands out for something else: it would replace that."""
+    complaints = []
+    for path, tree in trees.items():
+        package = PurePosixPath(path).parent
+        if not path.startswith("libs/") or not path.endswith("/__init__.py"):
+            continue
+        inside = {PurePosixPath(one).relative_to(package).parts[0] for one in trees if one.startswith(f"{package}/")}
+        children = {name.removesuffix(".py") for name in inside} - {"__init__"}
+        complaints += [f"{path}: {name} is public, and a module" for name in sorted(children & _exported(tree))]
+    return complaints
+
+
+def _exported(tree: ast.Module) -> set[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def check_heads(texts: Mapping[str, str]) -> list[str]:
+    """Each of the hard algorithms begins with numbered steps and with what tests hold."""
+    complaints = []
+    for path in HARD:
+        head = ast.get_docstring(ast.parse(texts[path])) or "" if path in texts else ""
+        if not re.search(r"^1\. .*^2\. ", head, re.M | re.S):
+            complaints.append(f"{path}: its head has no strategy in numbered steps")
+        if not re.search(r"^Invariants|[Hh]eld by", head, re.M):
+            complaints.append(f"{path}: its head does not say what tests hold")
+    return complaints
+
+
+def check_words(texts: Mapping[str, str]) -> list[str]:
+    """Words that were replaced do not come back."""
+    return [
+        f"{path}:{number}: {found[0]!r} has a plainer name"
+        for path, text in texts.items()
+        if path.startswith(("libs/", "apps/"))
+        for number, line in enumerate(text.splitlines(), 1)
+        if (found := OLD_WORDS.search(line))
+    ]
+
+
+def check_docstrings(path: str, tree: ast.Module) -> list[str]:
+    """Docstrings of functions speak in one way."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        f"{path}:{node.lineno}: {node.name}: {found[0]!r}, in the third person: say what it does, or what it returns"
+        for node in functions
+        if (found := THIRD_PERSON.match(ast.get_docstring(node) or ""))
+    ]
+
+
+def check_imports(path: str, tree: ast.Module, lines: list[str]) -> list[str]:
+    """Imports stand at the top, but for lazy facades, packages of `OPTIONAL`, and those with a reason beside them.
+
+    A reason is a comment on the import, or on the line above it or its guard; or a handler of ImportError around it.
+    """
+    complaints = []
+    for node, guard, handled in _inner_imports(tree.body, None, False):
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+        if handled or module.partition(".")[0] in OPTIONAL:
+            continue
+        if guard is not None and path.endswith("/__init__.py"):
+            continue  # a facade's names for type checkers; they are imported when they are asked for
+        marked = [lines[node.lineno - 1], lines[node.lineno - 2].strip()[:1]]
+        marked += [lines[guard.lineno - 1]] if guard is not None else []
+        if not any("#" in line for line in marked):
+            complaints.append(f"{path}:{node.lineno}: {ast.unparse(node)}: move it to the top, or say why it is here")
+    return complaints
+
+
+Import = ast.Import | ast.ImportFrom
+
+
+def _inner_imports(
+    body: list[ast.stmt], guard: ast.If | None, handled: bool, inner: bool = False
+) -> Iterator[tuple[Import, ast.If | None, bool]]:
+    """Imports inside functions or guards for types, each with its guard, and whether ImportError is handled there."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and inner:
+            yield node, guard, handled
+        guards = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        tries = isinstance(node, ast.Try) and any("ImportError" in ast.unparse(one) for one in node.handlers)
+        for name in ("body", "orelse", "finalbody"):
+            below = getattr(node, name, None)
+            if isinstance(below, list) and below and isinstance(below[0], ast.stmt):
+                here = node if guards and isinstance(node, ast.If) else guard
+                yield from _inner_imports(below, here, handled or tries, inner or function or guards)

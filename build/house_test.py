@@ -1,0 +1,71 @@
+"""The libraries are kept as house.py says, and a planted fault of each kind is found and named."""
+
+from pathlib import Path
+
+import pytest
+
+from build.house import HARD, ROOM, check_house
+
+ROOT = Path(__file__).parents[1]
+NUMBERED = '"""Packs.\n\n1. Sort.\n2. Fill.\n\nHeld by tests: all of it."""\n'
+HEADS = dict.fromkeys(HARD, NUMBERED)
+PACKAGES = {f"{folder}/__init__.py": "" for path in HARD for folder in [path.rpartition("/")[0]]}
+CLEAN = HEADS | PACKAGES
+
+
+def test_the_libraries_are_kept_so() -> None:
+    """Whatever the test was given of them: their files without the tests."""
+    files = [path for path in sorted((ROOT / "libs").glob("*/*/**/*.py")) if not path.name.endswith("_test.py")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+    assert len(texts) > 300
+    assert check_house(texts) == []
+
+
+def test_a_clean_house_has_no_complaint() -> None:
+    assert check_house(CLEAN) == []
+
+
+EXPORTS = '_EXPORTS = {"plan": "x.search", "Plan": "x.search"}\n'
+SOME = "libs/x/x/some.py"
+PLANTED = [
+    ({"libs/x/x/__init__.py": EXPORTS, "libs/x/x/plan/__init__.py": ""}, "plan is public, and a module"),
+    ({"libs/x/x/__init__.py": EXPORTS, "libs/x/x/plan.py": ""}, "plan is public, and a module"),
+    ({f"libs/x/x/m{i}.py": "" for i in range(ROOM + 1)}, f"libs/x/x: {ROOM + 1} modules, more than {ROOM}"),
+    ({"libs/x/x/room/a.py": ""}, "libs/x/x/room: no __init__.py"),
+    ({HARD[0]: '"""Packs."""'}, f"{HARD[0]}: its head has no strategy in numbered steps"),
+    ({HARD[0]: '"""Packs.\n\n1. Sort.\n2. Fill."""'}, f"{HARD[0]}: its head does not say what tests hold"),
+    ({SOME: "silent_rows = 1"}, "some.py:1: 'silent_rows' has a plainer name"),
+    ({SOME: 'def f():\n    """Returns one."""'}, "some.py:1: f: 'Returns', in the third person"),
+    ({SOME: "def f():\n    import json"}, "some.py:2: import json: move it to the top"),
+    ({SOME: "if TYPE_CHECKING:\n    from a import b"}, "some.py:2: from a import b: move it to the top"),
+    ({SOME: "class A:\n    def f(self):\n        if 1:\n            import json"}, "some.py:4: import json"),
+    ({"apps/x/some.py": "async def f():\n    import json"}, "apps/x/some.py:2: import json"),
+]
+
+
+@pytest.mark.parametrize(("files", "complaint"), PLANTED)
+def test_a_planted_fault_is_named(files: dict[str, str], complaint: str) -> None:
+    found = [one for one in check_house(CLEAN | {"libs/x/x/__init__.py": ""} | files) if complaint in one]
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import json",
+        "def f():\n    import json  # a second",
+        "def f():\n    # a second\n    import json",
+        "def f():\n    import megatron.core",
+        "def f():\n    try:\n        import json\n    except ImportError:\n        return None",
+        "if TYPE_CHECKING:  # they import one another\n    from a import b",
+        'class A:\n    """Counts."""',
+        'def f():\n    """Runs of rows."""',
+    ],
+)
+def test_what_is_meant_to_be_so_is_left_alone(text: str) -> None:
+    assert check_house(CLEAN | {"libs/x/x/__init__.py": "", SOME: text}) == []
+
+
+def test_a_facade_names_what_it_hands_out_for_type_checkers() -> None:
+    text = "if TYPE_CHECKING:\n    from x.some import f as f\n"
+    assert check_house(CLEAN | {"libs/x/x/__init__.py": text}) == []
