@@ -267,6 +267,26 @@ def test_saved_and_loaded(tmp_path):
     assert other.train_batch(batch, Weighted()) == built.train_batch(batch, Weighted())
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_under_further_names_is_the_same(tmp_path, wait):
+    built = build()
+    built.train_batch(batch_of([4, 5]), Weighted())
+    names = [tmp_path / name for name in ("one", "two", "three")]
+    names[2].mkdir()
+    (names[2] / "earlier").write_text("of the last save")
+    built.save(names[0], {"cursor": 3}, wait, [names[1], str(names[2])])
+    built.wait_for_saves()
+    files = {path.name: path.read_bytes() for path in names[0].iterdir()}
+    assert files
+    for name in names:
+        assert {path.name: path.read_bytes() for path in name.iterdir()} == files
+        other = build()
+        assert other.load(name) == {"cursor": 3}
+        assert other.step == 1
+        assert torch.equal(other.executor.model.table, built.executor.model.table)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three", "two"]
+
+
 class Rows(Weighted):
     def __call__(self, log_probs, *rest):
         return log_probs, {}
