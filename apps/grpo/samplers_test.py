@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind):
     """Also after the answers' way between processes, as JSON."""
     replay = kind == "moe"
     config = EngineConfig(device="cpu", routing_replay=replay, max_tokens_per_rank=64)
-    engine = build_engine(config, tiny_model(kind, scale=2.0))
+    engine: Any = build_engine(config, tiny_model(kind, scale=2.0))
     answers = answers_of(tiny_model(kind, scale=2.0), replay)
     assert all((ROUTED_EXPERTS in answer.extras) == replay for answer in answers)
     sent = [read_answer(json.loads(json.dumps(plain_answer(answer)))) for answer in answers]
