@@ -129,14 +129,11 @@ def _case(
 
 SCHEDULE = ("deallocate_pipeline_outputs=true", "microbatch_group_size_per_vp_stage=4")
 HELD = (
-    _case("Qwen3", pp=2, first=1),
     _case("Qwen3", tp=2, pp=2),
     _case("Qwen3 MoE, raw top k, tied", tp=2, pp=2, ep=2),
     _case("Qwen3.5", pp=4),
-    _case("Qwen3.5", tp=2, pp=2),
     _case("Qwen3.5", tp=2, pp=2, vp=2, transformer_options=SCHEDULE),
     _case("Qwen3.5 MoE", tp=2, ep=2, etp=2, distributed_optimizer=True),
-    _case("Qwen3.5 MoE", tp=2, pp=2, ep=2),
     _case("Qwen3.5 MoE, router's loss, replayed", tp=2, pp=2, ep=2, first=1, gradient_checkpointing=True),
     _case("Qwen3.5 MoE, router's loss, replayed", pp=2, vp=2, ep=2, cp="dynamic"),
     _case("Qwen3, LoRA", tp=2, pp=2, distributed_optimizer=True),
@@ -177,6 +174,9 @@ CASES = (
     _case("Qwen3.5, LoRA", tp=2, cp="dynamic", optimizer_on_host=True),
     _case("Qwen3", tp=2, cp="dynamic"),
     _case("Qwen3.5 MoE", ep=2, cp="static:4"),
+    _case("Qwen3", pp=2, first=1),
+    _case("Qwen3.5", tp=2, pp=2),
+    _case("Qwen3.5 MoE", tp=2, pp=2, ep=2),
     *HELD,
 )
 """Those of the table."""
