@@ -117,7 +117,7 @@ def test_up_to_eleven_sequences_no_static_plan_is_faster(
     found = {size: made.total for size in problem.static_sizes if (made := exact_static(problem, size))}
     assert min(found, key=found.__getitem__) == size
     searches = {"exact_candidate": lambda *_: None, "exact_static": lambda *_: None}
-    with mock.patch.multiple(planner, **searches):
+    with mock.patch.multiple(planner, **searches):  # type: ignore[call-overload]
         missed = sum(plan(lengths, world, 1024, cost).seconds)
     assert missed > 1.003 * found[size]  # else the instance shows nothing
     assert sum(plan(lengths, world, 1024, cost).seconds) <= found[size] * ROUNDING
