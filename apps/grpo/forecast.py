@@ -2,9 +2,10 @@
 
 python -m apps.grpo.forecast RUN_DIR --devices 8
 
-1. The run's lengths and rates become a `rollout.control.simulation.Workload`: kept episodes give the lengths, metrics
-   the seconds of a decoded token, of a trained one and of a transfer.
-2. The run's own schedule is simulated first and stands beside what was measured: how far to trust the rest.
+1. The first half of the run's steps becomes a `rollout.control.simulation.Workload`: kept episodes give the lengths,
+   metrics and timeline the seconds of a decoded token, of a trained one and of a transfer.
+2. The run's own schedule is simulated with it and stands beside the second half, which the figures have not seen: how
+   far to trust the rest.
 3. Every split of the devices is simulated with the controller that would drive it; the best is drawn.
 """
 
@@ -21,12 +22,12 @@ from apps.grpo.schedule_async import settings_of
 from rollout.control.settings import StalenessSettings
 from rollout.control.simulation import Forecast, Workload, choose_pools, forecast_table, in_turn, simulate
 from runlog import read_episodes, read_metrics
-from runlog.timeline import Span, timeline_svg
+from runlog.timeline import Span, busy_seconds, read_timeline, timeline_svg
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds a step of a run, as measured and as simulated from its own figures."""
+    """Seconds a step of a run, as measured and as simulated."""
 
     measured: float
     forecast: float
@@ -38,26 +39,29 @@ class Compared:
         return f"seconds a step: measured {self.measured:.3f}, forecast {self.forecast:.3f} ({off:+.0%})"
 
 
-def workload_of(config: GrpoConfig, metrics: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> Workload:
+def workload_of(
+    config: GrpoConfig, metrics: Sequence[Mapping[str, Any]], lengths: Sequence[int], spans: Sequence[Span] = ()
+) -> Workload:
     """The work of a run with these rows of metrics (steps only) and these lengths of answers.
 
-    Sampling's seconds are shared out over the tokens of the longest answer, the only one that never waits. Where a
-    schedule does not tell them, they are those that a step waited for.
+    Sampling's seconds are shared out over the tokens of the longest answer, the only one that never waits. Where
+    sampling and training overlap, a step tells what it waited for alone: `spans`, the run's timeline, have the rest.
 
     Raises:
-        ValueError: the run has no step or kept no episode yet.
+        ValueError: the run has no step or kept no episode yet, or its timeline is missing.
     """
-    rows = [row for row in metrics if row.get("time/train_s") is not None]
+    rows = _steps(metrics)
     if not rows or not lengths:
-        raise ValueError("a forecast needs at least one step of a run, and its kept episodes (--keep-groups)")
-    sampling = [row.get("time/rollout_s", row.get("time/wait_for_rollout_s", 0.0)) for row in rows]
+        raise ValueError("a forecast needs at least two steps of a run, and its kept episodes (--keep-groups)")
+    sampling = [row["time/rollout_s"] for row in rows if "time/rollout_s" in row]
+    seconds = fmean(sampling) if len(sampling) == len(rows) else sampling_seconds(spans, len(rows))
     longest = fmean(row["response/length_max"] for row in rows)
     tokens = fmean(row["rollout/sampled_tokens"] for row in rows)
     return Workload(
         lengths=tuple(lengths),
         group_size=config.group_size,
         slots=config.prompts * config.group_size,
-        decode_s=max(1e-9, fmean(sampling) / longest),
+        decode_s=max(1e-9, seconds / longest),
         row_s=0.0,
         train_s=0.0,
         token_s=fmean(row["time/train_s"] for row in rows) / tokens,
@@ -65,26 +69,75 @@ def workload_of(config: GrpoConfig, metrics: Sequence[Mapping[str, Any]], length
     )
 
 
+def sampling_seconds(spans: Sequence[Span], steps: int) -> float:
+    """How long a step's answers were sampled, on average over the first `steps` steps of a timeline.
+
+    Counted from the first step's training to that of the step after the last one, when just as many answers are ahead.
+
+    Raises:
+        ValueError: the timeline has fewer steps, or nobody samples in it.
+    """
+    trained = sorted(span.begin for span in spans if (span.lane, span.kind) == ("trainer", "train"))
+    if len(trained) <= steps:
+        raise ValueError(f"the timeline has {len(trained)} steps, a forecast from {steps} needs one more")
+    begin, end = trained[0], trained[steps]
+    inside = [s for s in spans if s.kind == "sample" and s.end > begin and s.begin < end]
+    if not inside:
+        raise ValueError("nobody samples in the timeline: a forecast needs that of the whole run")
+    return busy_seconds(s._replace(begin=max(s.begin, begin), end=min(s.end, end)) for s in inside) / steps
+
+
 def answer_lengths(episodes: Sequence[Mapping[str, Any]]) -> list[int]:
     """Sampled tokens of each kept training episode that was not empty."""
     return [n for e in episodes if e.get("split", "training") == "training" and (n := sum(e.get("mask", ()))) > 0]
 
 
+def halves(
+    config: GrpoConfig,
+    metrics: Sequence[Mapping[str, Any]],
+    episodes: Sequence[Mapping[str, Any]],
+    spans: Sequence[Span],
+) -> tuple[Workload, Compared]:
+    """The work of the first half of a run's steps, and what it foretells beside what the second half took.
+
+    Raises:
+        ValueError: see `workload_of`.
+    """
+    rows = _steps(metrics)
+    fitted = rows[: len(rows) // 2]
+    known = [e for e in episodes if fitted and e["step"] <= fitted[-1]["step"]]
+    workload = workload_of(config, fitted, answer_lengths(known), spans)
+    return workload, compared(config, rows[len(fitted) :], workload)
+
+
 def compared(config: GrpoConfig, metrics: Sequence[Mapping[str, Any]], workload: Workload) -> Compared:
-    """The run's own schedule, simulated on one sampler and one trainer, beside what it took."""
-    rows = [row for row in metrics if row.get("time/step_s") is not None]
-    settings = run_settings(config)
-    forecast = simulate(settings, workload)
-    return Compared(fmean(row["time/step_s"] for row in rows), forecast.seconds / settings.total_steps)
+    """The second half of the run's schedule, simulated on one sampler and one trainer, beside what these rows took."""
+    ends = step_ends(config, workload)
+    half = len(ends) // 2
+    begin = ends[half - 1] if half else 0.0
+    return Compared(fmean(row["time/step_s"] for row in _steps(metrics)), (ends[-1] - begin) / (len(ends) - half))
 
 
-def run_settings(config: GrpoConfig) -> StalenessSettings:
-    """The bounds of a run's schedule; one step off is a window ahead, without interruptions."""
-    mode = config.cluster.schedule.mode
-    settings = settings_of(config)
-    if mode == "fully_async":
-        return settings
-    return in_turn(settings)
+def step_ends(config: GrpoConfig, workload: Workload) -> list[float]:
+    """When each step of the run's schedule is trained, in simulated seconds.
+
+    One step off is no case of the controller's: a step's answers are begun together when the step before begins to
+    train, and the weights move when both are done. Its parts are those of the run in turn.
+    """
+    settings, mode = settings_of(config), config.cluster.schedule.mode
+    found = simulate(settings if mode == "fully_async" else in_turn(settings), workload)
+    if mode != "one_step_off":
+        return [span.end for span in found.spans if span.kind == "train"]
+    parts = {kind: [s.end - s.begin for s in found.spans if s.kind == kind] for kind in ("sample", "train", "sync")}
+    now, ends = parts["sample"][0], []
+    for training, sampling, sync in zip(parts["train"], [*parts["sample"][1:], 0.0], parts["sync"], strict=True):
+        ends.append(now + training)
+        now += max(training, sampling) + sync
+    return ends
+
+
+def _steps(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in metrics if row.get("time/train_s") is not None]
 
 
 def picture(forecast: Forecast) -> str:
@@ -101,8 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(GrpoConfig, options.run_dir / CONFIG_NAME)
     metrics = read_metrics(options.run_dir)
-    workload = workload_of(config, metrics, answer_lengths(read_episodes(options.run_dir)))
-    print(compared(config, metrics, workload).text)
+    workload, found = halves(config, metrics, read_episodes(options.run_dir), read_timeline(options.run_dir))
+    print(found.text)
     ahead = StalenessSettings(config.prompts, config.steps, staleness_threshold=options.staleness, partial_rollout=True)
     splits = choose_pools(ahead, workload, options.devices)
     print(forecast_table(splits))

@@ -1,0 +1,105 @@
+"""Forecasts from runs' files: what they are made from, and what they are held to."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from apps.common.plan.cluster import Schedule
+from apps.grpo.config import GrpoConfig
+from apps.grpo.forecast import halves, sampling_seconds, step_ends, workload_of
+from runlog import read_episodes, read_metrics
+from runlog.store import EPISODES, METRICS
+from runlog.timeline import TIMELINE, Span, read_timeline
+
+STEPS, LENGTH, SAMPLE, TRAIN, SYNC = 8, 100, 2.0, 1.5, 0.25
+ASYNC = Schedule("fully_async", staleness_threshold=1.0)
+
+
+def written(run_dir, schedule, slower=1.0):
+    """The files of a run whose answers all have `LENGTH` tokens; the second half takes `slower` times as long."""
+    base = GrpoConfig()
+    config = replace(base, steps=STEPS, prompts=4, group_size=4, cluster=replace(base.cluster, schedule=schedule))
+    run_dir.mkdir()
+    now, metrics, spans, episodes = 0.0, [{"step": 0, "eval/accuracy": 0.5}], [], []
+    overlapped = schedule.mode != "sync"
+    if overlapped:
+        spans.append(("sampler", "sample", 0.0, SAMPLE))
+        now = SAMPLE
+    for step in range(1, STEPS + 1):
+        factor = slower if step > STEPS // 2 else 1.0
+        train, sample, sync = factor * TRAIN, factor * SAMPLE, factor * SYNC
+        begun = now
+        if overlapped:
+            spans += [("trainer", "train", now, now + train), ("sampler", "sample", now, now + sample)]
+            now += max(train, sample)
+            times = {"time/wait_for_rollout_s": max(0.0, sample - train)}
+        else:
+            now += sample + train
+            times = {"time/rollout_s": sample}
+        spans.append(("weights", "sync", now, now + sync))
+        now += sync
+        times |= {"time/train_s": train, "time/export_and_update_weights_s": sync, "time/step_s": now - begun}
+        metrics.append({"step": step, "response/length_max": LENGTH, "rollout/sampled_tokens": 16 * LENGTH, **times})
+        episodes += [{"step": step, "mask": [0, 0] + [1] * LENGTH}] * 4
+    named = [dict(zip(("lane", "kind", "begin", "end"), span, strict=True)) for span in spans]
+    for name, lines in ((METRICS, metrics), (EPISODES, episodes), (TIMELINE, named if overlapped else [])):
+        (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return config
+
+
+def forecast(run_dir, config):
+    return halves(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule("one_step_off"), ASYNC], ids=lambda s: s.mode)
+def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path, schedule):
+    workload, _ = forecast(tmp_path / "run", written(tmp_path / "run", schedule))
+    assert workload.decode_s == pytest.approx(SAMPLE / LENGTH)
+    assert workload.token_s == pytest.approx(TRAIN / (16 * LENGTH))
+    assert workload.sync_s == pytest.approx(SYNC)
+    assert set(workload.lengths) == {LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seconds"),
+    [(Schedule(), SAMPLE + TRAIN + SYNC), (Schedule("one_step_off"), max(SAMPLE, TRAIN) + SYNC)],
+    ids=["in turn", "one step off"],
+)
+def test_a_run_is_held_to_the_half_that_the_figures_have_not_seen(tmp_path, schedule, seconds):
+    steady = forecast(tmp_path / "a", written(tmp_path / "a", schedule))[1]
+    assert (steady.measured, steady.forecast) == (pytest.approx(seconds), pytest.approx(seconds, rel=0.1))
+    slowed = forecast(tmp_path / "b", written(tmp_path / "b", schedule, slower=3.0))[1]
+    assert (slowed.measured, slowed.forecast) == (pytest.approx(3 * seconds), pytest.approx(steady.forecast))
+    assert "(-6" in slowed.text
+
+
+@pytest.mark.parametrize("train", [0.5, 5.0])
+def test_one_step_off_waits_for_the_longer_of_the_two(tmp_path, train):
+    config = written(tmp_path / "run", Schedule("one_step_off"))
+    workload, _ = forecast(tmp_path / "run", config)
+    workload = replace(workload, token_s=train / (16 * LENGTH))
+    ends = step_ends(config, workload)
+    assert ends == pytest.approx([SAMPLE + train + k * (max(SAMPLE, train) + SYNC) for k in range(STEPS)])
+
+
+def test_sampling_is_counted_once_and_between_the_same_points_of_two_steps():
+    """Two samplers side by side, one span over three steps, an evaluation that counts as nothing."""
+    trains = [Span("trainer", "train", at, at + 1) for at in (3.0, 7.0, 11.0)]
+    spans = [*trains, Span("trainer", "evaluate", 4.5, 6.5), Span("sampler", "sample", 0.0, 6.0)]
+    spans += [Span("sampler", "sample", 5.0, 7.5), Span("sampler", "sample", 10.0, 14.0)]
+    assert sampling_seconds(spans, 2) == pytest.approx((4.5 + 1.0) / 2)
+    for given, says in ((spans[:2], "2 steps"), (trains, "nobody samples")):
+        with pytest.raises(ValueError, match=says):
+            sampling_seconds(given, 2)
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    config = written(tmp_path / "run", Schedule("one_step_off"))
+    metrics, episodes = read_metrics(tmp_path / "run"), read_episodes(tmp_path / "run")
+    with pytest.raises(ValueError, match="at least two steps"):
+        halves(config, metrics[:2], episodes, ())
+    with pytest.raises(ValueError, match="kept episodes"):
+        halves(config, metrics, [], read_timeline(tmp_path / "run"))
+    with pytest.raises(ValueError, match="timeline has 0 steps"):
+        workload_of(config, metrics, [LENGTH])
