@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
+from apps.common.plan.cluster import Schedule
 from apps.common.trained import assert_trained, tensors_of
 from apps.grpo.config import DataConfig, WarmStart
 from apps.grpo.main import configure, run
@@ -68,14 +69,28 @@ def rows(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("pictures") / "run"
+def small(run_dir, **changes):
     warm = WarmStart(steps=2, eval_every=2, eval_prompts=4, batch_size=6, warmup_steps=0)
     sizes = {"steps": 2, "prompts": 3, "group_size": 4, "eval_every": 2, "save_every": 2}
     data = replace(RECIPE.data, eval_prompts=4)
-    run(replace(RECIPE, run_dir=run_dir, warm_start=warm, data=data, **sizes))
+    return replace(RECIPE, **{"run_dir": run_dir, "warm_start": warm, "data": data, **sizes, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("pictures") / "run"
+    run(small(run_dir))
     return run_dir
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_pictures_are_sampled_ahead(tmp_path, mode):
+    """From the ledger and from another process: the first step's are on policy, and the trainer sees the same."""
+    cluster = replace(RECIPE.cluster, schedule=Schedule(mode))
+    run(small(tmp_path / "run", cluster=cluster, warm_start=WarmStart(steps=0)))
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert found[1]["log_prob_difference_max"] < SMALL_GAP
 
 
 def test_a_run_samples_and_trains_on_the_same_pictures(finished):

@@ -52,9 +52,9 @@ ADMIT = Yes("apps/grpo/native_sampler_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
 RAY_ENGINE = No("no test has run vLLM inside Ray's actors: use --cluster.rollout.engine native, or leave Ray out")
 RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
-RAY_IMAGES = No(
-    "episodes come back from Ray's samplers as text, without images: leave --cluster.rollout.ray-workers at 0"
-)
+RAY_IMAGES = No("no test has run images in Ray's samplers: leave --cluster.rollout.ray-workers at 0")
+DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
+NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
 IMAGES = No("prompts and conversations are text: a row with images is refused when it is read")
 
 
@@ -76,6 +76,11 @@ def needs_of(work: Work) -> list[Need]:
         found += _schedule(work)
     if work.cluster.rollout.ray_workers and work.app == "grpo":
         found += _ray_samplers(work)
+    if work.engine.vision != "off" and work.app == "grpo":
+        sampler = RolloutConfig(backend=work.cluster.rollout.engine)
+        found.append(Need("images shown to the sampler", sampler_supports(sampler, "media")))
+    if work.engine.routing_replay:
+        found += _replay(work)
     if work.reference_policy:
         found.append(Need("reference policy", REFERENCE))
     return found
@@ -92,6 +97,16 @@ def _engine_needs(work: Work) -> list[Need]:
     asked += ["moe"] if shape is not None and shape.experts else []
     found = [Need(feature, supports(engine, feature)) for feature in asked]
     return found if shape is None else [*found, Need(f"family {shape.model_type}", _family(shape.model_type))]
+
+
+def _replay(work: Work) -> list[Need]:
+    """Of what replays a sampler's experts: the model's router, as far as its sizes are known, and a sampler."""
+    if work.app == "sft":
+        return [Need("experts to replay", NOTHING_TO_REPLAY)]
+    if work.origin is not None and not work.origin.shape.experts:
+        return [Need("experts to replay", DENSE)]
+    sampler = RolloutConfig(backend=work.cluster.rollout.engine)
+    return [Need("experts to replay", sampler_supports(sampler, "routed_experts"))]
 
 
 def _family(model_type: str) -> Yes | No:

@@ -146,7 +146,7 @@ def test_samplers_in_ray_run_in_every_schedule_beside_one_rank(flag, mode):
         refuse_unready(replace(work, processes=2), {})
     with pytest.raises(ValueError, match=r"no test has run vLLM inside Ray's actors"):
         refuse_unready(replace(work, cluster=replace(work.cluster, rollout=replace(RAY[flag], engine="vllm"))), {})
-    with pytest.raises(ValueError, match="without images"):
+    with pytest.raises(ValueError, match=r"no test has run images in Ray.s samplers"):
         refuse_unready(replace(work, engine=replace(work.engine, vision="trained")), {})
     with pytest.raises(ValueError, match="samples nothing"):
         refuse_unready(replace(work, app="sft"), {})
@@ -263,3 +263,30 @@ def test_the_table_counts_what_runs():
     assert "refused: padded |" in table or "refused: megatron, padded |" in table  # it is an extra
     assert "| plain |" in table
     assert "| large | mixture | megatron | 8" in table
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [("vllm", "no test has run images through vLLM"), ("native", None)],
+)
+def test_images_are_asked_of_the_sampler(backend, says):
+    layout = Cluster(rollout=RolloutLayout(engine=backend))
+    work = replace(PLAIN, engine=EngineConfig(device="cpu", vision="trained"), cluster=layout)
+    if says is None:
+        assert make_plan(work).ready
+        return
+    assert says in str(make_plan(work))
+    with pytest.raises(ValueError, match=says):
+        refuse_unready(work, {})
+
+
+def test_replay_is_asked_of_the_models_router_and_of_who_samples():
+    replayed = replace(PLAIN, engine=EngineConfig(device="cpu", routing_replay=True))
+    dense = replace(SHAPE, model_type="qwen3", experts=0, experts_per_token=0, expert_intermediate=0, intermediate=32)
+    refuse_unready(replace(replayed, origin=ORIGIN), {})
+    for work, says in (
+        (replace(replayed, origin=replace(ORIGIN, shape=dense)), "the model has no router"),
+        (replace(replayed, app="sft", origin=ORIGIN), "a supervised run has no sampler"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            refuse_unready(work, {})

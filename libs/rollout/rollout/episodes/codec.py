@@ -7,12 +7,17 @@ from typing import Any
 
 from rollout.environments.environment import Score
 from rollout.episodes.episode import Episode
+from rollout.episodes.media_codec import plain_media, read_media
 from rollout.episodes.segment import Segment
 from rollout.experts import RoutedExperts
+from rollout.pictures import without_images
 
 
 def encode_episodes(episodes: Sequence[Episode]) -> bytes:
-    """ValueError: an episode holds media, or something in its messages that JSON cannot write."""
+    """ValueError: media are no tensors, or messages hold something that JSON cannot write.
+
+    Pictures in messages are left out of their image parts: what the model saw of them is in the segments' media.
+    """
     return json.dumps([_plain(episode) for episode in episodes], ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -22,8 +27,6 @@ def decode_episodes(data: bytes) -> list[Episode]:
 
 
 def _plain(episode: Episode) -> dict[str, Any]:
-    if any(segment.media for segment in episode.segments):
-        raise ValueError(f"episode {episode.id} holds media, which cannot be kept as text yet")
     row = {name: getattr(episode, name) for name in episode.__dataclass_fields__}
     row["segments"] = [
         [
@@ -33,11 +36,12 @@ def _plain(episode: Episode) -> dict[str, Any]:
             s.policy_versions,
             s.agent,
             None if s.routed_experts is None else s.routed_experts.plain(),
+            None if s.media is None else plain_media(s.media),
         ]
         for s in episode.segments
     ]
     row["score"] = None if episode.score is None else asdict(episode.score)
-    row["messages"] = [dict(message) for message in episode.messages]
+    row["messages"] = [dict(message) for message in without_images(episode.messages)]
     return row | {"timings": dict(episode.timings), "metrics": dict(episode.metrics)}
 
 
@@ -54,8 +58,10 @@ def _segment(
     versions: list[int],
     agent: str,
     experts: list[Any] | None = None,
+    media: dict[str, Any] | None = None,
 ) -> Segment:
-    """`experts` lacks in what was written before they were kept."""
+    """`experts` and `media` lack in what was written before they were kept."""
     streams = (tuple(ids), tuple(map(bool, mask)), tuple(log_probs), tuple(versions))
     routed = None if experts is None else RoutedExperts.read(experts)
-    return Segment(*streams, agent=agent, routed_experts=routed)
+    shown = None if media is None else read_media(media)
+    return Segment(*streams, media=shown, agent=agent, routed_experts=routed)

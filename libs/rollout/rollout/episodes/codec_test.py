@@ -1,14 +1,17 @@
 """Episodes come back as they went, to the bit."""
 
+import json
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.environments.environment import Score
 from rollout.episodes.codec import decode_episodes, encode_episodes
 from rollout.episodes.episode import Episode
+from rollout.episodes.media_codec import DTYPES, plain_media, read_media
 from rollout.episodes.segment import Segment
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
@@ -51,7 +54,56 @@ def test_a_round_trip_changes_nothing(given_):
     assert decode_episodes(encode_episodes(given_)) == given_
 
 
-def test_media_is_refused():
-    held = Segment((1,), (False,), (0.0,), (-1,), media={"pixel_values": 1})
-    with pytest.raises(ValueError, match="holds media"):
-        encode_episodes([Episode("a", "a", 0, (held,), Score(math.pi), "done")])
+def showing(media, messages=()):
+    held = Segment((1,), (False,), (0.0,), (-1,), media=media)
+    return Episode("a", "a", 0, (held,), Score(math.pi), "done", messages=messages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_media_come_back_to_the_bit(dtype):
+    """Any bytes, NaN of any payload among them; strided, empty and without dimensions."""
+    raw = torch.randint(0, 256, (6, 4 * dtype.itemsize), dtype=torch.uint8, generator=torch.manual_seed(0))
+    whole = raw % 2 == 1 if dtype is torch.bool else raw.view(dtype)
+    media = {"pixel_values": whole, "strided": whole.T, "none": whole[:0], "one": whole[0, 0], "types": [0, 1, 1]}
+    (back,) = decode_episodes(encode_episodes([showing(media)]))
+    found = back.segments[0].media
+    assert list(found) == list(media)
+    assert found["types"] == [0, 1, 1]
+    for name in ("pixel_values", "strided", "none", "one"):
+        assert (found[name].dtype, found[name].shape) == (dtype, media[name].shape)
+        both = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found[name], media[name]))
+        assert torch.equal(*both)
+
+
+def test_pictures_are_left_out_of_messages():
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "what is it?"}]
+    given_ = showing(None, ({"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}))
+    (back,) = decode_episodes(encode_episodes([given_]))
+    assert back.messages == (
+        {"role": "user", "content": [{"type": "image"}, parts[1]]},
+        {"role": "assistant", "content": "a cat"},
+    )
+    assert back.segments[0].media is None
+
+
+def test_media_that_are_no_tensors_are_refused():
+    for value, says in (
+        (object(), "a object"),
+        ([0.5], "a list"),
+        (torch.zeros(1, dtype=torch.complex64), "complex64"),
+    ):
+        with pytest.raises(ValueError, match=f"media 'pixel_values' are .*{says.split()[-1]}"):
+            encode_episodes([showing({"pixel_values": value})])
+
+
+def test_bytes_of_another_shape_are_refused():
+    plain = plain_media({"pixel_values": torch.zeros(2, 3)})
+    plain["pixel_values"]["shape"] = [2, 4]
+    with pytest.raises(ValueError, match=r"24 bytes are no float32 of shape \[2, 4\]"):
+        read_media(plain)
+
+
+def test_what_was_written_before_media_were_kept_is_read():
+    row = json.loads(encode_episodes([showing(None)]))
+    row[0]["segments"] = [segment[:5] for segment in row[0]["segments"]]
+    assert decode_episodes(json.dumps(row).encode()) == [showing(None)]
