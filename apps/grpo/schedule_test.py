@@ -12,6 +12,7 @@ from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.trained import assert_trained
 from apps.grpo import schedule_async, schedule_one_step
 from apps.grpo.main import configure, run
+from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, rows, same_weights, small
 from apps.grpo.testing import RECIPE, make_troubled_tasks
 from engines.launch import RankError
@@ -168,14 +169,25 @@ def test_a_sampler_that_dies_again_and_again_ends_the_run(tmp_path):
     assert "the sampling process died 4 times in a row" in (tmp_path / "run.err").read_text()
 
 
-def test_hung_environment_and_tool_timeout(tmp_path):
+def test_hung_environment_and_tool_timeout(tmp_path, monkeypatch):
     """Neither wedges the run: a limit ends the episode, and the group is trained with what it has."""
-    config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=8.0)
+    config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=12.0)
     config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
+    trained, plain = [], FullyAsync._train
+
+    def train(self, decision, begun):
+        result = plain(self, decision, begun)
+        trained.extend(result.episodes)
+        return result
+
+    monkeypatch.setattr(FullyAsync, "_train", train)
     run(config, replace(RECIPE, make_tasks=make_troubled_tasks))
-    logged = rows(tmp_path / "run")
-    assert [row["step"] for row in logged] == [0, 1, 2, 3]
-    assert sum(row["response/truncated"] for row in logged[1:]) > 0  # those that hung ended by their deadline
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
+    found = {(int(e.task_id[7:]), e.end == "deadline", e.score and e.score.parts["timed_out"]) for e in trained}
+    # Two held out, then three steps of four. In multiples of five the environment hangs before it calls a tool.
+    assert found == {(n, True, 0) if n % 5 == 0 else (n, False, n % 2) for n in range(2, 14)}
+    assert {row["rollout/failed_episodes"] for row in rows(tmp_path / "run")[1:]} == {0}
+    assert len(trained) == 48
 
 
 def test_ray_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):

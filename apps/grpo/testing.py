@@ -57,7 +57,12 @@ class Babble:
 
 
 class Troubled(Babble):
-    """A tool hangs in every odd number's episodes, and the environment itself in those of multiples of five."""
+    """A tool hangs in every odd number's episodes, and the environment itself in those of multiples of five.
+
+    The part "timed_out" of a score counts the calls that the tool's limit ended.
+    """
+
+    timed_out = 0
 
     async def step(self, reply: Reply) -> Outcome:
         """Score the reply, unless it hangs."""
@@ -67,8 +72,12 @@ class Troubled(Babble):
         if self.number % 2:
             tool = Tool("wait", "Waits.", {"type": "object", "properties": {}}, _hang, timeout=0.2)
             (result,) = await call_tools([tool], [ToolCall("wait", "{}")])
-            assert result.timed_out
+            self.timed_out += result.timed_out
         return outcome
+
+    async def finish(self, end: End) -> Score:
+        """The sum of the turns' shares, and what timed out."""
+        return replace(await super().finish(end), parts={"timed_out": float(self.timed_out)})
 
 
 async def _hang() -> str:
