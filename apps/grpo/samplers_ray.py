@@ -3,8 +3,9 @@
 1. A step's tasks are dealt to the samplers in turn, one call each; a sampler plays its groups beside its engine and
    sends back episodes. Seeds come from tasks, so that the tokens are those of a run without Ray.
 2. Weights go to all samplers or to none (`rollout.sync.transfer_weights`).
-3. A sampler that dies ends the pool. Another pool gets the trainer's present weights under the version number that the
-   lost one had or was being given (they are no older than that), and the tasks that it was asked for begin again.
+3. A sampler that dies ends the pool. Another pool gets the trainer's present weights, and the tasks that it was asked
+   for begin again. Weights that were trained since the lost pool got its own have the number that the next hand-over
+   would give them, and that hand-over has nothing to do.
 """
 
 import asyncio
@@ -130,6 +131,7 @@ class RaySamplers:
         self._config, self._tasks, self._model = config, tasks, model
         self._engine: TrainEngine | None = None
         self._deaths = 0
+        self._ahead: int | None = None  # bytes of the next hand-over, which a revived pool had already
         self.version = version
         self._pool = self._open(version)
 
@@ -178,6 +180,9 @@ class RaySamplers:
     def take(self, engine: TrainEngine, runner: Runner) -> int:
         """Give all samplers the engine's present weights as the next version; the bytes handed over."""
         self._engine = engine
+        if self._ahead is not None:
+            size, self._ahead = self._ahead, None
+            return size
         self.version += 1
         try:
             return self._push(runner)
@@ -187,12 +192,18 @@ class RaySamplers:
                 raise
         return self.revive(runner)
 
-    def revive(self, runner: Runner) -> int:
+    def revive(self, runner: Runner, trained: bool = False) -> int:
         """Begin another pool with the trainer's present weights; the bytes handed over. The trainer is not at work.
+
+        `trained`: the weights are newer than those of the lost pool, and count as the next version. Before the first
+        hand-over there is no trainer to ask, and the pool has the weights that it began with.
 
         Raises:
             WorkerDied: pool after pool has died.
         """
+        ahead = trained and self._engine is not None
+        if ahead and self._ahead is None:
+            self.version += 1
         while True:
             self._deaths += 1
             if self._deaths > RESTARTS:
@@ -202,10 +213,14 @@ class RaySamplers:
             if self._engine is None:
                 return 0
             try:
-                return self._push(runner)
+                size = self._push(runner)
             except RuntimeError:
                 if self._pool.alive:
                     raise
+                continue
+            if ahead:
+                self._ahead = size
+            return size
 
     def _push(self, runner: Runner) -> int:
         assert self._engine is not None
@@ -226,13 +241,13 @@ class RaySession(Session):
         """See `RaySamplers.take`."""
         return self.sampler.take(engine, self.runner)
 
-    def asked(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine answers; made anew after each death."""
+    def asked(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:
+        """What the coroutine answers; made anew after each death. `trained`: see `RaySamplers.revive`."""
         while True:
             try:
                 return self.runner.run(make())
             except WorkerDied:
-                self.sampler.revive(self.runner)
+                self.sampler.revive(self.runner, trained)
 
     async def playing(
         self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int

@@ -128,7 +128,7 @@ class OneStepOff:
             self._mine = self._ended(step)
         rows, episodes = self._rows, session.gathered(self._mine)
         self._mine = None
-        first = time.perf_counter()
+        first, version = time.perf_counter(), session.sampler.version
         if step + 1 < config.steps:
             self._begin(step + 1)
         self._ledger.train(step + 1, [step])
@@ -137,9 +137,8 @@ class OneStepOff:
         metrics = train_on(batch, config, engine)
         trained = time.perf_counter()
         if step + 1 < config.steps:
-            self._mine = self._ended(step + 1)
+            self._mine = self._ended(step + 1, trained=True)
         sampled = time.perf_counter()
-        version = session.sampler.version
         size = session.sync(engine)
         ended = time.perf_counter()
         metrics |= prove_weights(session, engine, episodes)
@@ -179,7 +178,8 @@ class OneStepOff:
             self._ledger.begun(step, self._session.sampler.version)
             self._sampling = Background(self._session.answers(self._rows))
 
-    def _ended(self, step: int) -> list[Episode]:
+    def _ended(self, step: int, trained: bool = False) -> list[Episode]:
+        """The answers, once they are there. `trained`: a step was trained meanwhile."""
         if self._sampling is None:
             return decode_episodes(self._ledger.payload(step))
         try:
@@ -187,7 +187,7 @@ class OneStepOff:
         except WorkerDied:  # with what it was sampling; the weights of then are gone, so the present ones answer
             self._ledger.again(step)
             self._ledger.begun(step, self._session.sampler.version)
-            found = self._session.asked(lambda: self._session.answers(self._rows))
+            found = self._session.asked(lambda: self._session.answers(self._rows), trained)
         if self._timeline is not None:
             self._timeline.add("sampler", "sample", *self._sampling.seconds)
         self._sampling = None

@@ -131,6 +131,19 @@ def test_a_killed_sampler_is_replaced_and_its_tasks_begin_again(tmp_path, monkey
         assert same_weights(tmp_path / "plain", tmp_path / "run")
 
 
+def test_answers_of_a_replaced_sampler_are_as_old_as_they_are_told(tmp_path, monkeypatch):
+    """Killed while step 2 is trained, one step behind: step 3's answers are by the weights after step 2, its own."""
+    pools = kill_one(monkeypatch, "sample", 7)  # two calls for the evaluation, two for a step
+    run(in_ray(tmp_path / "run", ONE, steps=3, save_every=3, eval_every=3), RECIPE)
+    assert len(pools) == 2
+    logged = rows(tmp_path / "run")[1:]
+    assert [row["weights/version"] for row in logged] == [1, 2, 3]
+    assert [row["rollout/policy_version"] for row in logged] == [0, 0, 2]
+    assert [row["schedule/staleness"] for row in logged] == [0, 1, 0]
+    assert logged[2]["log_prob_difference"] < 1e-3 < logged[1]["log_prob_difference"]
+    assert all(row["weights/bytes"] > 0 for row in logged)
+
+
 def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(tmp_path, monkeypatch):
     """Each of them plays some of the groups; the ledger's run against an independent log."""
     run_dir = tmp_path / "run"

@@ -79,8 +79,12 @@ class Session:
         rows = self.tasks.tasks(step, self.config.prompts)
         return self.gathered(self.asked(lambda: self.answers(rows)))
 
-    def asked(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine answers that `make` begins."""
+    def asked(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:
+        """What the coroutine answers that `make` begins.
+
+        `trained`: the engine was trained since `sync`; a sampler that has to be replaced meanwhile has newer weights.
+        """
+        del trained  # the sampler of this process lives as long as it does
         return self.runner.run(make())
 
     async def answers(self, rows: Sequence[TaskRow]) -> list[Episode]:
