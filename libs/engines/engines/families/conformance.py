@@ -185,7 +185,8 @@ def _round_trip(case: Case, packed: PackedBatch) -> tuple[bool, float]:
         same = left.keys() == right.keys() and all(
             right[n].dtype == t.dtype and torch.equal(right[n], t) for n, t in left.items()
         )
-        again = AutoModelForCausalLM.from_pretrained(target)
+        # A copy: what is read lies as in its file, and multiplying rounds by where a matrix begins in memory.
+        again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(target))
     ids = packed.values["input_ids"][None]
     for model in (again, stock):
         choose_torch_operations(model)
