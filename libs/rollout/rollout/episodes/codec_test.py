@@ -66,7 +66,7 @@ def test_media_come_back_to_the_bit(dtype):
     whole = raw % 2 == 1 if dtype is torch.bool else raw.view(dtype)
     media = {"pixel_values": whole, "strided": whole.T, "none": whole[:0], "one": whole[0, 0]}
     (back,) = decode_episodes(encode_episodes([showing({**media, "types": [0, 1, 1]})]))
-    found = back.segments[0].media
+    found = back.segments[0].media or {}
     assert list(found) == [*media, "types"]
     assert found["types"] == [0, 1, 1]
     for name, tensor in media.items():
