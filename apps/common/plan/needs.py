@@ -102,11 +102,11 @@ def _engine_needs(work: Work) -> list[Need]:
 def _replay(work: Work) -> list[Need]:
     """Of what replays a sampler's experts: the model's router, as far as its sizes are known, and a sampler."""
     if work.app == "sft":
-        return [Need("experts to replay", NOTHING_TO_REPLAY)]
+        return [Need("--engine.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
     if work.origin is not None and not work.origin.shape.experts:
-        return [Need("experts to replay", DENSE)]
+        return [Need("--engine.routing-replay (experts to replay)", DENSE)]
     sampler = RolloutConfig(backend=work.cluster.rollout.engine)
-    return [Need("experts to replay", sampler_supports(sampler, "routed_experts"))]
+    return [Need("--engine.routing-replay (experts to replay)", sampler_supports(sampler, "routed_experts"))]
 
 
 def _family(model_type: str) -> Yes | No:
