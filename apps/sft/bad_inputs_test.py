@@ -66,7 +66,10 @@ def refusal(argv, folder, capsys):
         (["--engine.backend", "megatron", "--engine.batching", "padded"], "Megatron's layers get packed tokens alone"),
         (["--engine.device", "npu"], "torch_npu is not installed"),
         (["--cluster.layout.tp", "2"], "--cluster.layout.tp"),
-        (["--engine.optimizer-on-host"], "FSDP2's optimizer steps where its weights are"),
+        (
+            ["--engine.optimizer-on-host", "--engine.moments-dtype", "bfloat16"],
+            "optimizer_on_host keeps float32 moments",
+        ),
         (["--cluster.pools.nodes", "2"], "--cluster.pools.nodes 2 is not supported"),
         (["--cluster.rollout.engine", "vllm"], "a supervised run samples nothing"),
         (["--cluster.environment", "TESSERA_UNSET=1"], "start the program with TESSERA_UNSET=1 in front"),
