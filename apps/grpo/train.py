@@ -89,9 +89,7 @@ def train(
         stack.enter_context(in_cluster(config))
         sampler = _sampler(config, tasks, model, tokenizer, max(0, done - 1), rollout_engine, stack)
         session = None if sampler is None else session_of(model, sampler)
-        engine = _engine(config, model)
-        if checkpoint is not None:
-            engine.load(str(checkpoint))
+        engine = _engine(config, model, checkpoint)
         if session is not None and (checkpoint is not None or rollout_engine is not None):
             session.sync(engine)
 
@@ -148,11 +146,14 @@ def _warmed(
     return warm or model
 
 
-def _engine(config: GrpoConfig, model: Path) -> TrainEngine:
-    """The engine that trains; beside it the frozen model that it starts from, where the KL penalty needs one."""
+def _engine(config: GrpoConfig, model: Path, checkpoint: Path | None) -> TrainEngine:
+    """The engine that trains, at the checkpoint; beside it the frozen model that the run starts from, where the KL
+    penalty needs one."""
     engine = build_engine(engine_config(config, model))
     if config.objective.kl_coef and not config.engine.lora.rank:
         engine.reference = build_engine(engine_config(config, model), trainable=False)
+    if checkpoint is not None:
+        engine.load(str(checkpoint))
     return engine
 
 
