@@ -1,0 +1,65 @@
+"""Curves of two steps that several CUDA devices must share with one: sharded, shared sequences, experts, adapters."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from engines.build import build_engine
+from engines.config import EngineConfig
+from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
+from objectives import GRPO, SFT
+from seqpack.batches.objective import Objective
+
+LENGTHS = [700, 5, 333, 64, 1, 945]
+CAP = 256
+MODES = ["off", "static", "dynamic"]
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "output_router_logits": True,
+}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("dense", {}, {}),
+    "experts": ("moe", EXPERTS, {}),
+    "shared experts": ("moe", EXPERTS, {"expert_parallel": True}),
+    "moments on the host": ("dense", {}, {"optimizer_on_host": True, "weights": "sharded"}),
+}
+"""Kind of `tiny_model`, its sizes, the engine's settings; `expert_parallel` over all ranks."""
+# (loss, gradient norm): float32 is plain torch on the device, bfloat16 the fused kernels.
+BOUNDS = {"float32": (1e-6, 2e-5), "bfloat16": (2e-3, 5e-3)}
+Curve = list[tuple[float, float, float]]
+"""Of each step loss, gradient norm, and whether it was skipped."""
+
+
+def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], objective: Objective) -> Curve:
+    """Two steps on all ranks of the process group."""
+    model, sizes, settings = KINDS[kind]
+    world = dist.get_world_size()
+    options = settings | ({"expert_parallel": world} if "expert_parallel" in settings else {})
+    # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
+    config = EngineConfig(
+        device="cuda", dtype=dtype, lr=1e-3, eps=1e-2, max_tokens_per_rank=cap,  # type: ignore[arg-type]
+        context_parallel=f"static:{world}" if mode == "static" else mode, **options,
+    )  # fmt: skip
+    built = build_engine(config, tiny_model(model, scale=1.0, **FUSED_SIZES, **sizes))
+    vocab = FUSED_SIZES["vocab_size"]
+    steps = [built.train_batch(tiny_batch(lengths, seed=seed, vocab=vocab), objective) for seed in range(2)]
+    return [(step["loss"], step["grad_norm"], step["skipped"]) for step in steps]
+
+
+def curves() -> dict[tuple[str, str, str], Curve]:
+    """By dtype, mode and what. Collective."""
+    found, world = {}, dist.get_world_size()
+    for dtype in BOUNDS:
+        for mode in MODES if world > 1 else ["off"]:
+            cap = CAP if mode != "off" else max(LENGTHS)
+            grpo = GRPO(kl_coef=0.1, entropy_coef=0.01)
+            found[dtype, mode, "grpo"] = curve("dense", dtype, mode, cap, LENGTHS, grpo)
+            # One short sequence: all ranks but one stand by with a row of one token.
+            found[dtype, mode, "lonely"] = curve("dense", dtype, mode, cap, [9], SFT())
+            for kind in KINDS:
+                found[dtype, mode, kind] = curve(kind, dtype, mode, cap, LENGTHS, SFT())
+                print(dist.get_rank(), dtype, mode, kind, found[dtype, mode, kind], flush=True)
+    return found
