@@ -21,6 +21,17 @@ pytestmark = [
     ),
 ]
 MIB = 1 << 20
+SIZES = {
+    "hidden_size": 256,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+"""Which the kernels of a GPU take."""
+ARGUMENTS = {"gpu_memory_utilization": 0.2, "additional_config": {"gdn_prefill_backend": "triton"}}
+"""Triton's delta nets: those of FlashInfer are compiled on the spot."""
 
 
 def used():
@@ -33,10 +44,10 @@ def used():
 
 def test_ten_cycles_do_not_make_the_peak_grow(tmp_path):
     """Offload, wake, sync, generate, sleep, onload: each time the new weights answer, and asleep vLLM holds little."""
-    model = served()
+    model = served(**SIZES)
     model.save_pretrained(tmp_path)
     awake, asleep, trained = [], [], []
-    started = config(sleep=True, arguments={"gpu_memory_utilization": 0.2})
+    started = config(sleep=True, arguments=ARGUMENTS)
     with VllmEngine(tmp_path, started) as engine:
         asyncio.run(engine.sleep())
         for cycle in range(10):
