@@ -11,7 +11,8 @@ from objectives import GRPO, SFT
 from seqpack.batches.objective import Objective
 
 LENGTHS = [700, 5, 333, 64, 1, 945]
-CAP = 256
+CAP = 1024
+"""Tokens of all ranks that share a sequence."""
 MODES = ["off", "static", "dynamic"]
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -54,7 +55,7 @@ def curves() -> dict[tuple[str, str, str], Curve]:
     found, world = {}, dist.get_world_size()
     for dtype in BOUNDS:
         for mode in MODES if world > 1 else ["off"]:
-            cap = CAP if mode != "off" else max(LENGTHS)
+            cap = CAP // world if mode != "off" else max(LENGTHS)
             grpo = GRPO(kl_coef=0.1, entropy_coef=0.01)
             found[dtype, mode, "grpo"] = curve("dense", dtype, mode, cap, LENGTHS, grpo)
             # One short sequence: all ranks but one stand by with a row of one token.

@@ -16,6 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rollout.vllm.cpu import refusal
 from rollout.vllm.server.routes import Told as ToldExperts
+from rollout.vllm.server.text_models import register_text_models
 
 Told = tuple[int, list[int], list[float], str | None, list[Any] | None]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
@@ -39,6 +40,7 @@ class Generator:
         check_arguments(arguments)
         if current_platform.is_cpu() and (why := refusal(start["config"], arguments["dtype"])):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
+        register_text_models()
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 **arguments,
