@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from apps.common.flags import flag
 from apps.common.model_files import longest_sequence
+from apps.common.plan.vllm_arguments import FLAG
 from apps.grpo.config import GrpoConfig
 from apps.grpo.own import template_options
 from apps.grpo.samplers import rollout_config
@@ -19,7 +20,8 @@ from engines.capability import refuse_unsupported
 from engines.loading import resolve_device
 from rollout import EpisodeContext, Opening, TaskRow
 from rollout.environments.hosted import host
-from rollout.vllm.process import find_python
+from rollout.vllm.arguments import check_arguments
+from rollout.vllm.process import find_python, known_arguments
 
 
 def check_machine(config: GrpoConfig) -> None:
@@ -38,12 +40,18 @@ def check_machine(config: GrpoConfig) -> None:
                 "--engine.device cpu, or leave it at 0"
             )
     if config.cluster.rollout.engine == "vllm":
+        sampler = rollout_config(config).vllm
         try:
-            find_python(rollout_config(config).vllm)
+            find_python(sampler)
         except ValueError as error:
             raise ValueError(
                 f"--cluster.rollout.engine vllm: {error}. With Bazel, run //apps/grpo:vllm, which brings one"
             ) from error
+        if sampler.arguments:
+            try:
+                check_arguments(sampler.arguments, known_arguments(sampler))
+            except ValueError as error:
+                raise ValueError(f"{FLAG}: {error}") from error
 
 
 def check_model(

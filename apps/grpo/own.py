@@ -10,11 +10,11 @@
 
 import functools
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from apps.common.named_values import named_values
 from rollout import Reply, Score, Tool
 from rollout.environments.environment import End
 from rollout.loading import load_object
@@ -154,17 +154,8 @@ def template_options(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: a word has another shape, or a name comes twice.
     """
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--template-options {word!r} is not NAME=VALUE, such as enable_thinking=false")
-        if name in found:
-            raise ValueError(f"--template-options names {name} twice")
+    found = named_values("--template-options", words, "enable_thinking=false")
+    for name in found:
         if name in OF_A_RENDERING:
             raise ValueError(f"--template-options {name} is what each rendering says for itself: leave it out")
-        try:
-            found[name] = json.loads(text)
-        except json.JSONDecodeError:
-            found[name] = text
     return found

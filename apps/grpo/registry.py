@@ -2,6 +2,7 @@
 
 import os
 
+from apps.common.plan.origin import model_type
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.work import Work
 from apps.common.ranks import ranks_of_node
@@ -37,6 +38,7 @@ def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
         reference_policy=config.objective.kl_coef > 0 and not config.engine.lora.rank,
         needs_model=recipe.make_model is None,
         origin=recipe.origin,
+        model_type=model_type(config.model),
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from apps.common.plan.vllm_arguments import vllm_arguments
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from engines import TrainEngine
-from rollout import Completion, Episode, RolloutConfig, VllmEngine
+from rollout import Completion, Episode, RolloutConfig, VllmConfig, VllmEngine
 from rollout.episodes.playing import together
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from seqpack.batches.batch import make_batch
@@ -30,9 +31,19 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
     return RolloutConfig(
         backend="vllm",
         max_length=layout.max_model_tokens or config.max_episode_tokens,
+        max_batch=layout.max_requests or RolloutConfig.max_batch,
         prefill_tokens=layout.max_batched_tokens or RolloutConfig.prefill_tokens,
         seed=config.seed,
         routed_experts=config.engine.routing_replay,
+        vllm=VllmConfig(
+            dtype=layout.dtype,
+            tensor_parallel=layout.tp,
+            data_parallel=layout.dp,
+            expert_parallel=layout.ep > 1,
+            prefix_cache=layout.prefix_cache,
+            split_prompts=layout.chunked_prefill,
+            arguments=vllm_arguments(layout.vllm),
+        ),
     )
 
 

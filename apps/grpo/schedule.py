@@ -8,6 +8,7 @@ from typing import Protocol
 from apps.common.ranks import from_rank_0, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
+from apps.grpo.ledgers import check_ledgers
 from apps.grpo.resting import resting
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, grpo_step
@@ -59,6 +60,7 @@ class InTurn:
     done: int
 
     def __post_init__(self) -> None:
+        check_ledgers(self.run_dir, "sync", 1, self.done)
         restore_tasks(self.session.tasks, self.run_dir, self.done)
 
     def __enter__(self) -> "InTurn":

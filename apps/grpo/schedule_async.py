@@ -26,6 +26,7 @@ from apps.common.interrupts import Runner, held
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
+from apps.grpo.ledgers import ASYNC, check_ledgers
 from apps.grpo.live import EVERY, Show
 from apps.grpo.samplers import hold_to_trainer, probes_of, read_answer
 from apps.grpo.samplers_ray import start_generating
@@ -88,7 +89,8 @@ class FullyAsync:
         self._run_dir, self._runner, self._show = run_dir, runner, show
         self._settings = settings_of(config)
         self._served = config.cluster.rollout.engine == "vllm"
-        self._ledger = RolloutLedger(run_dir / "ledger.bin", done)
+        check_ledgers(run_dir, "fully_async", 1, done)
+        self._ledger = RolloutLedger(run_dir / ASYNC, done)
         place = load_cursor(run_dir, done) if done else None
         self._rows = NumberedRows(tasks, config.prompts, place)
         self._replay = dict(self._ledger.state.batches)

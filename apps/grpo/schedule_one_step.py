@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from apps.common.ranks import from_rank_0, rank_and_world
+from apps.common.ranks import rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import save_cursor
+from apps.grpo.ledgers import AHEAD, check_ledgers
 from apps.grpo.samplers import prove_weights
 from apps.grpo.schedule import restore_tasks
 from apps.grpo.session import Evaluation, Session
@@ -29,8 +30,6 @@ from rollout.episodes.codec import decode_episodes, encode_episodes
 from rollout.workers.process import WorkerDied
 
 T = TypeVar("T")
-LEDGER = "ledger-{}.bin"
-"""Of a rank, in the run's folder."""
 
 
 class Background(Generic[T]):
@@ -75,25 +74,6 @@ class Background(Generic[T]):
             self._found = self._task.result()
 
 
-def _check_ledgers(found: Sequence[str], world: int, done: int) -> None:
-    """Refuse to go on without the answers that other ranks, or another schedule, have sampled ahead.
-
-    Raises:
-        ValueError: it says how the run goes on.
-    """
-    if found == sorted(LEDGER.format(rank) for rank in range(world)) or not (found or done):
-        return
-    if found and LEDGER.format(0) in found:
-        raise ValueError(
-            f"this run has {len(found)} ranks, and the answers that each sampled ahead are in its ledger: go on with "
-            f"--processes {len(found)}, not {world}"
-        )
-    raise ValueError(
-        "this run was begun under another schedule, without the ledgers of one_step_off: go on with the "
-        "--cluster.schedule.mode in its config.json"
-    )
-
-
 class OneStepOff:
     """See the head of this file. `done`: steps that the checkpoint holds which the run goes on from."""
 
@@ -101,9 +81,9 @@ class OneStepOff:
         self._config, self._session, self._engine = config, session, engine
         rank, world = rank_and_world()
         self._run_dir = run_dir
-        _check_ledgers(from_rank_0(sorted(path.name for path in run_dir.glob("ledger*.bin"))), world, done)
+        check_ledgers(run_dir, "one_step_off", world, done)
         restore_tasks(session.tasks, run_dir, done)
-        self._ledger = RolloutLedger(run_dir / LEDGER.format(rank), done)
+        self._ledger = RolloutLedger(run_dir / AHEAD.format(rank), done)
         self._timeline = Timeline(run_dir) if rank == 0 else None
         self._sampling: Background[list[Episode]] | None = None
         self._rows: Sequence[TaskRow] = ()

@@ -1,6 +1,7 @@
 """Schedules that sample ahead: what they train on, that stops and kills change nothing, and that nothing is lost."""
 
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -86,11 +87,20 @@ def test_one_step_off_goes_on_with_as_many_ranks(processes, tmp_path):
     run(replace(config, resume=True, steps=3), RECIPE)
 
 
-def test_one_step_off_does_not_take_over_from_another_schedule(tmp_path):
+@pytest.mark.parametrize("schedule", [ONE, ASYNC], ids=lambda schedule: schedule.mode)
+def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule, tmp_path):
     config = small(tmp_path / "run", Schedule(), steps=2, save_every=2, eval_every=2)
     run(config, RECIPE)
-    with pytest.raises(ValueError, match="begun under another schedule"):
-        run(replace(config, cluster=Cluster(schedule=ONE), resume=True, steps=3), RECIPE)
+    with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --cluster.schedule.mode sync"):
+        run(replace(config, cluster=Cluster(schedule=schedule), resume=True, steps=3), RECIPE)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), ONE], ids=lambda schedule: schedule.mode)
+def test_no_other_schedule_takes_over_from_fully_async(schedule, asynchronous, tmp_path):
+    """Its tasks were asked ahead: another schedule would skip those that wait in the ledger, without a word."""
+    shutil.copytree(asynchronous, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"go on with --cluster.schedule.mode fully_async"):
+        run(small(tmp_path / "run", schedule, resume=True, steps=6), RECIPE)
 
 
 def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):

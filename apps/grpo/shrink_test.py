@@ -1,6 +1,7 @@
 """A shrunk recipe is the recipe but for what is said; what it would do without is named, and nothing runs."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_processes_are_bounded_and_said():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"model": "x"}, "leave --model out"), ({"resume": True}, "goes on without --shrink")],
+    [({"model": Path("x")}, "leave --model out"), ({"resume": True}, "goes on without --shrink")],
 )
 def test_settings_that_shrinking_has_no_place_for_are_refused(change, words, tmp_path):
     config = replace(RECIPE.config, run_dir=tmp_path / "run", **change)

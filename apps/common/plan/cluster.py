@@ -6,9 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from apps.common.plan.vllm_arguments import FLAG, vllm_arguments
+
 Placement = Literal["colocated", "separate"]
 Sampler = Literal["native", "vllm", "openai"]
 Admit = Literal["rounds", "any_step"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Mode = Literal["sync", "one_step_off", "fully_async"]
 
 
@@ -66,12 +69,22 @@ class RolloutLayout:
     admit: Admit | None = None
     """When the native engine lets a request begin: beside whatever runs ("any_step"), or with all that were asked while
     the last ones ran ("rounds"), in which equal runs give equal bits. Without it in rounds, fully_async at any step."""
+    dtype: Dtype = "auto"
+    """What vLLM computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
+    max_requests: int | None = None
+    """Requests that vLLM decodes together."""
+    vllm: tuple[str, ...] = ()
+    """Further engine arguments of vLLM, as NAME=VALUE (block_size=32); one that it does not have is refused."""
 
     def __post_init__(self) -> None:
         _choice(self, "engine", Sampler)
         if self.admit is not None:
             _choice(self, "admit", Admit)
-        _at_least(self, 1, "tp", "dp", "ep", "max_model_tokens", "max_batched_tokens")
+        _choice(self, "dtype", Dtype)
+        vllm_arguments(self.vllm)
+        if self.vllm and self.engine != "vllm":
+            raise ValueError(f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'")
+        _at_least(self, 1, "tp", "dp", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
         _at_least(self, 0, "ray_workers")
         if not 0 < self.ray_cpus < float("inf"):
             raise ValueError(f"ray_cpus must be above 0 and finite, got {self.ray_cpus}")

@@ -12,6 +12,8 @@ from apps.common.plan.cluster import (
     Schedule,
     changed_fields,
 )
+from apps.common.plan.vllm_arguments import INSTEAD, vllm_arguments
+from rollout.vllm.arguments import OWNED
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,14 @@ from apps.common.plan.cluster import (
         (lambda: RolloutLayout(ray_workers=1, ray_address=" "), "ray_address is empty"),
         (lambda: RolloutLayout(ray_address="head:6379"), "no effect without ray_workers"),
         (lambda: RolloutLayout(ray_cpus=0.5), "no effect without ray_workers"),
+        (lambda: RolloutLayout(dtype="float8"), "dtype must be one of 'auto'"),
+        (lambda: RolloutLayout(max_requests=0), "max_requests must be at least 1"),
+        (lambda: RolloutLayout(vllm=("block_size=32",)), "no effect with engine 'native'"),
+        (lambda: RolloutLayout("vllm", vllm=("block_size",)), "not NAME=VALUE, such as block_size=32"),
+        (lambda: RolloutLayout("vllm", vllm=("block_size=1", "block_size=2")), "names block_size twice"),
+        (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
+        (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
+        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "can't hold enforce_eager: no test has run"),
         (lambda: Schedule(mode="later"), "one of 'sync'"),
         (lambda: Schedule(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
@@ -50,7 +60,10 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make, words):
 
 FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80, collective_timeout_seconds=60),
-    rollout=RolloutLayout("vllm", 2, 2, 4, 0.5, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379", "any_step"),
+    rollout=RolloutLayout(
+        *("vllm", 2, 2, 4, 0.5, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379", "any_step"),
+        *("bfloat16", 8, ("block_size=32", "kv_cache_dtype=auto")),
+    ),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),
     offload=True,
     media=Media("images"),
@@ -66,6 +79,16 @@ def leaves(config, prefix=""):
             yield from leaves(value, f"{prefix}{item.name}.")
         else:
             yield prefix + item.name
+
+
+def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_instead():
+    for name in OWNED | INSTEAD:
+        with pytest.raises(ValueError, match=f"can't hold {name}: ") as refusal:
+            vllm_arguments([f"{name}=1"])
+        assert "Config" not in str(refusal.value)
+    flags = {text.removeprefix("use --cluster.rollout.") for text in INSTEAD.values() if "--cluster.rollout" in text}
+    assert flags <= {item.name.replace("_", "-") for item in fields(RolloutLayout)}
+    assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}
 
 
 def test_changes_are_found_by_name_and_there_are_none_in_the_default():

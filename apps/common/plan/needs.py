@@ -35,6 +35,9 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.prefix_cache": No(
         "each request of a run has a seed, and vLLM on a CPU ends where it reads its prompt in parts"
     ),
+    "rollout.dtype": Yes("VllmConfig.dtype"),
+    "rollout.max_requests": Yes("RolloutConfig.max_batch"),
+    "rollout.vllm": Yes("VllmConfig.arguments"),
     "rollout.cuda_graph_sizes": No("no test has run vLLM on a CUDA device"),
     "rollout.admit": No("vLLM lets requests begin as it sees fit: leave it out"),
 }
@@ -103,10 +106,20 @@ def _replay(work: Work) -> list[Need]:
     """Of what replays a sampler's experts: the model's router, as far as its sizes are known, and a sampler."""
     if work.app == "sft":
         return [Need("--engine.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
-    if work.origin is not None and not work.origin.shape.experts:
+    if has_experts(work) is False:
         return [Need("--engine.routing-replay (experts to replay)", DENSE)]
     sampler = RolloutConfig(backend=work.cluster.rollout.engine)
     return [Need("--engine.routing-replay (experts to replay)", sampler_supports(sampler, "routed_experts"))]
+
+
+def has_experts(work: Work) -> bool | None:
+    """Whether tokens of the run's model are sent to experts; None where the model is not known before it is read."""
+    if work.origin is not None:
+        return work.origin.shape.experts > 0
+    for family in FAMILIES:
+        if work.model_type in (*family.model_types, *family.wrappers):
+            return bool(family.router)
+    return None
 
 
 def _family(model_type: str) -> Yes | No:

@@ -1,6 +1,8 @@
 """Where a recipe comes from: the script that it restates, its model and data, and each deviation in a line."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from apps.common.plan.model_shape import ModelShape
 
@@ -20,3 +22,16 @@ class Origin:
     """What is not as in the script, and why."""
     remarks: tuple[str, ...] = ()
     """What else to know about the data."""
+
+
+def model_type(directory: Path | None) -> str | None:
+    """What the config.json of a model's directory says it is; None where there is none to read."""
+    path = None if directory is None else directory / "config.json"
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None  # a run says what is wrong with it
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    return kind if isinstance(kind, str) else None

@@ -8,7 +8,7 @@ from apps.common.plan.grid import DENSE, EXPERT, Grid
 from apps.common.plan.launch_lines import launch_lines
 from apps.common.plan.memory import GIB, fsdp_bytes, held_by_stage, megatron_bytes
 from apps.common.plan.model_shape import ModelShape, count_parameters
-from apps.common.plan.needs import Need, needs_of
+from apps.common.plan.needs import Need, has_experts, needs_of
 from apps.common.plan.peak import peak_of
 from apps.common.plan.work import Work
 from engines.capability import No
@@ -257,7 +257,17 @@ def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
         )
     if shape is not None and shape.heads % rollout.tp:
         plan.problems.append(f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it")
+    if work.engine.routing_replay:
+        lines.append(f"the sampler tells each token's experts (--engine.routing-replay): {_experts(work)}")
     plan.sections["Rollout"] = lines
+
+
+def _experts(work: Work) -> str:
+    return {
+        True: "the model has experts",
+        False: "the model has none",
+        None: "this needs a model with experts, which is not known here and refused where it has none when it is read",
+    }[has_experts(work)]
 
 
 def _schedule(plan: Plan, work: Work) -> None:

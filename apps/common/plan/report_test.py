@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Router, Schedule
 from apps.common.plan.model_shape import ModelShape
-from apps.common.plan.origin import Origin
+from apps.common.plan.origin import Origin, model_type
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.report import make_plan
 from apps.common.plan.table import recipe_table
@@ -93,6 +93,8 @@ CHANGES = {
     "--cluster.rollout.max-batched-tokens 99": Cluster(rollout=RolloutLayout(max_batched_tokens=99)),
     "--cluster.rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
     "--cluster.rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
+    "--cluster.rollout.dtype float16": Cluster(rollout=RolloutLayout(dtype="float16")),
+    "--cluster.rollout.max-requests 8": Cluster(rollout=RolloutLayout(max_requests=8)),
     "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
     "--cluster.media.images-column images": Cluster(media=Media("images")),
     "--cluster.router.z-loss-coef 0.1": Cluster(router=Router(z_loss_coef=0.1)),
@@ -201,7 +203,8 @@ def test_offload_is_for_devices_that_training_and_sampling_share():
 
 def test_the_changes_above_are_of_every_field():
     names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY}
-    names |= {"--cluster.rollout.engine", "--cluster.rollout.admit"}  # for the latter: grpo/native_sampler_test
+    names |= {"--cluster.rollout.engine"}
+    names |= {"--cluster.rollout.admit", "--cluster.rollout.vllm"}  # grpo/native_sampler_test, grpo/vllm_arguments_test
     cluster_test_fields = {
         f"--cluster.{group}.{name}".replace("_", "-")
         for group in ("pools", "rollout", "schedule", "media", "router")
@@ -286,7 +289,26 @@ def test_replay_is_asked_of_the_models_router_and_of_who_samples():
     refuse_unready(replace(replayed, origin=ORIGIN), {})
     for work, says in (
         (replace(replayed, origin=replace(ORIGIN, shape=dense)), "the model has no router"),
+        (replace(replayed, model_type="qwen3_5_text"), "the model has no router"),
         (replace(replayed, app="sft", origin=ORIGIN), "a supervised run has no sampler"),
     ):
         with pytest.raises(ValueError, match=says):
             refuse_unready(work, {})
+
+
+def test_the_plan_says_what_replay_needs_where_the_model_is_not_known():
+    replayed = replace(PLAIN, engine=EngineConfig(device="cpu", routing_replay=True))
+    unknown, known = make_plan(replayed), make_plan(replace(replayed, model_type="qwen3_5_moe"))
+    assert "this needs a model with experts, which is not known here" in str(unknown)
+    assert "(--engine.routing-replay): the model has experts" in str(known)
+    assert unknown.ready
+    assert known.ready
+    assert "routing-replay" not in str(make_plan(PLAIN))
+
+
+def test_a_model_is_known_by_its_config(tmp_path):
+    assert model_type(None) is None
+    assert model_type(tmp_path) is None
+    for text, kind in (('{"model_type": "qwen3_5_moe"}', "qwen3_5_moe"), ("[]", None), ("{", None), ("{}", None)):
+        (tmp_path / "config.json").write_text(text)
+        assert model_type(tmp_path) == kind

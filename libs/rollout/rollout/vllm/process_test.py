@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from rollout.testing.served import config, served
+from rollout.vllm.arguments import OWNED, check_arguments
 from rollout.vllm.config import VllmConfig
 from rollout.vllm.cpu import HEAD_DIMS
 from rollout.vllm.engine import VllmEngine
+from rollout.vllm.process import known_arguments
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -97,6 +99,7 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(direct
             VllmConfig(arguments={"kv_cache_dtipe": "auto"}),
             "no engine argument 'kv_cache_dtipe'.*kv_cache_dtype",
         ),
+        (whole, VllmConfig(arguments={"quantization": "a-kind-that-is-none"}), "a-kind-that-is-none"),
     ]
 
     def refused(case):
@@ -106,6 +109,14 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(direct
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(refused, cases))
+
+
+def test_an_interpreter_tells_what_its_vllm_takes():
+    known = known_arguments(VllmConfig())
+    assert OWNED.keys() - {"aux_output_config"} <= set(known.names)
+    check_arguments(["block_size", "kv_cache_dtype"], known)
+    with pytest.raises(ValueError, match=rf"vLLM {known.version} has no engine argument 'block_sise'.*block_size"):
+        check_arguments(["block_sise"], known)
 
 
 def test_the_head_dims_are_vllms_own():

@@ -4,7 +4,6 @@ vLLM's asynchronous engine always puts its core into a further process, which ou
 there for vLLM alone, so its core runs in it.
 """
 
-import difflib
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rollout.vllm.arguments import Known, check_arguments
 from rollout.vllm.cpu import refusal
 from rollout.vllm.server.routes import Told as ToldExperts
 from rollout.vllm.server.text_models import register_text_models
@@ -37,7 +37,7 @@ class Generator:
 
     def __init__(self, start: dict[str, Any]) -> None:
         arguments = start["engine"]
-        check_arguments(arguments)
+        check_arguments(arguments, Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs))))
         if current_platform.is_cpu() and (why := refusal(start["config"], arguments["dtype"])):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
         register_text_models()
@@ -135,13 +135,3 @@ class Generator:
         self._engine.collective_rpc("load_file", args=(path, self._slots, self._tied))
         if (self._prefix_cache or recompute) and not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM keeps what older weights computed of its prompts")
-
-
-def check_arguments(arguments: dict[str, Any]) -> None:
-    """ValueError names an argument that vLLM's EngineArgs lacks, and those like it."""
-    known = [field.name for field in fields(EngineArgs)]
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"vLLM {vllm.__version__} has no engine argument {name!r}{hint}")

@@ -1,0 +1,48 @@
+"""Engine arguments of vLLM from the command line: on their way to it, and held to what it takes before a run begins."""
+
+import stat
+from dataclasses import replace
+
+import pytest
+
+from apps.common.plan.cluster import Cluster, RolloutLayout
+from apps.grpo.checks import check_machine
+from apps.grpo.main import configure
+from apps.grpo.samplers import rollout_config
+from apps.grpo.testing import RECIPE
+
+LAYOUT = RolloutLayout("vllm", dtype="bfloat16", max_requests=8, vllm=("block_size=32", "kv_cache_dtype=auto"))
+
+
+def with_layout(layout):
+    return replace(RECIPE.config, cluster=Cluster(rollout=layout))
+
+
+def test_the_sampler_gets_what_the_flags_say():
+    words = "--cluster.rollout.vllm block_size=32 kv_cache_dtype=auto --cluster.rollout.dtype bfloat16"
+    config = configure(["--recipe", "quickstart-vllm", "--cluster.rollout.max-requests", "8", *words.split()])
+    assert config.cluster.rollout == LAYOUT
+    found = rollout_config(config)
+    assert found.max_batch == 8
+    assert (found.vllm.dtype, found.vllm.arguments) == ("bfloat16", {"block_size": 32, "kv_cache_dtype": "auto"})
+    sizes = rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8, chunked_prefill=True))).vllm
+    assert (sizes.tensor_parallel, sizes.data_parallel, sizes.expert_parallel) == (2, 4, True)
+    assert (sizes.split_prompts, sizes.prefix_cache) == (True, False)
+
+
+def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(monkeypatch, tmp_path):
+    """The interpreter here says what it takes, as one with vLLM does (libs/rollout's process_test)."""
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\necho noise\necho '["9.9", ["block_size", "kv_cache_dtype", "tokenizer"]]'\n""")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("TESSERA_VLLM_PYTHON", str(python))
+    check_machine(with_layout(LAYOUT))
+    for word, text in (
+        ("kv_cache_dtipe=fp8", "vLLM 9.9 has no engine argument 'kv_cache_dtipe'; did you mean kv_cache_dtype"),
+        ("tokeniser=no", "no engine argument 'tokeniser'$"),  # the near match is refused itself
+    ):
+        with pytest.raises(ValueError, match=f"--cluster.rollout.vllm: .*{text}"):
+            check_machine(with_layout(replace(LAYOUT, vllm=(word,))))
+    python.write_text("#!/bin/sh\necho 'no module vllm' >&2\nexit 1\n")
+    with pytest.raises(ValueError, match="can't import vLLM; its last words:\nno module vllm"):
+        check_machine(with_layout(LAYOUT))

@@ -1,0 +1,54 @@
+"""Which engine arguments vLLM is handed: what is set elsewhere is refused, and what it does not have."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+OWNED = {
+    "async_scheduling": "one step at a time is what stamps a token with its weights",
+    "aux_output_config": "use RolloutConfig.routed_experts",
+    "disable_log_stats": "the engine has counts of its own",
+    "distributed_executor_backend": "a model on one device needs none",
+    "data_parallel_size": "use VllmConfig.data_parallel",
+    "dtype": "use VllmConfig.dtype",
+    "enable_chunked_prefill": "use VllmConfig.split_prompts",
+    "enable_expert_parallel": "use VllmConfig.expert_parallel",
+    "enable_return_routed_experts": "use RolloutConfig.routed_experts",
+    "enable_sleep_mode": "use VllmConfig.sleep",
+    "enable_prefix_caching": "use VllmConfig.prefix_cache",
+    "enforce_eager": "no test has run vLLM's compiler, so it runs layer by layer",
+    "hf_overrides": "the head gets weights of its own there, which a transfer then replaces for certain",
+    "load_format": "the engine hands the weights over itself",
+    "logprobs_mode": "log-probs are those of the distribution that was sampled from",
+    "max_logprobs": "the sampled token's is told, and no other",
+    "max_model_len": "use RolloutConfig.max_length",
+    "max_num_batched_tokens": "use RolloutConfig.prefill_tokens",
+    "max_num_seqs": "use RolloutConfig.max_batch",
+    "model": "the engine is given its directory",
+    "pipeline_parallel_size": "no test has run it",
+    "seed": "use RolloutConfig.seed",
+    "skip_tokenizer_init": "tokens come in and go out",
+    "tensor_parallel_size": "use VllmConfig.tensor_parallel",
+    "tokenizer": "tokens come in and go out",
+    "worker_extension_cls": "it takes the weights",
+}
+"""Engine arguments that are not passed through, and why or where they are set instead."""
+
+
+class Known(NamedTuple):
+    """A vLLM's version and the names of its engine arguments."""
+
+    version: str
+    names: tuple[str, ...]
+
+
+def check_arguments(arguments: Iterable[str], known: Known) -> None:
+    """ValueError names an argument that this vLLM lacks, and those like it."""
+    for name in arguments:
+        if name not in known.names:
+            raise ValueError(f"vLLM {known.version} has no engine argument {name!r}{_like(name, known.names)}")
+
+
+def _like(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, [name for name in names if name not in OWNED], n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
