@@ -143,8 +143,8 @@ class EngineConfig:
             raise ValueError("optimizer_on_host keeps float32 moments: set moments_dtype='auto', or leave it out")
         if self.activation_offload and not self.gradient_checkpointing:
             raise ValueError("activation_offload moves what gradient_checkpointing keeps: set that too")
-        if self.vision != "off" and self.lora.rank:
-            raise ValueError("adapters on a model that sees images have not been run: set vision='off' or lora.rank=0")
+        if self.vision == "trained" and self.lora.rank:
+            raise ValueError("adapters are on the text part alone: set vision='frozen', or lora.rank=0")
         parse_options(self.transformer_options)
         self._check_schedule()
 

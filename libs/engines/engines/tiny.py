@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -58,8 +59,8 @@ FUSED_SIZES: dict[str, Any] = {
 def tiny_config(kind: str = "dense", **changes: Any) -> Any:
     """A transformers config of a hybrid model: gated delta net and full attention layers in turn.
 
-    `kind`: "dense" (Qwen3.5), "vision" (Qwen3.5 with a vision tower; `changes` are of its text part), "moe",
-    (Qwen3.5 MoE), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
+    `kind`: "dense" (Qwen3.5), "vision" (Qwen3.5 with a vision tower; `changes` are of its text part), "moe"
+    (Qwen3.5 MoE), "vision_moe" (that with a tower), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
     """
     shared: dict[str, Any] = {
         "vocab_size": 48,
@@ -91,17 +92,20 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
         return Qwen3_5Config(text_config=text, vision_config=_TOWER, tie_word_embeddings=True, **_MEDIA_TOKENS)
     if kind == "moe":
         return Qwen3_5MoeTextConfig(**{"rope_parameters": _ROPE, **shared, **hybrid, **experts, **changes})
+    if kind == "vision_moe":
+        text = {"rope_parameters": _ROPE, **shared, **hybrid, **experts, **changes}
+        return Qwen3_5MoeConfig(text_config=text, vision_config=_TOWER, tie_word_embeddings=False, **_MEDIA_TOKENS)
     if kind == "next":
         return Qwen3NextConfig(**{**shared, **hybrid, **experts, **changes})
     if kind == "attention":
         return Qwen3Config(**{**shared, **changes})
-    raise ValueError(f"kind must be 'dense', 'vision', 'moe', 'next' or 'attention', got {kind!r}")
+    raise ValueError(f"kind must be 'dense', 'vision', 'moe', 'vision_moe', 'next' or 'attention', got {kind!r}")
 
 
 def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:
     """A random model whose weights are `scale` times as large as usual, so that a leak would show in its logits."""
     torch.manual_seed(seed)
-    auto = AutoModelForImageTextToText if kind == "vision" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if kind.startswith("vision") else AutoModelForCausalLM
     model: nn.Module = auto.from_config(tiny_config(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,13 +1,22 @@
-"""Qwen3.5 with experts (and a shared one); alone, or the text part of a vision-language model."""
+"""Qwen3.5 with experts (and a shared one); alone, or in a vision-language model."""
 
-from engines.families.family import Family
-from engines.families.fields import ATTENTION, DELTA_NET, EXPERTS, MTP_TENSORS, MULTI_TOKEN_PREDICTION, VISION_TENSORS
+from engines.families.family import Family, VisionForm
+from engines.families.fields import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    MTP_TENSORS,
+    MULTI_TOKEN_PREDICTION,
+    VISION,
+    VISION_TENSORS,
+)
 from seqpack.adapters.delta_net import split_projections
 
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
     model_types=("qwen3_5_moe_text",),
     wrappers=("qwen3_5_moe",),
+    vision=VisionForm("Qwen3_5MoeForConditionalGeneration", VISION),
     architecture="Qwen3_5MoeForCausalLM",
     attention="Qwen3_5MoeAttention",
     delta_nets={"Qwen3_5MoeGatedDeltaNet": split_projections},

@@ -9,43 +9,27 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from engines import EngineConfig, LocalBatch, LoraConfig, build_engine
-from engines.adapters.lora import whole
-from engines.families.torch_operations import choose_torch_operations
 from engines.launch import ensure_group, launch
-from engines.media.settings import VisionSettings
-from engines.testing.images import media_sample, model_arguments
 from engines.testing.one_rank import one_rank
-from engines.tiny import tiny_batch, tiny_config, tiny_model
+from engines.testing.vision import (
+    TOWER,
+    as_stock,
+    assert_close_gradients,
+    gradients,
+    samples,
+    stock_gradients,
+    stock_scores,
+    text_only,
+    vision_model,
+)
+from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack import index_select, make_batch
 from seqpack.batches.batch import jagged
 
 __all__ = ["one_rank"]
-SETTINGS = VisionSettings.of(tiny_config("vision"))
-TOWER = "model.visual."
 
-
-def samples(seed=0):
-    """An image; text; a video and two images; two images side by side with nothing between; text of one token."""
-    return [
-        media_sample(SETTINGS, [3, 5], [(1, 4, 6)], seed=seed),
-        media_sample(SETTINGS, [9], seed=seed + 1),
-        media_sample(SETTINGS, [2, 1, 4, 2, 3], [(1, 2, 4), (1, 6, 2)], [(2, 4, 4)], seed=seed + 2),
-        media_sample(SETTINGS, [4, 6], [(1, 2, 2)], seed=seed + 3),
-        media_sample(SETTINGS, [1], seed=seed + 4),
-    ]
-
-
-def text_only(seed=0):
-    return [media_sample(SETTINGS, [length], seed=seed + i) for i, length in enumerate((7, 3, 11))]
-
-
-def model():
-    made = tiny_model("vision", scale=2.0)
-    with torch.no_grad():
-        for parameter in made.model.visual.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    return made.eval()
+model = vision_model
 
 
 def engine(module=None, vision="trained", **options):
@@ -54,51 +38,7 @@ def engine(module=None, vision="trained", **options):
     return build_engine(EngineConfig(**usual | options, vision=vision), given)
 
 
-def as_stock(module):
-    choose_torch_operations(module)
-    return module.eval()
-
-
-def stock_scores(module, rows):
-    """Log-probs of each row alone, 0 for its first token; the image's features as transformers puts them in."""
-    out = []
-    for sample in rows:
-        ids = sample["input_ids"]
-        module.model.rope_deltas = None
-        table = module(**model_arguments(sample), use_cache=False).logits[0].float().log_softmax(-1)
-        out.append(torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None]).squeeze(1)]))
-    return out
-
-
-def gradients(built, batch):
-    """Of all parameters, right before the update."""
-    found = {}
-    step = built.executor.optimizer_step
-
-    def spied(lr, loss):
-        parameters = built.executor.model.named_parameters()
-        found.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
-        return step(lr, loss)
-
-    built.executor.optimizer_step = spied
-    built.train_batch(batch, SFT())
-    return found
-
-
-def stock_gradients(module, rows):
-    scores = torch.cat(stock_scores(module, rows))
-    masks = torch.cat([row["loss_mask"] & (torch.arange(len(row["loss_mask"])) > 0) for row in rows])
-    (-(scores * masks).sum() / masks.sum()).backward()
-    return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-
-
-def assert_close_gradients(got, want):
-    floor = 1e-3 * max(float(grad.abs().max()) for grad in want.values())
-    for name, grad in want.items():
-        worst = float((got[name] - grad).abs().max()) / max(float(grad.abs().max()), floor)
-        assert worst < 1e-4, (name, worst)
-
-
+@pytest.mark.parametrize("kind", ["vision", "vision_moe"])
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -109,8 +49,8 @@ def assert_close_gradients(got, want):
     ],
     ids=["one row", "padded", "rows and recompute", "text alone"],
 )
-def test_packed_rows_equal_stock_transformers_one_at_a_time(make, options):
-    rows, module = make(), model()
+def test_packed_rows_equal_stock_transformers_one_at_a_time(kind, make, options):
+    rows, module = make(), model(kind)
     stock, built = as_stock(copy.deepcopy(module)), engine(module, **options)
     found = built.forward(make_batch(rows))["log_probs"]
     with torch.no_grad():
@@ -127,8 +67,9 @@ def test_packed_rows_equal_stock_transformers_one_at_a_time(make, options):
         assert all(bool((grad != 0).any()) for name, grad in tower.items() if not name.endswith("qkv.bias"))
 
 
-def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_one(tmp_path):
-    module = model().bfloat16()
+@pytest.mark.parametrize("kind", ["vision", "vision_moe"])
+def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_one(kind, tmp_path):
+    module = model(kind).bfloat16()
     module.save_pretrained(tmp_path / "source")
     files = load_file(tmp_path / "source/model.safetensors")
     rows = make_batch(samples())
@@ -216,8 +157,10 @@ def test_what_cannot_be_built_is_refused():
         engine(tiny_model("attention"))
     with pytest.raises(ValueError, match="sees no images here"):
         engine(tiny_model())
-    with pytest.raises(ValueError, match="adapters on a model that sees images"):
+    with pytest.raises(ValueError, match="adapters are on the text part"):
         engine(lora=LoraConfig(rank=2))
+    with pytest.raises(ValueError, match="vision has not been run with expert_parallel"):
+        engine(vision_model("vision_moe"), expert_parallel=2)
     with pytest.raises(ValueError, match="vision is not supported: text models only"):
         engine(backend="megatron")
     odd = model()
