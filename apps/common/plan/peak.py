@@ -8,7 +8,8 @@
 
 The peak is the largest of these moments, not their sum. Every figure counts elements that the code keeps; nothing is
 fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, and what
-a compiler saves or fuses.
+a compiler saves or fuses within a layer. Where layers and head are compiled (`engines.fast`), the head's logits stay in
+the compute dtype and are overwritten by their gradient.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from apps.common.plan.grid import Grid
 from apps.common.plan.memory import Held, held_by_stage
 from apps.common.plan.model_shape import ModelShape, count_parameters
 from engines import EngineConfig
+from engines.fast.log_probs import KEPT_BYTES
+from engines.fast.support import settings_refusal
 
 WIDE = 4
 """Bytes of a float32."""
@@ -93,6 +96,22 @@ def logit_bytes(shape: ModelShape, rows: int, width: int, tp: int = 1) -> float:
     return rows * vocabulary * (width + 4 * WIDE) + vocabulary * shape.hidden * (WIDE + width)
 
 
+def is_compiled(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
+    """Whether layers and head run compiled: dense hybrids in bfloat16 on CUDA (taken to be a Hopper)."""
+    dense = shape.linear_layers > 0 and not shape.experts and shape.linear_head_dim == 128
+    fits = engine.device == "cuda" and width < WIDE and settings_refusal(engine) is None
+    return dense and fits and engine.compile != "off"
+
+
+def compiled_logit_bytes(shape: ModelShape, trained: int, chunk: int, width: int) -> float:
+    """Of the compiled head: all logits where they are few enough to be kept, else a chunk; gradients of the head."""
+    head = shape.vocab * shape.hidden
+    every = trained * shape.vocab * width
+    if every <= KEPT_BYTES:
+        return every + head * width
+    return min(trained, chunk) * shape.vocab * width + head * (WIDE + width)
+
+
 def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Tokens, width: int) -> Peak:
     """Of FSDP2 with sharded weights; `width`: bytes of what layers compute in."""
     count = count_parameters(shape)
@@ -103,11 +122,14 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Token
     held = width * root  # gathered from the first layer on, until the last gradient is there
     kept = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
     rows = min(tokens.trained, engine.logit_chunk)
+    logits = logit_bytes(shape, rows, width)
+    if is_compiled(shape, engine, width):
+        logits = compiled_logit_bytes(shape, tokens.trained, engine.logit_chunk, width)
     backward = max(_backward(shape, engine, ranks, tokens.all, width, master, left) for left in (1, 2, shape.layers))
     return Peak(
         states,
         {
-            "head": states + held + kept + logit_bytes(shape, rows, width),
+            "head": states + held + kept + logits,
             "layers": states + held + width * shape.vocab * shape.hidden + backward,
             "outermost": states + shard + held + (width + WIDE) * root,
             # States on the host come to the device, those of a parameter at a time.

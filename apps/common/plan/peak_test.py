@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from apps.common.plan.grid import make_grid
 from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
-from apps.common.plan.peak import Tokens, fsdp_peak, megatron_peak
-from engines import EngineConfig
+from apps.common.plan.peak import Tokens, compiled_logit_bytes, fsdp_peak, is_compiled, logit_bytes, megatron_peak
+from engines import EngineConfig, LoraConfig
+from engines.fast.log_probs import KEPT_BYTES
 from engines.tiny import tiny_config, tiny_model
 
 SHAPE = ModelShape(
@@ -59,3 +60,35 @@ def test_recomputing_takes_less_and_tensor_parallelism_divides(tokens, pp, tp):
 
     assert peak(True, tp).bytes <= peak(False, tp).bytes
     assert peak(True, 2 * tp).bytes < peak(True, tp).bytes
+
+
+DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head_dim=128), "dense")
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "width", "answer"),
+    [
+        (DENSE, {}, 2, True),
+        (DENSE, {"dtype": "float32"}, 4, False),
+        (DENSE, {"device": "npu"}, 2, False),
+        (DENSE, {"compile": "off"}, 2, False),
+        (DENSE, {"batching": "padded"}, 2, False),
+        (DENSE, {"context_parallel": "dynamic"}, 2, False),
+        (DENSE, {"lora": LoraConfig(rank=4)}, 2, False),
+        (SHAPE, {}, 2, False),
+        (shape_of(tiny_config("attention"), "attention"), {}, 2, False),
+        (shape_of(tiny_config("dense"), "dense"), {}, 2, False),
+    ],
+)
+def test_what_is_compiled(shape, settings, width, answer):
+    """As `engines.fast.support` decides on a Hopper that has the packages."""
+    assert is_compiled(shape, EngineConfig(**{"device": "cuda", **settings}), width) is answer
+
+
+@given(st.integers(1, 10**6), st.integers(1, 8192))
+def test_a_compiled_head_takes_less_and_is_bounded(trained, chunk):
+    head = DENSE.vocab * DENSE.hidden * 6
+    compiled = compiled_logit_bytes(DENSE, trained, chunk, 2)
+    assert compiled <= max(KEPT_BYTES, chunk * DENSE.vocab * 2) + head
+    if trained <= chunk:
+        assert compiled < logit_bytes(DENSE, trained, 2)

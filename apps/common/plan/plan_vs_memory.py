@@ -84,6 +84,8 @@ class MemoryCase:
 WIDE_HEAD = {"vocab_size": 65_536, "num_hidden_layers": 24}
 DEEP = {"vocab_size": 8192, "num_hidden_layers": 96}
 EXPERTS = {"vocab_size": 8192, "num_hidden_layers": 16, "num_experts": 64, "moe_intermediate_size": 128}
+OTHER = {"vocab_size": 32_768, "num_hidden_layers": 40, "intermediate_size": 1536}
+FEW_EXPERTS = {"vocab_size": 16_384, "num_hidden_layers": 12, "num_experts": 32, "moe_intermediate_size": 256}
 MEGATRON = {"backend": "megatron"}
 CASES = (
     MemoryCase("dense", DEEP),
@@ -93,10 +95,14 @@ CASES = (
     MemoryCase("dense", DEEP, MEGATRON),
     MemoryCase("moe", EXPERTS, MEGATRON),
     MemoryCase("attention", WIDE_HEAD, MEGATRON),
+    MemoryCase("dense", OTHER),
+    MemoryCase("moe", FEW_EXPERTS),
+    MemoryCase("dense", OTHER, MEGATRON),
     MemoryCase("dense", DEEP, ranks=2),
     MemoryCase("moe", EXPERTS, ranks=2),
     MemoryCase("dense", WIDE_HEAD, {**MEGATRON, "tensor_parallel": 2}, ranks=2),
     MemoryCase("moe", EXPERTS, {**MEGATRON, "expert_parallel": 2}, ranks=2),
+    MemoryCase("dense", OTHER, ranks=2),
 )
 """On GPUs: dense and experts, both backends, one and two of them."""
 

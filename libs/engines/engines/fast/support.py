@@ -17,7 +17,7 @@ REPLICATED = Yes("fast/replicated_two_test.py::test_two_ranks_equal_one")
 
 def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
     """Whether decoder layers and head can run as compiled functions over fused kernels."""
-    reason = _settings(config) or _model(model_config) or _machine(config, model_config, device)
+    reason = settings_refusal(config) or _model(model_config) or _machine(config, model_config, device)
     return LAYERS if reason is None else No(reason)
 
 
@@ -64,7 +64,8 @@ def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: in
     return answer
 
 
-def _settings(config: EngineConfig) -> str | None:
+def settings_refusal(config: EngineConfig) -> str | None:
+    """Why layers cannot be compiled under these settings, on any machine; None where they can."""
     if config.vision != "off":
         return "layers behind a vision tower have not been run as functions"
     if config.activation_offload:

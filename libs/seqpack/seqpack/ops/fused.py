@@ -6,7 +6,7 @@ Boundaries are looked at once for all the layers that share a tensor of them: ev
 import inspect
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,17 +50,21 @@ def causal_conv1d_fla(call: ConvCall) -> Tensor:
 
 
 def gated_delta_rule_fla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Run flash-linear-attention, chunked; it takes FlashQLA's kernels by itself where they are installed and fit."""
+    """Run flash-linear-attention, chunked; with FlashQLA installed it takes those kernels (see below) by itself."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return _batch_of_one(chunk_gated_delta_rule, call)
 
 
 def gated_delta_rule_flash_qla(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
-    """Run FlashQLA itself, without flash-linear-attention."""
+    """Run FlashQLA itself, without flash-linear-attention.
+
+    Where it cuts sequences, it would keep the states at the cuts for its backward pass, beside the tensors that
+    autograd saves: a layer under `torch.utils.checkpoint` would hold them too (10 MiB each, in a model with 4 heads).
+    """
     from flash_qla import chunk_gated_delta_rule
 
-    return _batch_of_one(chunk_gated_delta_rule, call)
+    return _batch_of_one(partial(chunk_gated_delta_rule, enable_fwd_cp_cache=False), call)
 
 
 def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
 
 from seqpack.ops import attention, backends, causal_conv1d, causal_conv1d_state, gated_delta_rule, gated_delta_rule_step
 from seqpack.testing import check_packing
@@ -61,6 +62,23 @@ def compare(call, tensors, bound):
 def test_gated_delta_rule(backend):
     need("gated_delta_rule", backend)
     compare(lambda t, b=backend: gated_delta_rule(*t, cumulative(), backend=b)[0], delta_inputs(), 1e-2)
+
+
+def test_a_recomputed_layer_keeps_its_inputs_alone():
+    """FlashQLA cuts a long sequence; the states at the cuts must not outlive the forward pass."""
+    torch.manual_seed(0)
+    q, k, v = (random(8192, 2, DIM).bfloat16().requires_grad_() for _ in range(3))
+    g, beta, ends = logsigmoid(random(8192, 2)), random(8192, 2).sigmoid().bfloat16(), cumulative([8192])
+
+    def layer(*operands):
+        return gated_delta_rule(*operands, ends)[0].sum()
+
+    layer(q, k, v, g, beta)  # whatever is made once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    total = checkpoint(layer, q, k, v, g, beta, use_reentrant=False)
+    assert torch.cuda.memory_allocated() - before < 2**16
+    total.backward()
 
 
 def test_gated_delta_rule_in_plain_torch_and_float32():

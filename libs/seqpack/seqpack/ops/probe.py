@@ -131,12 +131,14 @@ def _triton_trap(request: Request) -> str | None:
         return None
     if installed("tilelang") is not None and os.environ.get("FLA_TILELANG") != "0" and has_nvcc():
         return None
-    if _refuse_flash_qla(request) is None and os.environ.get("FLA_FLASH_QLA") != "0":
+    if _refuse_flash_qla(request) is None:
         return None
     return f"no backward on Hopper with triton {triton}: install tilelang (with nvcc) or flash-qla, or triton 3.7.1"
 
 
 def _refuse_flash_qla(request: Request) -> str | None:
+    if os.environ.get("FLA_FLASH_QLA") == "0":
+        return "FLA_FLASH_QLA=0 turns it off"
     reason = _needs_package("flash_qla", "flash-qla") or _needs_cuda_half(request) or _own_chunks(request)
     if reason:
         return reason
@@ -182,8 +184,8 @@ _TABLE: dict[str, dict[str, _Backend]] = {
         "naive": _Backend("seqpack.ops.conv:causal_conv1d_naive", _accept, automatic=False),
     },
     "gated_delta_rule": {
-        "fla": _Backend("seqpack.ops.fused:gated_delta_rule_fla", _refuse_fla_delta),
         "flash_qla": _Backend("seqpack.ops.fused:gated_delta_rule_flash_qla", _refuse_flash_qla),
+        "fla": _Backend("seqpack.ops.fused:gated_delta_rule_fla", _refuse_fla_delta),
         "torch": _Backend("seqpack.ops.delta_rule:gated_delta_rule_torch", _accept),
         "naive": _Backend("seqpack.ops.delta_rule:gated_delta_rule_naive", _accept, automatic=False),
     },

@@ -57,7 +57,7 @@ def test_a_missing_package_is_named():
 
 def test_kernels_are_chosen_by_what_fits(pretend):
     pretend(["fla", "flash_qla", "causal_conv1d"])
-    assert names("gated_delta_rule", key_dim=128, value_dim=128) == ["fla", "flash_qla", "torch"]
+    assert names("gated_delta_rule", key_dim=128, value_dim=128) == ["flash_qla", "fla", "torch"]
     assert names("gated_delta_rule", key_dim=64, value_dim=64, grad=False) == ["fla", "torch"]
     assert names("gated_delta_rule", dtype=torch.float32) == ["torch"]
     assert names("gated_delta_rule", chunk_size=True) == ["torch"]
@@ -71,6 +71,14 @@ def test_kernels_are_chosen_by_what_fits(pretend):
     assert names("attention", head_dim=512) == ["torch"]
     pretend(["fla"], capability=(7, 5))
     assert names("attention", head_dim=128) == ["torch"]
+
+
+def test_flash_qla_is_turned_off_by_the_variable_that_fla_reads(pretend, monkeypatch):
+    pretend(["fla", "flash_qla", "tilelang"])
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    assert names("gated_delta_rule", key_dim=128, value_dim=128) == ["fla", "torch"]
+    pretend(["fla", "flash_qla"])
+    assert names("gated_delta_rule", key_dim=128, value_dim=128) == ["torch"]
 
 
 def test_triton_that_cannot_go_backward_on_hopper_is_avoided(pretend):

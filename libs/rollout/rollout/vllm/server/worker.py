@@ -7,9 +7,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from torch import Tensor
+from vllm.platforms import current_platform
 
 from rollout.vllm.server.routes import NotedExperts
 
@@ -48,19 +47,10 @@ class FileWeights(NotedExperts):
         stale = [text for text in told if not text.startswith(HARMLESS)]
         if stale:
             raise RuntimeError(f"vLLM did not take all weights: {'; '.join(stale)}")
-        _pack_experts(self.model_runner.model)
+        if current_platform.is_cpu():
+            from rollout.vllm.server.cpu_experts import pack_experts  # of a vLLM for CPUs alone
 
-
-def _pack_experts(model: nn.Module) -> None:
-    """Bring the experts into the order that vLLM's kernel for CPUs reads.
-
-    vLLM (0.32) does so when a model is first loaded and leaves it out when weights are replaced, so that the kernel
-    would read the new ones in the wrong order, without a word.
-    """
-    for layer in model.modules():
-        kernel = layer.quant_method.moe_kernel if isinstance(layer, RoutedExperts) else None
-        if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
-            kernel.fused_experts.process_weights_after_loading(layer)
+            pack_experts(self.model_runner.model)
 
 
 @contextmanager
