@@ -12,11 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 from apps.common.plan.cluster import Schedule
+from apps.common.tokens import load_tokenizer
 from apps.common.trained import assert_trained, tensors_of
 from apps.grpo.config import DataConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.picture_tasks import make_tasks
 from apps.grpo.registry import recipes
+from apps.grpo.tasks import prompt_tasks
 from apps.quickstart.shapes import BAR, CELL, CELLS, INK, draw, is_held_out, picture_problems
 
 RECIPE = recipes()["quickstart-image"].config
@@ -129,6 +131,29 @@ def test_a_file_laid_out_as_geo3k_runs_through_the_same_flags(finished, tmp_path
     tower = [name for name in before if name.startswith("model.visual.")]
     assert tower
     assert all(before[name].equal(after[name]) for name in tower)
+
+
+def test_a_column_of_images_may_have_any_name(finished, tmp_path):
+    table = pq.read_table(geo3k(tmp_path / "geo3k.parquet"))
+    renamed = tmp_path / "renamed.parquet"
+    pq.write_table(table.rename_columns(["drawing", *table.column_names[1:]]), renamed)
+    named = ("--engine.vision", "frozen", "--cluster.media.images-column")
+    asked = [
+        [
+            row.data["prompt"].messages
+            for row in prompt_tasks(config, load_tokenizer(finished / "export"), None).tasks(0, 8)
+        ]
+        for config in (
+            flags(finished, renamed, tmp_path / "a", *named, "drawing"),
+            flags(finished, tmp_path / "geo3k.parquet", tmp_path / "b", *named[:2]),
+        )
+    ]
+    assert asked[0] == asked[1]
+    assert [part["type"] for part in asked[0][0][-1]["content"]] == ["image", "text"]
+    with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has drawing, .* --cluster\.media"):
+        run(flags(finished, renamed, tmp_path / "c", *named, "picture"))
+    with pytest.raises(ValueError, match=r"the model is trained on text: set --engine\.vision"):
+        run(flags(finished, renamed, tmp_path / "d", *named[2:], "drawing"))
 
 
 def test_files_that_cannot_be_asked_are_refused_by_row(finished, tmp_path):

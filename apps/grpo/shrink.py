@@ -4,13 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from apps.common.shrink.data import nested, write_rows
+from apps.common.shrink.data import nested, write_picture_rows, write_rows
 from apps.common.shrink.fields import Change, Difference, Small, apply_changes, engine_changes, steps_changes
 from apps.common.shrink.model import make_model, tiny_shape
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
+from apps.grpo.tasks import IMAGE_MARK
 from apps.quickstart.arithmetic import Problem
 from apps.quickstart.model import ensure_tiny_model
+from apps.quickstart.shapes import PictureProblem
 
 STEPS, TOKENS = 4, 128
 DIGITS = 20
@@ -46,31 +48,36 @@ def supplied(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> GrpoConfig:
     """The configuration with a model, and data in the recipe's own columns, made in the run folder where it has none.
 
     Raises:
-        ValueError: a model is named, or the recipe's data has what is not made here.
+        ValueError: a model is named.
     """
     if config.model is not None:
         raise ValueError("--shrink makes a tiny model of the recipe's architecture: leave --model out")
     config = replace(config, run_dir=run_dir)
     if recipe.make_model is not None:
         return config
-    data, media = config.data, config.cluster.media
-    if data.data is None and media.images_column is not None:
-        raise ValueError("--shrink draws no images: give a file of some with --data, in the recipe's columns")
     run_dir.mkdir(parents=True, exist_ok=True)
     if recipe.origin is None:
         model = ensure_tiny_model(run_dir / "model", config.seed)
     else:
         model = make_model(run_dir / "model", recipe.origin.shape, config.seed)
-    if data.data is None:
-
-        def row(problem: Problem) -> dict[str, Any]:
-            question: Any = problem.question
-            if recipe.origin is not None:
-                question = [{"role": "user", "content": problem.question}]
-            return nested(data.prompt_column, question) | nested(data.answer_column, problem.answer)
-
-        data = replace(data, data=write_rows(run_dir / "data.jsonl", row, DIGITS, config.seed))
+    if config.data.data is not None:
+        return replace(config, model=model)
+    data = replace(config.data, data=_write_data(config, recipe, run_dir / "data.jsonl"))
     return replace(config, model=model, data=data)
+
+
+def _write_data(config: GrpoConfig, recipe: Recipe, path: Path) -> Path:
+    """Sums, or pictures where the recipe's rows have images, in the recipe's columns."""
+    data, images = config.data, config.cluster.media.images_column
+
+    def row(problem: Problem | PictureProblem) -> dict[str, Any]:
+        text = f"{IMAGE_MARK}{problem.question}" if isinstance(problem, PictureProblem) else problem.question
+        question = text if recipe.origin is None else [{"role": "user", "content": text}]
+        return nested(data.prompt_column, question) | nested(data.answer_column, problem.answer)
+
+    if images is None:
+        return write_rows(path, row, DIGITS, config.seed)
+    return write_picture_rows(path, lambda problem, picture: row(problem) | {images: [picture]}, config.seed)
 
 
 def _sizes(config: GrpoConfig, short: int) -> dict[str, Any]:

@@ -1,20 +1,23 @@
 """A shrunk recipe is the recipe but for what is said; what it would do without is named, and nothing runs."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from apps.common.flags import changed
-from apps.common.plan.cluster import Cluster
+from apps.common.plan.cluster import Cluster, RolloutLayout
 from apps.common.shrink.command import asked_for, refuse_dropped
 from apps.common.shrink.fields import RANKS, value_at
 from apps.common.shrink.model import tiny_shape, transformers_config
+from apps.common.trained import tensors_of
 from apps.grpo.main import main, run_shrunk, shrunk
 from apps.grpo.registry import recipes, work_of
 from apps.grpo.shrink import shrink, supplied
 from apps.grpo.testing import RECIPE
 from engines.families.registry import family_of
+from engines.media.reader import ImageReader
 
 RECIPES = recipes()
 SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
@@ -36,6 +39,8 @@ DEVICE = {
     "cluster.rollout.cuda_graph_sizes",
 }
 KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
+SMALL_GAP = 1e-3
+"""Between the sampler's log-probs and the trainer's: both see the same image in the same place, or it is far larger."""
 MANY = 32
 """Processes that two ranks of each parallelism never exceed."""
 
@@ -91,9 +96,13 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(name, tmp_p
     config = replace(RECIPES[name].config, run_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
         run_shrunk(config, MANY)
-    assert "--cluster.media.images-column images: No(" in str(refusal.value) or "ray: No(" in str(refusal.value)
+    assert "--cluster.rollout.tp 2: No(" in str(refusal.value)
     small, recipe, _ = shrunk(config, MANY)
-    rest = replace(small, cluster=Cluster(environment=small.cluster.environment))
+    if small.engine.vision != "off":
+        assert "images shown to the sampler: No(" in str(refusal.value)
+        assert ("vision: No(text models only" in str(refusal.value)) == (small.engine.backend == "megatron")
+    text = replace(small.engine, vision="off")
+    rest = replace(small, engine=text, cluster=Cluster(environment=small.cluster.environment))
     if small.engine.backend == "megatron":
         refuse_dropped(work_of(rest, recipe))
     assert f"{name}, shrunk" in capsys.readouterr().out
@@ -106,6 +115,7 @@ def test_flags_that_leave_something_out_are_proposed():
     proposed = str(refusal.value).partition("by name: ")[2].split()
     assert "--engine.no-optimizer-on-host" not in proposed
     assert proposed[proposed.index("--cluster.media.images-column") + 1] == "None"
+    assert proposed[proposed.index("--engine.vision") + 1] == "off"
     argv = ["--recipe", "qwen3-5-27b-fsdp2", "--shrink", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
         main(argv)
@@ -133,17 +143,47 @@ def test_settings_that_shrinking_has_no_place_for_are_refused(change, words, tmp
         run_shrunk(config, RANKS)
 
 
-def test_a_file_of_images_is_asked_for_and_not_made_up(tmp_path):
-    recipe = RECIPES["qwen3-5-27b-fsdp2"]
-    with pytest.raises(ValueError, match="draws no images: give a file of some with --data"):
-        supplied(recipe.config, recipe, tmp_path / "run")
+def test_pictures_are_drawn_in_the_recipes_columns(tmp_path):
+    """Laid out as geo3k, of several sizes; the model's directory says how it cuts them."""
+    small, recipe, _ = shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
+    given = supplied(small, recipe, tmp_path / "run")
+    rows = [json.loads(line) for line in given.data.data.read_text().splitlines()]
+    reader = ImageReader.of(given.model)
+    grids = [reader(row["images"])[1].tolist() for row in rows]
+    assert {len(images) for images in grids} == {1}
+    assert len({tuple(images[0]) for images in grids}) == 3
+    assert all(row["prompt"][0]["content"].startswith("<image>") for row in rows)
+    assert all(row["reward_model"]["ground_truth"].isdigit() for row in rows)
+
+
+@pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2", "qwen3-5-35b-a3b-fsdp2"])
+def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(name, tmp_path, capsys):
+    """All of it but vLLM: the tower trained on two ranks, a frozen reference policy that sees, the host's memory."""
+    config = RECIPES[name].config
+    cluster = replace(config.cluster, rollout=RolloutLayout())
+    (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
+    own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
+    run_dir = tmp_path / "run"
+    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), 2).steps == 2
+    told = capsys.readouterr().out
+    assert "flag   --cluster.rollout.engine  vllm -> native" in told
+    assert "images-column" not in told
+    assert "--engine.vision" not in told
+    assert "offload" not in told
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])
+    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    assert before.keys() == after.keys()
+    tower = [key for key in before if key.startswith("model.visual.")]
+    assert sum(not before[key].equal(after[key]) for key in tower) > len(tower) / 2
+    assert all(row["train/kl"] >= 0 for row in rows[1:])
 
 
 def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path, capsys):
     """The 27B script without what is missing: FSDP2 on two ranks, mini-batches, the KL penalty, recomputed layers,
     optimizer states on the host."""
     config = RECIPES["qwen3-5-27b-fsdp2"].config
-    left = replace(config, cluster=Cluster(), steps=2)
+    left = replace(config, cluster=Cluster(), engine=replace(config.engine, vision="off"), steps=2)
     assert left.engine.optimizer_on_host
     result = run_shrunk(replace(left, run_dir=tmp_path / "run"), 2)
     assert result.steps == 2

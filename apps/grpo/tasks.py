@@ -147,7 +147,7 @@ def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase)
     prompt_column, answer_column, system_prompt = layout(settings)
     prompts = read_prompts(path, prompt_column, answer_column)
     sees = settings.engine.vision != "off"
-    prompts = [_with_images(path, prompt, sees) for prompt in prompts]
+    prompts = [_with_images(path, prompt, settings.cluster.media.images_column, sees) for prompt in prompts]
     if system_prompt is not None:
         prompts = [replace(prompt, messages=_prompted(prompt, system_prompt)) for prompt in prompts]
     schemas = [tool.schema for tool in load_tools(own.tool)]
@@ -160,14 +160,24 @@ def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase)
     return kept, len(prompts) - len(kept)
 
 
-def _with_images(path: Path, prompt: Prompt, sees: bool) -> Prompt:
-    """A row with its column `images` in its question, where the question says <image> or else before it.
+def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> Prompt:
+    """A row with its column of images in its question, where the question says <image> or else before it.
+
+    `named`: that column where it was named, which every row then has; else `images`, which it may have.
 
     Raises:
         ValueError: it holds media that the model doesn't see, or another number of marks, or images in both places.
     """
-    images = prompt.columns.get("images") or ()
-    if any(prompt.columns.get(name) for name in MEDIA_KEYS if name != "images") or (images and not sees):
+    column = named or "images"
+    if named is not None and named not in prompt.columns:
+        raise ValueError(
+            f"{path}, row {prompt.row}: no column {named!r}; it has {', '.join(prompt.columns)}. Name the column of "
+            "images with --cluster.media.images-column"
+        )
+    images = prompt.columns.get(column) or ()
+    if not isinstance(images, list | tuple):
+        images = (images,)
+    if any(prompt.columns.get(name) for name in MEDIA_KEYS if name != column) or (images and not sees):
         raise ValueError(
             f"{path}, row {prompt.row} holds images or other media: leave such rows out, or set --engine.vision to "
             "trained or frozen for a model that sees images"

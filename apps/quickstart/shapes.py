@@ -39,9 +39,18 @@ class PictureProblem:
     @property
     def picture(self) -> str:
         """The picture, a PNG as a `data:` URI."""
-        out = io.BytesIO()
-        draw(self.drawn).save(out, format="PNG")
-        return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+        return _data_uri(draw(self.drawn))
+
+
+def stretched(problem: PictureProblem, size: tuple[int, int]) -> str:
+    """The problem's picture in another width and height (pixels)."""
+    return _data_uri(draw(problem.drawn).resize(size))
+
+
+def _data_uri(picture: Image.Image) -> str:
+    out = io.BytesIO()
+    picture.save(out, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
 def draw(drawn: str) -> Image.Image:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken
@@ -39,28 +40,10 @@ def ensure_seeing_model(directory: Path, seed: int) -> Path:
 def save_seeing_model(directory: Path, seed: int) -> Path:
     """Write an untrained model with its tokenizer and the settings of its images, as a Hugging Face directory."""
     tokenizer = seeing_tokenizer()
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END, IMAGE, VIDEO)}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END)}
     text = tiny_config(len(tokenizer), ids[PAD], ids[TURN_END])
-    tower = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": MERGE,
-        "out_hidden_size": text.hidden_size,
-        "num_position_embeddings": (CELLS * MERGE) ** 2,
-        "initializer_range": 0.06,
-    }
     config = Qwen3_5Config(
-        text_config=text.to_dict(),
-        vision_config=tower,
-        tie_word_embeddings=True,
-        image_token_id=ids[IMAGE],
-        video_token_id=ids[VIDEO],
-        vision_start_token_id=tokenizer.convert_tokens_to_ids(VISION_START),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids(VISION_END),
+        text_config=text.to_dict(), tie_word_embeddings=True, **vision_fields(tokenizer, text.hidden_size)
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -70,14 +53,33 @@ def save_seeing_model(directory: Path, seed: int) -> Path:
     model.generation_config.pad_token_id = ids[PAD]
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    (directory / "preprocessor_config.json").write_text(json.dumps(_images(), indent=2) + "\n", encoding="utf-8")
+    save_image_settings(directory)
     return directory
 
 
-def _images() -> dict[str, object]:
-    """The settings of Qwen2-VL's image processor: pictures as they are, up to 4 times the drawn ones' area."""
+def vision_fields(tokenizer: PreTrainedTokenizerFast, hidden: int) -> dict[str, Any]:
+    """What a config of a model that sees has beside its text part: a tower for the drawn pictures, and their tokens."""
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": MERGE,
+        "out_hidden_size": hidden,
+        "num_position_embeddings": (CELLS * MERGE) ** 2,
+        "initializer_range": 0.06,
+    }
+    names = {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}
+    ids = {f"{name}_token_id": int(tokenizer.convert_tokens_to_ids(token)) for name, token in names.items()}
+    return {"vision_config": tower, **ids}
+
+
+def save_image_settings(directory: Path) -> None:
+    """Write the settings of Qwen2-VL's image processor: pictures as they are, up to 4 times the drawn ones' area."""
     smallest = (PATCH * MERGE) ** 2
-    return {
+    settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
         "temporal_patch_size": 2,
@@ -86,3 +88,4 @@ def _images() -> dict[str, object]:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

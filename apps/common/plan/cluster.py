@@ -135,7 +135,7 @@ class Media:
     """What samples hold beyond text."""
 
     images_column: str | None = None
-    """Column of a prompt file that holds a list of images."""
+    """Column of a file of rows that holds images, one or a list; without it the column "images", where there is one."""
 
     def __post_init__(self) -> None:
         if self.images_column == "":

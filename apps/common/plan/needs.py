@@ -11,8 +11,6 @@ from engines.families.registry import FAMILIES
 from rollout import RolloutConfig
 from rollout.capability import supports as sampler_supports
 
-# Fields of the cluster that the engine answers for, by its features.
-ENGINE_FEATURES = {"media.images_column": "vision"}
 # Fields, or groups of them, that nothing obeys yet.
 UNOBEYED = {
     "pools.nodes": "no test has run more than one machine",
@@ -58,7 +56,9 @@ RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or lea
 RAY_IMAGES = No("no test has run images in Ray's samplers: leave --cluster.rollout.ray-workers at 0")
 DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
 NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
-IMAGES = No("prompts and conversations are text: a row with images is refused when it is read")
+IMAGES = Yes("apps/grpo/pictures_test.py::test_a_column_of_images_may_have_any_name")
+UNSEEN = No("the model is trained on text: set --engine.vision to frozen or trained")
+SUPERVISED_IMAGES = No("supervised runs read text alone: a row with images is refused when it is read")
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,6 @@ def needs_of(work: Work) -> list[Need]:
     """All that the run needs beyond one device and text, each with its answer."""
     changed = [path for path in changed_fields(work.cluster) if path != "environment"]
     found = [*_engine_needs(work), *(_cluster_need(work, path) for path in changed)]
-    if work.cluster.media.images_column is not None:
-        found.append(Need("images", IMAGES))
     if work.cluster.schedule.mode != "sync":
         found += _schedule(work)
     if work.cluster.rollout.ray_workers and work.app == "grpo":
@@ -131,8 +129,8 @@ def _family(model_type: str) -> Yes | No:
 
 def _cluster_need(work: Work, path: str) -> Need:
     feature = f"--cluster.{path.replace('_', '-')} {_value(work.cluster, path)}"
-    if path in ENGINE_FEATURES:
-        return Need(feature, _obeyed(supports(work.engine, ENGINE_FEATURES[path])))
+    if path == "media.images_column":
+        return Need(feature, _images(work))
     if path == "pools.device_memory_gib":
         return Need(feature, UNKNOWN_SIZE if work.origin is None else Yes("the plan's memory is held against it"))
     if work.app == "sft" and path.split(".")[0] in ("rollout", "schedule", "offload"):
@@ -161,9 +159,10 @@ def _vllm(path: str) -> Yes | No:
     return sampler_supports(RolloutConfig(backend="vllm"), VLLM_FEATURES.get(path, "vllm"))
 
 
-def _obeyed(answer: Yes | No) -> Yes | No:
-    """The engine's answer, as far as it has a setting for it."""
-    return answer if isinstance(answer, No) else No("the engine has no setting for it")
+def _images(work: Work) -> Yes | No:
+    if work.app == "sft":
+        return SUPERVISED_IMAGES
+    return UNSEEN if work.engine.vision == "off" else IMAGES
 
 
 def _schedule(work: Work) -> list[Need]:

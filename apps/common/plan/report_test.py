@@ -154,6 +154,17 @@ def test_samplers_in_ray_run_in_every_schedule_beside_one_rank(flag, mode):
         refuse_unready(replace(work, app="sft"), {})
 
 
+def test_a_column_of_images_is_read_where_the_model_sees():
+    seeing = replace(PLAIN, engine=replace(PLAIN.engine, vision="frozen"), cluster=Cluster(media=Media("images")))
+    refuse_unready(seeing, {})
+    for work, reason in (
+        (replace(seeing, engine=PLAIN.engine), "the model is trained on text: set --engine.vision"),
+        (replace(seeing, engine=replace(seeing.engine, backend="megatron")), "text models only"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            refuse_unready(work, {})
+
+
 @pytest.mark.parametrize("flag", CHANGES)
 @pytest.mark.parametrize("app", ["grpo", "sft"])
 def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):

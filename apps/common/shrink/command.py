@@ -11,9 +11,10 @@ from apps.common.shrink.fields import RANKS, Difference
 from engines.capability import No
 from engines.launch import under_torchrun
 
+TEXT_ALONE = "--engine.vision off --cluster.media.images-column None"
 LEFT_OUT = {
-    "vision": "--cluster.media.images-column None",
-    "images": "--cluster.media.images-column None",
+    "vision": TEXT_ALONE,
+    "images shown to the sampler": TEXT_ALONE,
     "reference policy": "--objective.kl-coef 0",
 }
 """Flags that leave out what a need is for, where its name is no flag."""

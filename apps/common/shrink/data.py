@@ -1,5 +1,6 @@
-"""Rows for a shrunk run, in the columns that its recipe reads: sums of numbers of very different lengths."""
+"""Rows for a shrunk run, in the columns that its recipe reads: sums of very different lengths, or pictures."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -7,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from apps.quickstart.arithmetic import Problem, addition
+from apps.quickstart.shapes import PictureProblem, picture_problems, stretched
 
 ROWS = 96
+SIZES = ((32, 32), (48, 40), (24, 56))
+"""Width and height of pictures, in turn, in pixels."""
 
 
 def write_rows(path: Path, row_of: Callable[[Problem], dict[str, Any]], digits: int, seed: int) -> Path:
@@ -16,6 +20,14 @@ def write_rows(path: Path, row_of: Callable[[Problem], dict[str, Any]], digits: 
     rng = random.Random(seed)
     problems = list(_problems(rng, digits))
     path.write_text("".join(json.dumps(row_of(problem)) + "\n" for problem in problems), encoding="utf-8")
+    return path
+
+
+def write_picture_rows(path: Path, row_of: Callable[[PictureProblem, str], dict[str, Any]], seed: int) -> Path:
+    """Write a row a picture, handed to `row_of` as a `data:` URI; pictures are of different sizes."""
+    chosen = itertools.islice(picture_problems(random.Random(seed)), ROWS)
+    rows = (row_of(problem, stretched(problem, SIZES[i % len(SIZES)])) for i, problem in enumerate(chosen))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

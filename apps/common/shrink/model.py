@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from apps.common.plan.model_shape import ModelShape
 from apps.quickstart.model import set_time_steps
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
+from apps.quickstart.vision import save_image_settings, seeing_tokenizer, vision_fields
 
 WRAPPERS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Model types of vision-language checkpoints, by that of their text part."""
@@ -36,7 +43,7 @@ def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
         kv_heads=kv_heads,
         heads=kv_heads * (shape.heads // shape.kv_heads),
         head_dim=32,
-        vocab=len(build_tokenizer()),
+        vocab=len(_tokenizer_of(shape)),
         intermediate=min(96, shape.intermediate),
         experts=min(8, shape.experts),
         experts_per_token=min(2, shape.experts_per_token),
@@ -49,13 +56,14 @@ def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
 
 
 def make_model(directory: Path, shape: ModelShape, seed: int) -> Path:
-    """Write the model with the quickstart's tokenizer, unless it is there; with a vision tower as such a checkpoint.
+    """Write the model with the quickstart's tokenizer, unless it is there; with a vision tower as such a checkpoint,
+    which sees the quickstart's pictures.
 
     A kill leaves all of it or nothing.
     """
     if directory.is_dir():
         return directory
-    tokenizer = build_tokenizer()
+    tokenizer = _tokenizer_of(shape)
     config = transformers_config(shape, *(int(tokenizer.convert_tokens_to_ids(token)) for token in (PAD, TURN_END)))
     maker: Any = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
     with torch.random.fork_rng():
@@ -68,6 +76,8 @@ def make_model(directory: Path, shape: ModelShape, seed: int) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    if shape.vision:
+        save_image_settings(temporary)
     os.replace(temporary, directory)
     return directory
 
@@ -77,13 +87,16 @@ def transformers_config(shape: ModelShape, pad_token_id: int, eos_token_id: int)
     text = _text_fields(shape) | {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id, "bos_token_id": None}
     if not shape.vision:
         return AutoConfig.for_model(shape.model_type, **text)
-    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": shape.hidden}
     return AutoConfig.for_model(
         WRAPPERS[shape.model_type],
         text_config={"model_type": shape.model_type, **text},
-        vision_config=tower,
         tie_word_embeddings=shape.tied_embeddings,
+        **vision_fields(seeing_tokenizer(), shape.hidden),
     )
+
+
+def _tokenizer_of(shape: ModelShape) -> PreTrainedTokenizerFast:
+    return seeing_tokenizer() if shape.vision else build_tokenizer()
 
 
 def _text_fields(shape: ModelShape) -> dict[str, Any]:

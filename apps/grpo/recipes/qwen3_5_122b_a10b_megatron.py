@@ -46,6 +46,7 @@ RECIPE = Recipe(
         save_every=50,
         engine=EngineConfig(
             backend="megatron",
+            vision="frozen",
             distributed_optimizer=True,
             device="cuda",
             tensor_parallel=2,

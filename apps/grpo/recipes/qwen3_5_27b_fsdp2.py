@@ -43,7 +43,12 @@ RECIPE = Recipe(
         eval_every=5,
         save_every=5,
         engine=EngineConfig(
-            device="cuda", lr=1e-6, gradient_checkpointing=True, optimizer_on_host=True, max_tokens_per_rank=6144
+            device="cuda",
+            vision="trained",
+            lr=1e-6,
+            gradient_checkpointing=True,
+            optimizer_on_host=True,
+            max_tokens_per_rank=6144,
         ),
         sampling=Sampling(max_new_tokens=2048),
         objective=GRPO(kl_coef=0.01, kl_estimator="k3"),

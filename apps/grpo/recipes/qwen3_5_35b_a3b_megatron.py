@@ -47,6 +47,7 @@ RECIPE = Recipe(
         save_every=20,
         engine=EngineConfig(
             backend="megatron",
+            vision="frozen",
             distributed_optimizer=True,
             device="cuda",
             tensor_parallel=2,
