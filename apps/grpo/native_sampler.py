@@ -39,6 +39,12 @@ def native_engine(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenize
     )
 
 
+def native_dtype(config: GrpoConfig, model: Path) -> str:
+    """What that module computes in."""
+    wanted = engine_config(config, model)
+    return str(compute_dtype(wanted, resolve_device(wanted))).removeprefix("torch.")
+
+
 def engine_config(config: GrpoConfig, model: Path) -> EngineConfig:
     """The training engine's settings, with the model to start from."""
     return replace(config.engine, model=str(model), temperature=config.sampling.temperature)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from apps.common.plan.vllm_arguments import vllm_arguments
+from apps.common.ranks import gather_lists
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from engines import TrainEngine
@@ -59,19 +60,20 @@ class WeightsNotTakenError(RuntimeError):
 def prove_weights(session: Session, engine: TrainEngine, episodes: Sequence[Episode]) -> dict[str, float]:
     """Ask some of the step's prompts again and hold the log-probs of the answers to the trainer's.
 
-    Every rank asks its own sampler; collective. A native one runs the module that is trained and needs no proof. The
-    metrics say how far apart they are, and what the hand-over cost.
+    Every sampler of every rank is asked, and its answers are scored by all of them; collective. The native one in a
+    rank's own process needs no proof. The metrics say how far apart they are, and what the hand-over cost.
 
     Raises:
         WeightsNotTakenError: they are further apart than the sampler's arithmetic explains.
     """
-    sampler = session.sampler
-    if not isinstance(sampler, VllmEngine):
-        return {}
     prompts = probes_of(episodes)
-    answers = session.runner.run(answered(session, prompts))
-    found = hold_to_trainer(engine, prompts, answers, sampler.facts["dtype"], sampler.version)
-    return found | transfer_metrics(sampler)
+    if not prompts or session.config.engine.vision != "off":  # probes are text
+        return {}
+    if isinstance(session.sampler, VllmEngine):
+        told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler))]
+    else:
+        told = session.probed(prompts)
+    return hold_samplers(engine, prompts, gather_lists(told), session.sampler.version)
 
 
 def probes_of(episodes: Sequence[Episode]) -> list[list[int]]:
@@ -79,6 +81,16 @@ def probes_of(episodes: Sequence[Episode]) -> list[list[int]]:
     firsts = {episode.group: episode.segments[0] for episode in episodes if episode.segments}
     prompts = [list(segment.ids[: segment.loss_mask.index(True)]) for segment in firsts.values() if segment.sampled]
     return prompts[:PROBES]
+
+
+async def probe(
+    session: Session, prompts: Sequence[Sequence[int]], dtype: str, vllm: VllmEngine | None
+) -> dict[str, Any]:
+    """What a session's sampler, which computes in `dtype`, says of itself, as JSON: answers to the prompts, its dtype
+    and, of vLLM, what the last hand-over cost."""
+    answers = await answered(session, prompts)
+    metrics = {} if vllm is None else transfer_metrics(vllm)
+    return {"answers": [plain_answer(answer) for answer in answers], "dtype": dtype, "metrics": metrics}
 
 
 async def answered(session: Session, prompts: Sequence[Sequence[int]]) -> list[Completion]:
@@ -93,29 +105,49 @@ async def answered(session: Session, prompts: Sequence[Sequence[int]]) -> list[C
     return await together([session.sampler.generate(prompt, how) for prompt in prompts])
 
 
-def hold_to_trainer(
-    engine: TrainEngine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion], dtype: str, version: int
+def hold_samplers(
+    engine: TrainEngine, prompts: Sequence[Sequence[int]], told: Sequence[dict[str, Any]], version: int
 ) -> dict[str, float]:
-    """The distance of the answers' log-probs from the trainer's present weights, which the sampler has as `version`.
+    """Hold what each sampler told (`probe`) to the trainer's present weights, which all have as `version`; collective.
 
-    Weights that are stale by one small step are within bfloat16 of the new ones; those that stay so are soon found.
+    The metrics are those of the sampler that is furthest off. Weights that are stale by one small step are within
+    bfloat16 of the new ones; those that stay so are soon found.
 
     Raises:
-        WeightsNotTakenError: they are further apart than arithmetic in `dtype` explains, or of another version.
+        WeightsNotTakenError: one is further off than arithmetic in its dtype explains, or answers by another version.
     """
-    samples = [_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    told = engine.forward(make_batch(samples))["log_probs"].unbind()
-    distance = torch.cat(
+    if not told:
+        return {}
+    answers = [[read_answer(answer) for answer in one["answers"]] for one in told]
+    samples = [_sample(prompt, answer) for one in answers for prompt, answer in zip(prompts, one, strict=True)]
+    scores = engine.forward(make_batch(samples))["log_probs"].unbind()
+    found: list[dict[str, float]] = []
+    for number, (one, mine) in enumerate(zip(told, answers, strict=True)):
+        span = slice(number * len(prompts), (number + 1) * len(prompts))
+        who = "the sampler" if len(told) == 1 else f"sampler {number} of {len(told)}"
+        distance = _distances(samples[span], scores[span])
+        found.append(_proof(distance, mine, BOUNDS[one["dtype"]], one["dtype"], version, who) | one["metrics"])
+    return {name: max(metrics[name] for metrics in found) for name in found[0]}
+
+
+def _distances(samples: Sequence[dict[str, Any]], scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of each sampled token's log-prob from the trainer's."""
+    return torch.cat(
         [
             (log_probs[sample["loss_mask"]] - sample["rollout_log_probs"][sample["loss_mask"]]).abs()
-            for log_probs, sample in zip(told, samples, strict=True)
+            for log_probs, sample in zip(scores, samples, strict=True)
         ]
     )
-    mean, allowed = distance.mean().item(), BOUNDS[dtype]
+
+
+def _proof(
+    distance: torch.Tensor, answers: Sequence[Completion], allowed: float, dtype: str, version: int, who: str
+) -> dict[str, float]:
+    mean = distance.mean().item()
     versions = {v for answer in answers for v in answer.policy_versions}
     if not (mean <= allowed and versions == {version}):
         raise WeightsNotTakenError(
-            f"after version {version} was handed over, the sampler's log-probs, of version "
+            f"after version {version} was handed over, the log-probs of {who}, of version "
             f"{', '.join(map(str, sorted(versions)))}, are {mean:.3g} from the trainer's on average ({allowed} is what "
             f"{dtype} explains): it does not sample from the trainer's weights"
         )

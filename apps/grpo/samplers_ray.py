@@ -26,6 +26,7 @@ from apps.grpo.tasks import Tasks
 from engines import TrainEngine
 from rollout import Episode, Sampling, TaskRow
 from rollout.episodes.codec import decode_episodes
+from rollout.vllm.process import VARIABLE
 from rollout.workers.demand import Demand
 from rollout.workers.process import WorkerDied, WorkerProcess
 from rollout.workers.protocol import Workers
@@ -88,6 +89,8 @@ def open_pool(config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], 
     layout = config.cluster.rollout
     variables = dict(entry.split("=", 1) for entry in config.cluster.environment)
     variables |= {"PYTHONPATH": _paths(), "OMP_NUM_THREADS": str(config.threads)}
+    if VARIABLE in os.environ:
+        variables[VARIABLE] = os.environ[VARIABLE]
     demand = Demand(layout.ray_workers, cpus=layout.ray_cpus)
     pool: Workers = ray_module("rollout.workers.ray_pool").RayPool(target, args, demand, environment=variables)
     begun = False
@@ -177,6 +180,11 @@ class RaySamplers:
         dealt = cast(list[list[list[Episode]]], parts)
         return [dealt[at % count][at // count] for at in range(len(rows))]
 
+    async def probed(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """What each of the samplers answers to probes. WorkerDied: see `revive`."""
+        told = await asyncio.gather(*map(asyncio.wrap_future, self._pool.call_all("probe", prompts=prompts)))
+        return [head["answer"] for head, _ in told]
+
     def take(self, engine: TrainEngine, runner: Runner) -> int:
         """Give all samplers the engine's present weights as the next version; the bytes handed over."""
         self._engine = engine
@@ -224,8 +232,9 @@ class RaySamplers:
 
     def _push(self, runner: Runner) -> int:
         assert self._engine is not None
-        # The native engine runs the module that is trained: its names are the module's.
-        return hand_over(self._engine, self._pool, self.version, runner, live=True)
+        # The native engine runs the module that is trained: its names are the module's. vLLM reads a checkpoint's.
+        live = self._config.cluster.rollout.engine == "native"
+        return hand_over(self._engine, self._pool, self.version, runner, live=live)
 
     def _open(self, version: int) -> Workers:
         return open_pool(self._config, sampling_handlers, (self._config, self._tasks, self._model, version))
@@ -248,6 +257,10 @@ class RaySession(Session):
                 return self.runner.run(make())
             except WorkerDied:
                 self.sampler.revive(self.runner, trained)
+
+    def probed(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """What each of Ray's samplers answers to probes."""
+        return self.asked(lambda: self.sampler.probed(prompts))
 
     async def playing(
         self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int

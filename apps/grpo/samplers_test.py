@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from apps.grpo.samplers import WeightsNotTakenError, hold_to_trainer, plain_answer, read_answer
+from apps.grpo.samplers import WeightsNotTakenError, hold_samplers, plain_answer, read_answer
 from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
 from rollout import NativeEngine, Sampling
@@ -18,12 +18,24 @@ PROMPTS = [[5, 9, 2], [7, 1, 1, 30], [3], [8, 8]]
 
 def answers_of(module, experts):
     sampler = NativeEngine(module, pad_token_id=0, version=3, routed_experts=experts)
+
     how = Sampling(max_new_tokens=6, seed=0)
 
     async def ask():
         return await asyncio.gather(*(sampler.generate(prompt, how) for prompt in PROMPTS))
 
     return asyncio.run(ask())
+
+
+def move(module):
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "embed_tokens" not in name:
+                parameter.mul_(1.05)
+
+
+def told(answers, metrics):
+    return {"answers": [plain_answer(answer) for answer in answers], "dtype": "float32", "metrics": metrics}
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -36,12 +48,19 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind):
     assert all((ROUTED_EXPERTS in answer.extras) == replay for answer in answers)
     sent = [read_answer(json.loads(json.dumps(plain_answer(answer)))) for answer in answers]
     assert sent == answers
-    assert hold_to_trainer(engine, PROMPTS, sent, "float32", 3)["weights/probe/abs"] < 1e-5
+    good = told(sent, {"weights/pause_ms": 1.0})
+    assert hold_samplers(engine, PROMPTS, [good], 3)["weights/probe/abs"] < 1e-5
+    assert hold_samplers(engine, PROMPTS, [good, told(sent, {"weights/pause_ms": 2.0})], 3)["weights/pause_ms"] == 2
+    assert hold_samplers(engine, PROMPTS, [], 3) == {}
     with pytest.raises(WeightsNotTakenError, match="of version 3"):
-        hold_to_trainer(engine, PROMPTS, answers, "float32", 4)
-    with torch.no_grad():
-        for name, parameter in engine.executor.model.named_parameters():
-            if "embed_tokens" not in name:
-                parameter.mul_(1.05)
+        hold_samplers(engine, PROMPTS, [good], 4)
+    newer = tiny_model(kind, scale=2.0)
+    for module in (engine.executor.model, newer):
+        move(module)
     with pytest.raises(WeightsNotTakenError, match="from the trainer's on average"):
-        hold_to_trainer(engine, PROMPTS, answers, "float32", 3)
+        hold_samplers(engine, PROMPTS, [good], 3)
+    fresh = [plain_answer(answer) for answer in answers_of(newer, replay)]
+    now = {"answers": fresh, "dtype": "float32", "metrics": {"weights/pause_ms": 1.0}}
+    assert hold_samplers(engine, PROMPTS, [now, now], 3)["weights/probe/abs"] < 1e-5
+    with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 3"):
+        hold_samplers(engine, PROMPTS, [now, good, now], 3)

@@ -28,7 +28,7 @@ from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
 from apps.grpo.ledgers import ASYNC, check_ledgers
 from apps.grpo.live import EVERY, Show
-from apps.grpo.samplers import hold_to_trainer, probes_of, read_answer
+from apps.grpo.samplers import hold_samplers, probes_of
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_process import RESTARTS, SamplingProcess
 from apps.grpo.schedule_rows import NumberedRows
@@ -335,17 +335,16 @@ class FullyAsync:
         }
 
     def _proven(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """That vLLM samples from the weights it was handed, beside whatever it samples; see `hold_to_trainer`."""
+        """That every sampler has the weights it was handed, beside whatever it samples; see `hold_samplers`."""
         prompts = probes_of(episodes)
-        while self._served and prompts:
+        while prompts and self._config.engine.vision == "off":  # probes are text
             version = self._process.version
+            asked = self._living().call_all("probe", prompts=prompts)
             try:
-                found = self._living().call("probe", prompts=prompts).result()[0]["answer"]
+                told = [future.result()[0]["answer"] for future in asked]
             except WorkerDied:
                 continue
-            answers = [read_answer(answer) for answer in found["answers"]]
-            proof = hold_to_trainer(self._engine, prompts, answers, found["dtype"], version)
-            return proof | dict[str, float](found["metrics"])
+            return hold_samplers(self._engine, prompts, told, version)
         return {}
 
     # -- the sampling process --------------------------------------------------------------------------------------

@@ -12,12 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from apps.common.interrupts import Runner
 from apps.common.ranks import init_rank
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
-from apps.grpo.native_sampler import native_engine
-from apps.grpo.samplers import answered, plain_answer, transfer_metrics, vllm_engine
+from apps.grpo.native_sampler import native_dtype, native_engine
+from apps.grpo.samplers import probe, vllm_engine
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Session, chat_of, likeliest
 from apps.grpo.tasks import Tasks
@@ -43,41 +45,42 @@ def generate(
 def generating_handlers(
     config: GrpoConfig, tasks: Tasks, model: Path, version: int, place: Mapping[str, Any] | None
 ) -> dict[str, Handler]:
-    """Of a fully asynchronous run: "play" (a group by its number), "evaluate", what hands over weights and, for vLLM,
-    "probe" (answers that prove them).
+    """Of a fully asynchronous run: "play" (a group by its number), "evaluate", what hands over weights, and "probe"
+    (answers that prove them).
 
     `version`: the number that the weights of `model` count as. `place`: of `NumberedRows`.
     """
     init_rank(config.threads, config.seed)
     quiet_libraries()
     tokenizer = load_tokenizer(model)
-    sampler: NativeEngine | VllmEngine
-    if config.cluster.rollout.engine == "vllm":
-        sampler = vllm_engine(config, model, version)
-    else:
-        sampler = native_engine(config, model, tokenizer, version)
+    sampler = _engine(config, model, tokenizer, version)
     engine = ContinuedEngine(sampler)
     session = Session(config, tasks, chat_of(config, tokenizer, model), engine, Runner())
-    handlers = weight_handlers(engine) | _players(config, session, NumberedRows(tasks, config.prompts, place))
-    if isinstance(sampler, VllmEngine):
-        handlers["probe"] = _prober(session, sampler)
-        handlers = {name: _ending_with(sampler, handler) for name, handler in handlers.items()}
-    return handlers
+    players = _players(config, session, NumberedRows(tasks, config.prompts, place))
+    return _ending_with(sampler, weight_handlers(engine) | players | _prober(session, sampler, model))
 
 
 def sampling_handlers(config: GrpoConfig, tasks: Tasks, model: Path, version: int) -> dict[str, Handler]:
-    """Of a sampler that is told which tasks to play: "sample", and what hands over weights. The engine is native."""
+    """Of a sampler that is told which tasks to play: "sample", "probe", and what hands over weights."""
     init_rank(config.threads, config.seed)
     quiet_libraries()
     tokenizer = load_tokenizer(model)
-    engine = native_engine(config, model, tokenizer, version)
+    engine = _engine(config, model, tokenizer, version)
     session = Session(config, tasks, chat_of(config, tokenizer, model), engine, Runner())
 
     async def sample(call: dict[str, Any]) -> bytes:
         groups = await session.playing(call["rows"], call["places"], Sampling(**call["sampling"]), call["size"])
         return encode_episodes([episode for group in groups for episode in group])
 
-    return weight_handlers(engine) | {"sample": sample}
+    return _ending_with(engine, weight_handlers(engine) | {"sample": sample} | _prober(session, engine, model))
+
+
+def _engine(
+    config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase, version: int
+) -> NativeEngine | VllmEngine:
+    if config.cluster.rollout.engine == "vllm":
+        return vllm_engine(config, model, version)
+    return native_engine(config, model, tokenizer, version)
 
 
 def _players(config: GrpoConfig, session: Session, rows: NumberedRows) -> dict[str, Handler]:
@@ -96,18 +99,20 @@ def _players(config: GrpoConfig, session: Session, rows: NumberedRows) -> dict[s
     return {"play": play, "evaluate": evaluate}
 
 
-def _prober(session: Session, sampler: VllmEngine) -> Handler:
-    async def probe(call: dict[str, Any]) -> dict[str, Any]:
-        answers = await answered(session, call["prompts"])
-        told = [plain_answer(answer) for answer in answers]
-        return {"answers": told, "dtype": sampler.facts["dtype"], "metrics": transfer_metrics(sampler)}
-
-    return probe
+def _prober(session: Session, sampler: NativeEngine | VllmEngine, model: Path) -> dict[str, Handler]:
+    vllm = sampler if isinstance(sampler, VllmEngine) else None
+    dtype = native_dtype(session.config, model) if vllm is None else vllm.facts["dtype"]
+    return {"probe": lambda call: probe(session, call["prompts"], dtype, vllm)}
 
 
-def _ending_with(sampler: VllmEngine, handler: Handler) -> Handler:
-    """The handler; where it fails because vLLM's process is gone, this one ends too."""
+def _ending_with(sampler: NativeEngine | VllmEngine, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
+    """The handlers; where one fails because vLLM's process is gone, this one ends too."""
+    if not isinstance(sampler, VllmEngine):
+        return dict(handlers)
+    return {name: _ending(sampler, handler) for name, handler in handlers.items()}
 
+
+def _ending(sampler: VllmEngine, handler: Handler) -> Handler:
     async def handle(call: dict[str, Any]) -> bytes | dict[str, Any] | None:
         try:
             return await handler(call)

@@ -3,6 +3,7 @@
 By hand: `bazel test //apps/grpo:schedule_ray_test`.
 """
 
+import asyncio
 import os
 import signal
 from dataclasses import replace
@@ -12,11 +13,14 @@ import ray
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
+from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, rows, same_weights, small, watched
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
+from rollout.sync.pieces import Bucket
 from rollout.workers.ray_pool import RayPool
+from rollout.workers.weights import bucket_message, plain_bytes
 
 SYNC = Schedule("sync")
 SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
@@ -155,6 +159,32 @@ def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(tmp_path, m
     assert len(pools) == 2
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
     assert max(row["schedule/staleness"] for row in rows(run_dir)[1:]) <= 1
+
+
+@pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
+def test_one_sampler_of_several_with_other_weights_stops_the_run(tmp_path, monkeypatch, schedule):
+    """Whatever went wrong on its way: it took what it got, and says that it has the new weights."""
+
+    async def receive(self, bucket):
+        other = Bucket(bucket.headers, bucket.buffer.clone())
+        for header in other.headers:
+            end = header.start + header.numel * header.dtype.itemsize
+            other.buffer[header.start : end].view(header.dtype).mul_(1.5)
+        sent = [(part, plain_bytes(part)) for part in (bucket, other)]
+        asked = [
+            self._ask(i, "receive", bucket_message(part, data), data.numpy()) for i, (part, data) in enumerate(sent)
+        ]
+        found = await asyncio.gather(*map(asyncio.wrap_future, asked))
+        return max(head["answer"]["missing"] for head, _ in found)
+
+    monkeypatch.setattr(RayPool, "receive", receive)
+    with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 2, of version 1"):
+        run(in_ray(tmp_path / "run", schedule, **SHORT), RECIPE)
+
+
+def test_every_hand_over_is_proven(tmp_path):
+    run(in_ray(tmp_path / "run", SYNC, **SHORT), RECIPE)
+    assert all(0 < row["weights/probe/abs"] < 1e-5 for row in rows(tmp_path / "run")[1:])
 
 
 def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_sampled(tmp_path):

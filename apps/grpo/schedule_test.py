@@ -13,10 +13,12 @@ from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.trained import assert_trained
 from apps.grpo import schedule_async, schedule_one_step
 from apps.grpo.main import configure, run
+from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, rows, same_weights, small
 from apps.grpo.testing import RECIPE, make_troubled_tasks
 from engines.launch import RankError
+from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import bubble_shares, read_timeline
 
@@ -115,6 +117,23 @@ def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
     assert {span.lane for span in read_timeline(asynchronous)} == {"trainer", "sampler", "weights"}
     for row in logged[1:]:
         assert row["train/grad_norm"] > 1e-4
+        assert 0 < row["weights/probe/abs"] < 1e-5
+
+
+def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path, monkeypatch):
+    """It took what it got, and says that it has the new weights; those that it has are proven at each hand-over."""
+    plain = WorkerProcess.receive
+
+    async def receive(self, bucket):
+        other = Bucket(bucket.headers, bucket.buffer.clone())
+        for header in other.headers:
+            end = header.start + header.numel * header.dtype.itemsize
+            other.buffer[header.start : end].view(header.dtype).mul_(1.5)
+        return await plain(self, other)
+
+    monkeypatch.setattr(WorkerProcess, "receive", receive)
+    with pytest.raises(WeightsNotTakenError, match="log-probs of the sampler, of version 1"):
+        run(small(tmp_path / "run", ASYNC), RECIPE)
 
 
 def test_a_kill_of_the_driver_loses_nothing(tmp_path):

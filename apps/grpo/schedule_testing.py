@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from apps.common.checkpoints import last_checkpoint
 from apps.common.config_file import CONFIG_NAME
 from apps.common.kills import silence
-from apps.common.plan.cluster import Schedule
+from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
 from apps.common.trained import assert_trained
 from apps.grpo import schedule_async
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
+from apps.grpo.registry import recipes
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.step import StepResult
 from apps.grpo.testing import RECIPE
@@ -31,6 +32,23 @@ def small(run_dir: Path, schedule: Schedule, **changes: Any) -> GrpoConfig:
     """A run of four steps."""
     cluster = replace(RECIPE.config.cluster, schedule=schedule)
     return replace(RECIPE.config, run_dir=run_dir, cluster=cluster, **changes)
+
+
+def served(run_dir: Path, layout: RolloutLayout, schedule: Schedule, **changes: Any) -> GrpoConfig:
+    """A run of three steps sampled by vLLM, from random weights."""
+    recipe = recipes()["quickstart-vllm"].config
+    return replace(
+        replace(recipe, warm_start=replace(recipe.warm_start, steps=0), **changes),
+        run_dir=run_dir,
+        steps=3,
+        prompts=8,
+        group_size=4,
+        eval_every=3,
+        save_every=3,
+        data=replace(recipe.data, eval_prompts=8),
+        objective=replace(recipe.objective, off_policy="none" if schedule.mode == "sync" else "truncate"),
+        cluster=Cluster(rollout=layout, schedule=schedule),
+    )
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

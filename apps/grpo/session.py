@@ -97,6 +97,11 @@ class Session:
         """The parts of all ranks together, in order of the prompts; every rank calls it."""
         return sorted(gather_lists(episodes), key=lambda episode: episode.group)
 
+    def probed(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """What each sampler outside this process answers to probes (`apps.grpo.samplers.probe`); here there is none."""
+        del prompts
+        return []
+
     @property
     def sampling(self) -> Sampling:
         """How training's answers are sampled."""

@@ -49,9 +49,9 @@ REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_mod
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
 ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
 RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
+RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
 ADMIT = Yes("apps/grpo/native_sampler_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
-RAY_ENGINE = No("no test has run vLLM inside Ray's actors: use --cluster.rollout.engine native, or leave Ray out")
 RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
 RAY_IMAGES = No("no test has run images in Ray's samplers: leave --cluster.rollout.ray-workers at 0")
 DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
@@ -142,7 +142,7 @@ def _cluster_need(work: Work, path: str) -> Need:
     if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):
         return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))
     if path.startswith("rollout.ray_"):
-        return Need(feature, RAY_SAMPLERS)
+        return Need(feature, RAY_VLLM if work.cluster.rollout.engine == "vllm" else RAY_SAMPLERS)
     if path == "rollout.admit":
         ahead = work.cluster.schedule.mode == "fully_async" and work.cluster.rollout.admit == "rounds"
         return Need(feature, ADMIT_ROUNDS if ahead else ADMIT)
@@ -179,7 +179,6 @@ def _ray_samplers(work: Work) -> list[Need]:
     """What else a run asks for that samplers in Ray's actors do not do."""
     lacking = {
         "samplers in Ray beside several ranks": (work.processes > 1, RAY_RANKS),
-        "vLLM in Ray": (work.cluster.rollout.engine != "native", RAY_ENGINE),
         "images from Ray": (work.engine.vision != "off", RAY_IMAGES),
     }
     return [Need(feature, answer) for feature, (asked, answer) in lacking.items() if asked]

@@ -64,6 +64,10 @@ class WorkerProcess:
             self._bury()
         return future
 
+    def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
+        """The call, as there is one process."""
+        return [self.call(name, **arguments)]
+
     async def ask(self, name: str, **arguments: Any) -> Any:
         """Call and wait, on an event loop."""
         head, _ = await asyncio.wrap_future(self.call(name, **arguments))

@@ -22,6 +22,10 @@ class Workers(Receiver, Protocol):
         """Ask for something. The future gets the answer's head and payload, or what was raised there, or WorkerDied."""
         ...
 
+    def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
+        """Ask every sampler of it, each for an answer of its own."""
+        ...
+
     def close(self) -> None:
         """End it; what it still samples is lost."""
         ...

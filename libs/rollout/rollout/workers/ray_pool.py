@@ -126,6 +126,10 @@ class RayPool:
             index = min(range(len(self._busy)), key=self._busy.__getitem__)
         return self._ask(index, name, arguments)
 
+    def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
+        """Ask every sampler, in order."""
+        return [self._ask(index, name, arguments) for index in range(len(self._actors))]
+
     async def ask_all(self, name: str, data: Any = None, **arguments: Any) -> list[Any]:
         """Ask every sampler and wait for all answers; what one raises is raised once all have answered."""
         asked = [asyncio.wrap_future(self._ask(i, name, arguments, data)) for i in range(len(self._actors))]

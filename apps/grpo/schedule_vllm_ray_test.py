@@ -1,0 +1,105 @@
+"""vLLM behind actors of a real Ray cluster: its weights are proven at each step, and it is replaced when it dies.
+
+By hand, with an interpreter that has vLLM: `bazel test //apps/grpo:schedule_vllm_ray_test`.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+
+from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo.main import run
+from apps.grpo.schedule_testing import rows, served
+from rollout.workers.ray_pool import RayPool
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+CHILD = b"vllm/server/start.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """One node with room for two samplers, on loopback; runs find this process connected."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+def in_ray(run_dir, workers=1, schedule=Schedule("sync")):  # noqa: B008  frozen
+    return served(run_dir, RolloutLayout("vllm", ray_workers=workers), schedule)
+
+
+def children():
+    """The processes of vLLM by number, with their parents."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if CHILD in (path.parent / "cmdline").read_bytes():
+                found[int(path.parent.name)] = parent
+        except OSError:
+            continue
+    return found
+
+
+def kill_once(monkeypatch, name, which, whom):
+    """SIGKILL at the pool's call number `which` of `name`, for an actor or its vLLM; the pools, as they begin."""
+    pools, calls, plain = [], 0, RayPool._ask
+
+    def ask(self, index, asked, arguments, data=None):
+        nonlocal calls
+        if self not in pools:
+            pools.append(self)
+        calls += asked == name
+        found = plain(self, index, asked, arguments, data)
+        if asked == name and calls == which:
+            actor = ray.get(self._actors[index].process.remote())
+            victim = actor if whom == "actor" else next(pid for pid, parent in children().items() if parent == actor)
+            os.kill(victim, signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(RayPool, "_ask", ask)
+    return pools
+
+
+def assert_proven(run_dir, steps):
+    """Each hand-over is: log-probs are the new weights' as far as bfloat16 goes, under the new version."""
+    logged = rows(run_dir)[1:]
+    assert [row["step"] for row in logged] == list(range(1, steps + 1))
+    assert [row["weights/version"] for row in logged] == list(range(1, steps + 1))
+    assert max(row["weights/probe/abs"] for row in logged) < 0.03
+    assert all(row["weights/pause_ms"] > 0 for row in logged)
+    assert not children()  # none outlives its actor
+
+
+def test_two_samplers_take_each_steps_weights(tmp_path):
+    run(in_ray(tmp_path, 2))
+    assert_proven(tmp_path, 3)
+    assert max(row["log_prob_difference"] for row in rows(tmp_path)[1:]) < 0.03
+
+
+@pytest.mark.parametrize(("name", "which", "whom"), [("commit", 2, "actor"), ("sample", 3, "vllm")])
+def test_one_that_is_killed_is_replaced(tmp_path, monkeypatch, name, which, whom):
+    pools = kill_once(monkeypatch, name, which, whom)
+    run(in_ray(tmp_path))
+    assert len(pools) == 2
+    assert_proven(tmp_path, 3)
+
+
+def test_fully_asynchronous_one_that_is_killed_is_replaced(tmp_path, monkeypatch):
+    pools = kill_once(monkeypatch, "play", 10, "vllm")
+    run(in_ray(tmp_path, schedule=Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)))
+    assert len(pools) == 2
+    assert_proven(tmp_path, 3)
