@@ -7,12 +7,16 @@ the least time of the step for these sets, because the slowest becomes faster by
 1. For each step in turn, the slowest first, look at its slowest set: move one of its sequences to another set, to a set
    of its own, or swap it with another set's; join the set with another of the step; move all of it to another step, or
    to a step of its own. The first change that makes the sum of the steps' times smaller is made.
-2. Empty the step with the least in it, its sequences one by one into the best sets elsewhere; kept if that is faster.
-3. From the beginning, until nothing helps or the evaluations are used up.
+2. Deal the slowest set and another of its step anew, every way there is, where they are few sequences.
+3. Empty the step with the least in it, its sequences one by one into the best sets elsewhere; kept if that is faster.
+4. From the beginning, until nothing helps or the evaluations are used up.
+5. To `KICKED` sequences: a few random moves, then from the beginning; what is no slower is gone on from. Until nothing
+   was gained so often as `MISSES` says, or the evaluations are used up.
 
-Deterministic; never slower than the plan it begins with.
+Deterministic, the random moves too; never slower than the plan it begins with.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -23,6 +27,13 @@ from dyncp.planning.problem import CandidatePlan, Problem
 
 EVALUATIONS = 300
 """Steps that are timed: some five milliseconds."""
+KICKED = 16
+"""Up to so many sequences a search goes on beyond the first plan that no change makes faster."""
+KICKED_EVALUATIONS = 1000
+MISSES = 100
+MOST_MOVES = 5
+MOST_DEALT = 7
+"""Sequences of two sets that are dealt every way there is: 63."""
 
 Sets = tuple[tuple[int, ...], ...]
 
@@ -34,13 +45,10 @@ def improved(problem: Problem, candidate: CandidatePlan, sizes: Sequence[int] | 
     """
     sizes = problem.sizes if sizes is None else sizes
     search = _Search(problem, sizes)
-    steps = [_step((), *(tuple(b.samples) for b in step)) for step in candidate.steps]
-    while search.left > 0:
-        changed = search.change(steps) or search.emptied(steps)
-        if changed is None:
-            break
-        steps = changed
-    total = sum(search.seconds(step) for step in steps)
+    steps = search.descended([_step((), *(tuple(b.samples) for b in step)) for step in candidate.steps])
+    if len(problem.lengths) <= KICKED:
+        steps = search.kicked(steps)
+    total = search.total(steps)
     if total >= candidate.total * (1 - 1e-12):
         return candidate
     made = [[problem.bin_of(size, samples) for size, samples in zip(search.sizes(s), s, strict=True)] for s in steps]
@@ -53,7 +61,7 @@ class _Search:
     def __init__(self, problem: Problem, sizes: Sequence[int]) -> None:
         self.problem, self.group_sizes = problem, sizes
         self.rooms, self.bases = problem.rooms_of(np.array(sizes)), problem.coefficients_of(sizes)[0]
-        self.left = EVALUATIONS
+        self.left = KICKED_EVALUATIONS if len(problem.lengths) <= KICKED else EVALUATIONS
         self._widths: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._steps: dict[Sets, tuple[float, tuple[int, ...]]] = {}
 
@@ -113,6 +121,47 @@ class _Search:
         tokens, seconds = zip(*columns, strict=True)
         return np.stack(tokens), np.stack(seconds)
 
+    def total(self, steps: list[Sets]) -> float:
+        """Seconds of all steps."""
+        return sum(map(self.seconds, steps))
+
+    def descended(self, steps: list[Sets]) -> list[Sets]:
+        """The steps after one change after another, until none helps or the evaluations are used up."""
+        while self.left > 0:
+            changed = self.change(steps) or self.emptied(steps)
+            if changed is None:
+                break
+            steps = changed
+        return steps
+
+    def kicked(self, steps: list[Sets]) -> list[Sets]:
+        """The fastest steps found by random moves, each time followed by what helps."""
+        rng, misses = random.Random(0), 0
+        while self.left > 0 and misses < MISSES:
+            found = self.descended(self._moved_at_random(steps, rng))
+            before, after = self.total(steps), self.total(found)
+            misses = 0 if after < before * (1 - 1e-9) else misses + 1
+            steps = found if after <= before else steps
+        return steps
+
+    def _moved_at_random(self, steps: list[Sets], rng: random.Random) -> list[Sets]:
+        """The steps after a few sequences joined any other set, or none; what the ranks do not hold is left out."""
+        for _ in range(rng.randint(1, MOST_MOVES)):
+            at = rng.randrange(len(steps))
+            mine = rng.choice(steps[at])
+            sample = rng.choice(mine)
+            rest = tuple(i for i in mine if i != sample)
+            places = [(k, samples) for k, step in enumerate(steps) for samples in step if samples is not mine]
+            chosen = rng.randrange(len(places) + 1)
+            if chosen < len(places):
+                k, theirs = places[chosen]
+                changed = _moved(steps, at, k, mine, theirs, rest, (*theirs, sample))
+            else:
+                changed = {at: _step(_without(steps[at], mine), rest, (sample,))}
+            if all(self.seconds(step) < float("inf") for step in changed.values()):
+                steps = _replaced(steps, changed)
+        return steps
+
     def change(self, steps: list[Sets]) -> list[Sets] | None:
         """The steps after the first change of a slowest set that makes their sum smaller; None where none does."""
         for at in sorted(range(len(steps)), key=lambda k: -self.seconds(steps[k])):
@@ -153,6 +202,9 @@ class _Search:
                 yield {at: others, k: _step(step, mine)}
         if others:
             yield {at: others, len(steps): (mine,)}
+        for theirs in others:
+            for dealt in _dealt((*mine, *theirs)):
+                yield {at: _step(_without(others, theirs), *dealt)}
 
     def emptied(self, steps: list[Sets]) -> list[Sets] | None:
         """The steps without the one that holds least, its sequences dealt to the others, if that is faster."""
@@ -175,13 +227,20 @@ class _Search:
             if least == float("inf"):
                 return None
             kept = _replaced(kept, choices[place])
-        faster = sum(map(self.seconds, kept)) < sum(map(self.seconds, steps)) * (1 - 1e-9)
+        faster = self.total(kept) < self.total(steps) * (1 - 1e-9)
         return kept if faster else None
 
 
 def _step(others: Sets, *sets: tuple[int, ...]) -> Sets:
     """The step of these sets in one order, empty ones left out."""
     return tuple(sorted((*others, *(tuple(sorted(samples)) for samples in sets if samples))))
+
+
+def _dealt(samples: tuple[int, ...]) -> Iterator[Sets]:
+    """Every way to deal up to `MOST_DEALT` samples to two sets; none for more of them."""
+    if len(samples) <= MOST_DEALT:
+        for bits in range(1, 1 << len(samples) - 1):
+            yield tuple(tuple(i for n, i in enumerate(samples) if bits >> n & 1 == side) for side in (1, 0))
 
 
 def _without(step: Sets, samples: tuple[int, ...]) -> Sets:

@@ -249,7 +249,7 @@ def test_a_search_over_some_sizes_is_no_proof(
     assert searched is not None
     made = plan(lengths, world, 8192)
     assert sum(made.seconds) < searched[0].total  # the best of all sizes for the groups that were found
-    assert sum(made.seconds) > fastest * 1.002  # else find another instance: this one is solved
+    assert sum(made.seconds) > fastest * 1.001  # else find another instance: this one is solved
     assert made.lower_bound <= fastest
     assert made.gap > 0.002
 

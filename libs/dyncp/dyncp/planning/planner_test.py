@@ -15,8 +15,9 @@ from dyncp.planning.planner import make_problem, plan, predicted_seconds, static
 from dyncp.planning.problem import Bin, Problem
 from dyncp.planning.search import _balance, dynamic_candidates, static_candidate
 from dyncp.planning.simulation import trace_lengths
-from dyncp.planning.tight import tight_bins
+from dyncp.planning.tight import completed_bins, tight_bins
 from dyncp.planning.types import DynamicPlan
+from seqpack.planning.exact import fewest_bins
 from seqpack.planning.micro_batches import plan_micro_batches
 
 ATTENTION = replace(CostModel(), delta_layers=0, attention_layers=8, query_heads=12, kv_heads=4)
@@ -210,6 +211,31 @@ def test_a_group_is_filled_as_no_choice_fills_it_more(tokens: list[int], spare: 
         sums = [sum(c) for k in range(len(left) + 1) for c in itertools.combinations([tokens[i] for i in left], k)]
         assert sum(tokens[i] for i in others) == max(s for s in sums if tokens[first] + s <= room)
         left -= set(others)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 60), max_size=9), st.integers(0, 40))
+def test_groups_are_completed_where_so_few_hold_the_sequences(tokens: list[int], spare: int) -> None:
+    """Against every packing: found in the fewest groups there are, and in none fewer."""
+    room = max(tokens, default=1) + spare
+    fewest = fewest_bins(tokens, room) if tokens else 0
+    assert fewest == 0 or completed_bins(tokens, room, fewest - 1) is None
+    bins = completed_bins(tokens, room, fewest)
+    assert bins is not None
+    assert len(bins) <= fewest
+    assert sorted(i for places in bins for i in places) == list(range(len(tokens)))
+    assert all(sum(tokens[i] for i in places) <= room for places in bins)
+
+
+def test_completion_gives_up() -> None:
+    """Even numbers leave a token of each odd room empty, one more than there are to spare: no packing, many to try."""
+    tokens = [2 * (i % 9 + 1) for i in range(70)]
+    while (sum(tokens) + 2) % 8 != 4:
+        tokens.append(2)
+    room = (sum(tokens) + 2) // 4
+    assert room % 2 == 1
+    assert completed_bins(tokens, room, 4) is None
+    assert completed_bins([5], 4, 3) is None
 
 
 def test_tokens_beyond_counting_are_counted_in_units_that_fit() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dyncp.planning.cost import Coefficients, CostModel
 from dyncp.planning.group_sizes import interval_starts, tried_sizes
 from dyncp.planning.sizes import Layout, ceil_div, group_room, sequence_align
-from dyncp.planning.tight import tight_bins
+from dyncp.planning.tight import completed_bins, tight_bins
 from seqpack.planning.packing import pack
 
 Bins = tuple[tuple[int, ...], ...]
@@ -211,9 +211,12 @@ class Problem:
         if key not in self._packed:
             tokens, _ = self.columns(size)
             needed, room = [tokens[i] for i in samples], self.room(size)
-            bins: Sequence[Sequence[int]] = pack(needed, room).bins
-            if len(samples) <= FEW and len(bins) > ceil_div(sum(needed), room):
+            plan = pack(needed, room)
+            bins: Sequence[Sequence[int]] = plan.bins
+            if len(samples) <= FEW and len(bins) > plan.lower_bound:
                 bins = min(bins, tight_bins(needed, room), key=len)
+                if len(bins) > plan.lower_bound:
+                    bins = completed_bins(needed, room, len(bins) - 1) or bins
             fullest_first = sorted(bins, key=lambda places: -sum(needed[place] for place in places))
             self._packed[key] = tuple(tuple(samples[place] for place in places) for places in fullest_first)
         return self._packed[key]

@@ -133,15 +133,15 @@ def _rest(samples: Set, taken: Set) -> Set:
     return tuple(i for i in samples if i not in taken)
 
 
-def small_questions(count: int, seed: int) -> Iterator[Question]:
-    """Up to seven sequences on up to eight ranks of 1,024 tokens, every method and layout, fixed costs from 0 to 30 ms.
+def small_questions(count: int, seed: int, fewest: int = 1, most_samples: int = 7) -> Iterator[Question]:
+    """One (`fewest`) to seven (`most_samples`) sequences on up to eight ranks of 1,024 tokens, every method and layout.
 
-    Lengths are uniform up to what the widest group holds, or lognormal around 600.
+    Fixed costs from 0 to 30 ms. Lengths are uniform up to what the widest group holds, or lognormal around 600.
     """
     rng = np.random.default_rng(seed)
     attention = replace(CostModel(), delta_layers=0, delta=0.0, attention_layers=8, query_heads=12, kv_heads=4)
     for _ in range(count):
-        world, samples, cap = int(rng.integers(1, 9)), int(rng.integers(1, 8)), 1024
+        world, samples, cap = int(rng.integers(1, 9)), int(rng.integers(fewest, most_samples + 1)), 1024
         method, layout = METHODS[rng.integers(len(METHODS))], LAYOUTS[rng.integers(len(LAYOUTS))]
         cost = attention if layout == "zigzag" or rng.random() < 0.3 else CostModel()
         fixed = rng.choice([0.0, 1e-3, 8e-3, 30e-3]) if rng.random() < 0.5 else rng.uniform(0.0, 30e-3)
