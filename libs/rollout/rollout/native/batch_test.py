@@ -14,7 +14,7 @@ from rollout.native.batch import ContinuousBatch
 from rollout.native.lean.decoder import LeanDecoder
 from rollout.native.module import ModuleDecoder
 from rollout.native.request import Request
-from rollout.testing.model import tiny_model
+from rollout.testing.model import tiny_dense_model, tiny_model
 
 VOCAB = 48
 
@@ -209,14 +209,15 @@ def test_after_an_error_everyone_is_answered_and_the_next_are_served(broken):
 
 OLD, NEW = tiny_model(VOCAB, layers=2), tiny_model(VOCAB, layers=2, seed=5)
 PROMPTS = [(3,), (4, 5), (3,) * 7, tuple(range(2, 20)), (4, 5, 6)]
+DENSE = tiny_dense_model(VOCAB), tiny_dense_model(VOCAB, seed=5)
 ALONE: dict[tuple, Completion] = {}
 
 
-def alone(model_index, prompt, sampling):
+def alone(models, model_index, prompt, sampling):
     """What the request gets with nobody beside it."""
-    key = (model_index, prompt, sampling)
+    key = (models[0].config.model_type, model_index, prompt, sampling)
     if key not in ALONE:
-        play = Play(copy.deepcopy((OLD, NEW)[model_index]))
+        play = Play(copy.deepcopy(models[model_index]))
         request = Request(prompt, sampling, sampling.seed or 0, lambda a: play.answers[request].append(a))
         play.answers[request] = []
         play.batch.add(request)
@@ -229,10 +230,11 @@ class Traffic(RuleBasedStateMachine):
     """Arrivals, next turns, cancels, pauses, swaps and steps in any order."""
 
     recompute = True
+    models = (OLD, NEW)
 
     def __init__(self):
         super().__init__()
-        self.play = Play(copy.deepcopy(OLD), max_rows=3, prefill_tokens=12, keep_tokens=200)
+        self.play = Play(copy.deepcopy(self.models[0]), max_rows=3, prefill_tokens=12, keep_tokens=200)
         self.batch = self.play.batch
         self.begun: list[Request] = []
         self.ended: set[Request] = set()
@@ -275,7 +277,7 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def swap(self):
         version = self.batch.version + 1
-        self.play.load((OLD, NEW)[version % 2], version, self.recompute)
+        self.play.load(self.models[version % 2], version, self.recompute)
 
     @invariant()
     def everyone_is_in_one_place(self):
@@ -303,17 +305,25 @@ class Traffic(RuleBasedStateMachine):
         assert (answer.stop_reason in ("abort", "deadline")) == (request in self.ended)
         versions = set(answer.policy_versions)
         if len(versions) == 1:
-            expected = alone(versions.pop() % 2, request.prompt, request.sampling)
+            expected = alone(self.models, versions.pop() % 2, request.prompt, request.sampling)
             assert expected.ids[: len(answer.ids)] == answer.ids
             if request not in self.ended:
                 assert expected.ids == answer.ids
                 assert expected.stop_reason == answer.stop_reason
         elif request.sampling.greedy:
             for at, (log_prob, version) in enumerate(zip(answer.log_probs, answer.policy_versions, strict=True)):
-                model = (OLD, NEW)[version % 2]
+                model = self.models[version % 2]
                 assert abs(log_prob - teacher_forced(model, request.prompt, answer.ids, at)) < 1e-4
         assert self.batch._kept.tokens <= 200
 
 
+class DenseTraffic(Traffic):
+    """The same over softmax attention alone."""
+
+    models = DENSE
+
+
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestDenseTraffic = DenseTraffic.TestCase
+TestDenseTraffic.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -7,7 +7,7 @@ from torch import nn
 from rollout.config import DecoderChoice
 from rollout.native.decoder import Decoder
 from rollout.native.lean.decoder import LeanDecoder
-from rollout.native.lean.weights import refusal
+from rollout.native.lean.families import refusal
 from rollout.native.module import ModuleDecoder
 from rollout.native.routers import Routers
 

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.native.decoder import Past
 from rollout.native.lean.decoder import LeanDecoder
-from rollout.native.lean.weights import refusal
+from rollout.native.lean.families import refusal
 from rollout.native.module import ModuleDecoder
-from rollout.testing.model import tiny_model
+from rollout.testing.model import tiny_dense_model, tiny_model
 
 VOCAB = 48
 SIZES = {
@@ -45,6 +45,25 @@ FAMILIES = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+}
+
+WHOLE = {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+DENSE = {
+    "qwen3": ("qwen3", {}),
+    "qwen3, biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3, no groups": ("qwen3", {"num_key_value_heads": 4}),
+    "qwen2": ("qwen2", WHOLE),
+    "llama": ("llama", {}),
+    "llama, biases, its rotary": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": None}),
 }
 
 
@@ -158,21 +177,47 @@ def test_lean_is_the_module(more, fuse, monkeypatch):
     play(model, LeanDecoder(model))
 
 
+@pytest.mark.parametrize("case", sorted(DENSE))
+@pytest.mark.parametrize("fuse", [True, False], ids=["joined", "apart"])
 @torch.no_grad()
-def test_lean_in_float64_is_the_float32_module_and_nearer_to_itself():
+def test_lean_is_the_dense_module(case, fuse, monkeypatch):
+    if not fuse:
+        monkeypatch.setattr("rollout.native.lean.weights.JOIN_ELEMENTS", 0)
+    family, more = DENSE[case]
+    model = model_of(family, **more)
+    play(model, LeanDecoder(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama"])
+@torch.no_grad()
+def test_lean_in_float64_is_the_float32_module_and_nearer_to_itself(family):
     """The module keeps float32 islands (norms, decays, states) in a float64 model; the lean pass has none."""
-    model = model_of("qwen3_5_text", torch.float64)
+    model = model_of(family, torch.float64)
     play(model, LeanDecoder(model), 1e-5)
 
 
+@pytest.mark.parametrize("case", sorted(DENSE))
 @torch.no_grad()
-def test_lean_in_bfloat16_rounds_where_the_module_does():
-    model = model_of("qwen3_5_text", torch.bfloat16)
+def test_lean_in_float64_decodes_as_it_reads(case):
+    """A step and a packed pass share no operation of attention; without float32 islands they differ by 1e-12."""
+    family, more = DENSE[case]
+    decoder = LeanDecoder(model_of(family, torch.float64, **more))
+    prompts = [[3, 5, 7], list(range(2, 30)), [4]]
+    decoder.place(decoder.prefill(prompts)[1], [0, 1, 2], [0, 1, 2])
+    for token in (9, 3, 6):
+        prompts = [[*p, token] for p in prompts]
+        close(decoder.step(torch.tensor([token] * 3)), decoder.prefill(prompts)[0], 1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3"])
+@torch.no_grad()
+def test_lean_in_bfloat16_rounds_where_the_module_does(family):
+    model = model_of(family, torch.bfloat16)
     decoder = LeanDecoder(model)
     prompts = [[3, 5, 7], list(range(2, 30))]
     logits, cache = decoder.prefill(prompts)
     for prompt, row in zip(prompts, logits, strict=True):
-        exact = reference(model_of("qwen3_5_text", torch.float64), prompt)
+        exact = reference(model_of(family, torch.float64), prompt)
         mine, theirs = ((x.double() - exact).abs().mean() for x in (row, reference(model, prompt)))
         assert mine < 1.5 * theirs + 1e-3
     decoder.place(cache, [0, 1], [0, 1])
@@ -183,10 +228,10 @@ def test_lean_in_bfloat16_rounds_where_the_module_does():
 @given(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=5))
 @torch.no_grad()
 def test_a_packed_prefill_is_each_prompt_alone(prompts):
-    model = tiny_model(VOCAB)
-    logits, _ = LeanDecoder(model).prefill(prompts)
-    for prompt, row in zip(prompts, logits, strict=True):
-        close(row, reference(model, prompt), 1e-5)
+    for model in (tiny_model(VOCAB), tiny_dense_model(VOCAB)):
+        logits, _ = LeanDecoder(model).prefill(prompts)
+        for prompt, row in zip(prompts, logits, strict=True):
+            close(row, reference(model, prompt), 1e-5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -202,12 +247,12 @@ def test_a_packed_prefill_is_each_prompt_alone(prompts):
 )
 @torch.no_grad()
 def test_a_packed_continuation_is_each_prompt_alone(turns):
-    model = tiny_model(VOCAB)
-    decoder = LeanDecoder(model)
-    _, cache = decoder.prefill([first for first, _ in turns])
-    logits, _ = decoder.prefill([more for _, more in turns], [Past(cache, i) for i in range(len(turns))])
-    for (first, more), row in zip(turns, logits, strict=True):
-        close(row, reference(model, [*first, *more]), 1e-5)
+    for model in (tiny_model(VOCAB), tiny_dense_model(VOCAB)):
+        decoder = LeanDecoder(model)
+        _, cache = decoder.prefill([first for first, _ in turns])
+        logits, _ = decoder.prefill([more for _, more in turns], [Past(cache, i) for i in range(len(turns))])
+        for (first, more), row in zip(turns, logits, strict=True):
+            close(row, reference(model, [*first, *more]), 1e-5)
 
 
 @pytest.mark.parametrize("make", [LeanDecoder, ModuleDecoder])
@@ -228,7 +273,12 @@ def test_the_size_of_a_cache_is_its_memory_in_tokens(make):
 
 def test_lean_refuses_what_it_would_leave_out():
     assert refusal(tiny_model(VOCAB)) is None
-    assert "Qwen3ForCausalLM" in refusal(model_of("qwen3"))
+    assert "Qwen3MoeForCausalLM" in refusal(model_of("qwen3_moe"))
+    assert "Gemma3ForCausalLM" in refusal(model_of("gemma3_text"))
+    assert all(refusal(model_of(family, **more)) is None for family, more in DENSE.values())
+    assert "sliding window (5)" in refusal(model_of("mistral"))
+    assert "sliding window (5)" in refusal(model_of("qwen2"))
+    assert "gelu" in refusal(model_of("qwen3", hidden_act="gelu"))
     hooked = tiny_model(VOCAB)
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "hooks" in refusal(hooked)
@@ -245,8 +295,9 @@ def test_lean_refuses_what_it_would_leave_out():
         LeanDecoder(hooked)
 
 
-def test_a_refresh_reads_the_weights_anew():
-    model = tiny_model(VOCAB)
+@pytest.mark.parametrize("make", [tiny_model, tiny_dense_model])
+def test_a_refresh_reads_the_weights_anew(make):
+    model = make(VOCAB)
     decoder = LeanDecoder(model)
     with torch.no_grad():
         for parameter in model.parameters():

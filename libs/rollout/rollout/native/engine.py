@@ -54,8 +54,8 @@ class NativeEngine:
         version: the number of the weights that the module has.
         compact_below: rows move together when less than this share of the slots works.
         prefill_tokens: prompt tokens of one forward pass, and of the read prompts that are kept while anything runs.
-        decoder: "lean" reads the module's weights in a forward pass of its own (Qwen3.5), "module" calls the module's;
-            "auto" takes the first that can.
+        decoder: "lean" reads the module's weights in a forward pass of its own (Qwen3.5, Qwen3, Qwen2, Llama,
+            Mistral), "module" calls the module's; "auto" takes the first that can.
         on_commit: what a swap of weights does to the caches of running rows. "keep": they go on from what the old
             weights computed, which costs nothing (and log-probs of later tokens differ from a teacher-forced pass of
             the new weights). "recompute": prompt and tokens so far are read again by the new weights.

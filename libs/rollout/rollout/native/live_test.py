@@ -12,7 +12,7 @@ from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
-from rollout.testing.model import tiny_model
+from rollout.testing.model import tiny_dense_model, tiny_model
 from rollout.testing.pieces import pieces_of
 
 VOCAB = 48
@@ -219,9 +219,10 @@ def test_a_broken_step_is_everyones_error_once(engine):
     assert settled(engine)
 
 
+@pytest.mark.parametrize("model", [OLD, tiny_dense_model(VOCAB)], ids=["hybrid", "dense"])
 @pytest.mark.parametrize("decoder", ["lean", "module"])
-def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder):
-    engine = NativeEngine(copy.deepcopy(OLD), max_batch=5, decoder=decoder)
+def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder, model):
+    engine = NativeEngine(copy.deepcopy(model), max_batch=5, decoder=decoder)
     prompts = [[3 + i % 4] * (1 + i % 7) for i in range(24)]
     settings = [
         Sampling(max_new_tokens=1 + i % 9, greedy=True) if i % 2 else Sampling(max_new_tokens=1 + i % 9, seed=i)
@@ -236,10 +237,24 @@ def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder):
         return await asyncio.gather(*(one(i) for i in range(24)))
 
     done = asyncio.run(play())
-    alone = NativeEngine(OLD, decoder=decoder)
+    alone = NativeEngine(model, decoder=decoder)
     for prompt, how, completion in zip(prompts, settings, done, strict=True):
         assert completion.ids == alone.generate_batch([prompt], how)[0].ids
     assert settled(engine)
+
+
+@pytest.mark.parametrize("model", [OLD, tiny_dense_model(VOCAB)], ids=["hybrid", "dense"])
+def test_greedy_ids_are_those_of_generate_and_log_probs_of_a_forward_pass(model):
+    prompts = [[3], [9] * 20, list(range(2, 13)), [4, 5]]
+    done = NativeEngine(model, decoder="lean").generate_batch(prompts, Sampling(max_new_tokens=24, greedy=True))
+    for prompt, completion in zip(prompts, done, strict=True):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None)
+        assert list(completion.ids) == whole[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            log_probs = model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = log_probs.gather(-1, whole[0, len(prompt) :, None])[:, 0]
+        assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-5
 
 
 def test_choices_are_checked():

@@ -11,6 +11,8 @@ from transformers import (
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 _SIZES: dict[str, Any] = {
@@ -37,12 +39,32 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+_DENSE_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "eos_token_id",
+)
+
 
 def tiny_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Gated-delta-net and full-attention layers by turns, hidden size 32, float32, eval mode; `changes` its config."""
     config = Qwen3_5TextConfig(**_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes)
     torch.manual_seed(seed)
     return _with_large_weights(Qwen3_5ForCausalLM(config))
+
+
+def tiny_dense_model(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A Qwen3 of the same size: softmax attention in every layer."""
+    sizes = {name: value for name, value in _SIZES.items() if name in _DENSE_SIZES}
+    config = Qwen3Config(**sizes | {"vocab_size": vocab, "num_hidden_layers": layers} | changes)
+    torch.manual_seed(seed)
+    return _with_large_weights(Qwen3ForCausalLM(config))
 
 
 def tiny_mixture(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:

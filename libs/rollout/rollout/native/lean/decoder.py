@@ -1,4 +1,4 @@
-"""The lean decoder: Qwen3.5's weights, read from its module, with prompts packed and rows in slots."""
+"""The lean decoder: a module's weights, read by family, with prompts packed and rows in slots."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,35 +10,35 @@ from torch import Tensor, nn
 from rollout.native.decoder import Past
 from rollout.native.fingerprint import fingerprint
 from rollout.native.lean.continued import Continued
+from rollout.native.lean.families import family_of
 from rollout.native.lean.forward import hidden_states
 from rollout.native.lean.prefill import PackedCache
-from rollout.native.lean.rotary import Rotary
+from rollout.native.lean.rotary import Rotary, head_dim_of
 from rollout.native.lean.slots import Slots
-from rollout.native.lean.weights import read_weights, refusal
 
 
 class LeanDecoder:
-    """A `Decoder` over a Qwen3_5ForCausalLM; ValueError where `refusal` finds something it would leave out."""
+    """A `Decoder` over the models of `families`; ValueError where it would leave something out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._read: object = None
         self.refresh()
         text: Any = model.model
-        self._rotary = Rotary(text.rotary_emb, text.config.head_dim, self._weights.embed)
+        self._rotary = Rotary(
+            text.rotary_emb, head_dim_of(text.config), self._weights.embed, family_of(model).position_axes
+        )
         self._slots = Slots(self._weights)
         self.vocab_size = self._weights.embed.shape[0]
         self.device = self._weights.embed.device
 
     def refresh(self) -> bool:
         """Read the weights again where they have changed."""
-        reason = refusal(self._model)
-        if reason is not None:
-            raise ValueError(f"the lean decoder cannot run this model: {reason}")
+        family = family_of(self._model)
         now = fingerprint(self._model)
         changed = now is None or now != self._read
         if changed:
-            self._weights = read_weights(self._model)
+            self._weights = family.read(self._model)
             self._read = now
         return changed
 

@@ -1,4 +1,4 @@
-"""The forward pass of Qwen3.5 over tokens in one dimension, written once for packed prompts and for decode steps.
+"""The forward pass over tokens in one dimension, written once for packed prompts and for decode steps.
 
 T tokens stand side by side: those of packed prompts, or the newest one of each row. Everything that looks beyond a
 token (convolution, recurrence, attention) is asked of a `Mixers`, which knows what T means and keeps the caches.
@@ -75,12 +75,14 @@ def _delta_net(w: DeltaWeights, h: Tensor, x: Tensor, index: int, mixers: Mixers
 def _attention(w: AttentionWeights, h: Tensor, x: Tensor, index: int, turn: Rotation, mixers: Mixers) -> Tensor:
     """h + the attention of x."""
     both, v, gate = w.split(x)
-    both = turn(_norm(both, w.eps) * w.norm if x.dtype == w.norm.dtype else _scaled_norm(both, w))
+    if w.norm is not None:
+        both = _norm(both, w.eps) * w.norm if x.dtype == w.norm.dtype else _scaled_norm(both, w.norm, w.eps)
+    both = turn(both)
     q, k = both.narrow(1, 0, w.heads), both.narrow(1, w.heads, w.kv_heads)
-    o = mixers.attend(index, q, k, v, w.scale)
-    return w.out.added_to(h, o.flatten(1) * gate.sigmoid())
+    o = mixers.attend(index, q, k, v, w.scale).flatten(1)
+    return w.out.added_to(h, o if gate is None else o * gate.sigmoid())
 
 
-def _scaled_norm(x: Tensor, w: AttentionWeights) -> Tensor:
+def _scaled_norm(x: Tensor, factor: Tensor, eps: Tensor) -> Tensor:
     """Norm and factor of a narrow type: rounded once, as the module does."""
-    return (_norm(x.float(), w.eps) * w.norm).to(x.dtype)
+    return (_norm(x.float(), eps) * factor).to(x.dtype)

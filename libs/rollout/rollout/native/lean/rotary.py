@@ -1,6 +1,7 @@
 """Rotary factors by position, as the module itself makes them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,13 @@ class Rotation:
 
 
 class Rotary:
-    """A table over positions that grows as they do. Text has one position for all axes of the multi-axis rotary."""
+    """A table over positions that grows as they do; its module takes positions [axes, T]. Text has one position for all
+    axes of the multi-axis rotary, which asks for them as [axes, 1, T].
+    """
 
-    def __init__(self, module: nn.Module, head_dim: int, like: Tensor) -> None:
+    def __init__(self, module: nn.Module, head_dim: int, like: Tensor, axes: int) -> None:
         self._module = module
+        self._axes = axes
         self._head_dim = head_dim
         self._like = like.new_empty(1)
         self._cos = self._sin = self._swap = like.new_empty(0, 1, head_dim)
@@ -39,7 +43,9 @@ class Rotary:
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions), self._swap)
 
     def _grow(self, count: int) -> None:
-        every = torch.arange(count, device=self._like.device).expand(3, 1, count)  # an axis each: the older module asks
+        every = torch.arange(count, device=self._like.device)[None]
+        if self._axes > 1:  # a plane each: the older module asks
+            every = every.expand(self._axes, 1, count)
         cos, sin = self._module(self._like, every)  # [1, count, R]
         size = sin.shape[-1]
         self._cos = self._like.new_ones(count, 1, self._head_dim)
@@ -49,3 +55,8 @@ class Rotary:
         half = size // 2
         for i in range(half):
             self._swap[half + i, i], self._swap[i, half + i] = -1, 1
+
+
+def head_dim_of(config: Any) -> int:
+    """Dimensions of a head, which older configurations leave to be counted."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

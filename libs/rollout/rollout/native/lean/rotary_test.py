@@ -25,7 +25,7 @@ class OneAxisEach(nn.Module):
 
 def test_the_table_is_the_modules_and_grows():
     module = OneAxisEach()
-    rotary = Rotary(module, head_dim=16, like=torch.empty(0))
+    rotary = Rotary(module, head_dim=16, like=torch.empty(0), axes=3)
     for positions in ([0, 5, 3], [70, 2], [200]):
         turn = rotary.take(torch.tensor(positions), max(positions) + 1)
         cos, sin = module.own(torch.empty(1), torch.tensor(positions).expand(3, 1, -1))

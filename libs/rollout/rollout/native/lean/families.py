@@ -1,0 +1,74 @@
+"""The models that the lean pass is written for, and whether it can stand for a module's own forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+from rollout.native.lean.dense import read_dense
+from rollout.native.lean.qwen3_5 import read_qwen3_5
+from rollout.native.lean.weights import ModelWeights
+
+
+@dataclass(frozen=True)
+class LeanFamily:
+    """How the weights of a class of models are read, and how many planes of positions its rotary module takes."""
+
+    read: Callable[[nn.Module], ModelWeights]
+    position_axes: int
+
+
+_DENSE = LeanFamily(read_dense, position_axes=1)
+_FAMILIES: dict[type[nn.Module], LeanFamily] = {
+    Qwen3_5ForCausalLM: LeanFamily(read_qwen3_5, position_axes=3),
+    Qwen3ForCausalLM: _DENSE,
+    Qwen2ForCausalLM: _DENSE,
+    LlamaForCausalLM: _DENSE,
+    MistralForCausalLM: _DENSE,
+}
+_FIXED_ROTARY = ("default", "llama3")
+_PLAIN = {
+    *(cls.__module__ for cls in (nn.Linear, nn.Embedding, nn.Conv1d, nn.ModuleList)),
+    type(ACT2FN["silu"]).__module__,
+}
+
+
+def family_of(model: nn.Module) -> LeanFamily:
+    """The family of a module; ValueError where `refusal` finds something that the lean pass would leave out."""
+    reason = refusal(model)
+    if reason is not None:
+        raise ValueError(f"the lean decoder cannot run this model: {reason}")
+    return _FAMILIES[type(model)]
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why the lean pass cannot stand for this module's own forward, or None where it can.
+
+    It reads weights, so it must be sure that nothing else acts: exact classes (an adapter replaces them), no hooks.
+    """
+    if type(model) not in _FAMILIES:
+        names = ", ".join(sorted(cls.__name__ for cls in _FAMILIES))
+        return f"it is written for {names}, not {type(model).__name__}"
+    config: Any = model.config
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in _FIXED_ROTARY:
+        return f"rotary type {rope!r} is not written, only {' and '.join(_FIXED_ROTARY)}"
+    if getattr(config, "sliding_window", None) is not None:
+        return f"a sliding window ({config.sliding_window}) is not written"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r} is not written, only silu"
+    for name, module in model.named_modules():
+        if type(module).__module__ not in {*_PLAIN, type(model).__module__}:
+            return f"{name} is a {type(module).__name__}, which does not belong to the plain model"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name or 'the model'} has hooks, which only its own forward runs"
+    if len({p.dtype for p in model.parameters()}) > 1:
+        return "its parameters are of more than one type"
+    return None
