@@ -53,7 +53,8 @@ def config(routed_experts: bool = False, **changes: Any) -> RolloutConfig:
 def forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> Tensor:
     """The log-probs of `ids` after `prompt`, by the module, one sequence at a time."""
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *ids]])).logits.float()[0, len(prompt) - 1 : -1]
+        row = torch.tensor([[*prompt, *ids]], device=model.device)
+        logits = model(row).logits.float().cpu()[0, len(prompt) - 1 : -1]
     result: Tensor = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     return result
 
