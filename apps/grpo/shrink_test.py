@@ -73,6 +73,29 @@ def test_what_is_above_one_stays_so_and_nothing_grows(name):
     assert shrink(small, recipe, MANY) == (small, ())
 
 
+@pytest.mark.parametrize(
+    ("shards", "context_parallel", "small_shards", "processes"),
+    [
+        (4, "off", 2, 4),
+        (1, "off", 1, 2),
+        (8, "off", 2, 2),
+        (4, "static:2", 2, 4),
+        (4, "dynamic", 2, 4),
+        (1, "dynamic", 1, 2),
+    ],
+)
+def test_copies_and_shards_of_the_weights_stay_several(shards, context_parallel, small_shards, processes):
+    recipe = RECIPES["qwen3-5-27b-fsdp2"]
+    engine = replace(recipe.config.engine, shard_ranks=shards, context_parallel=context_parallel)
+    small, differences = shrink(replace(recipe.config, engine=engine), recipe, MANY)
+    assert (small.engine.shard_ranks, small.processes) == (small_shards, processes)
+    assert shrink(small, recipe, MANY) == (small, ())
+    assert {one.path for one in differences if one.kind == "ranks"} <= COUNTS | {"engine.shard_ranks"}
+    if processes == 4:
+        with pytest.raises(ValueError, match="are 4 processes: allow them by --shrink=4"):
+            shrink(replace(recipe.config, engine=engine), recipe, 2)
+
+
 @pytest.mark.parametrize("name", SEEDS)
 def test_the_model_is_of_the_same_architecture_in_small(name):
     recipe = RECIPES[name]

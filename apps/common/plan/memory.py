@@ -40,7 +40,7 @@ def megatron_bytes(held: Held, grid: Grid, optimizer_on_host: bool) -> float:
     return dense + held.experts * (6 + states / grid.edp)
 
 
-def fsdp_bytes(shape: ModelShape, ranks: int, master_bytes: int, optimizer_on_host: bool) -> float:
-    """Masters, gradients and two moments, all sharded over all ranks."""
+def fsdp_bytes(shape: ModelShape, shards: int, master_bytes: int, optimizer_on_host: bool) -> float:
+    """Masters, gradients and two moments, all shared by as many ranks as there are shards."""
     states = 0 if optimizer_on_host else 2 * master_bytes
-    return count_parameters(shape).total * (2 * master_bytes + states) / ranks
+    return count_parameters(shape).total * (2 * master_bytes + states) / shards

@@ -112,11 +112,11 @@ def compiled_logit_bytes(shape: ModelShape, trained: int, chunk: int, width: int
     return min(trained, chunk) * shape.vocab * width + head * (WIDE + width)
 
 
-def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Tokens, width: int) -> Peak:
-    """Of FSDP2 with sharded weights; `width`: bytes of what layers compute in."""
+def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: int, tokens: Tokens, width: int) -> Peak:
+    """Of FSDP2 with sharded weights, of which a rank has one of `shards`; `width`: bytes of what layers compute in."""
     count = count_parameters(shape)
     master = WIDE if engine.master_dtype == "float32" else 2
-    shard = count.total * master / ranks
+    shard = count.total * master / shards
     states = shard if engine.optimizer_on_host else 3 * shard
     root = count.embeddings + shape.hidden
     held = width * root  # gathered from the first layer on, until the last gradient is there
@@ -125,7 +125,7 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Token
     logits = logit_bytes(shape, rows, width)
     if is_compiled(shape, engine, width):
         logits = compiled_logit_bytes(shape, tokens.trained, engine.logit_chunk, width)
-    backward = max(_backward(shape, engine, ranks, tokens.all, width, master, left) for left in (1, 2, shape.layers))
+    backward = max(_backward(shape, engine, shards, tokens.all, width, master, left) for left in (1, 2, shape.layers))
     return Peak(
         states,
         {
@@ -135,13 +135,13 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, ranks: int, tokens: Token
             # States on the host come to the device, those of a parameter at a time.
             "update": states
             + shard
-            + (2 * shape.vocab * shape.hidden * master / ranks if engine.optimizer_on_host else 0),
+            + (2 * shape.vocab * shape.hidden * master / shards if engine.optimizer_on_host else 0),
         },
     )
 
 
 def _backward(
-    shape: ModelShape, engine: EngineConfig, ranks: int, tokens: int, width: int, master: int, left: int
+    shape: ModelShape, engine: EngineConfig, shards: int, tokens: int, width: int, master: int, left: int
 ) -> float:
     """While the gradients of layer `left` (from the first, 1) are made, and while they are shared out.
 
@@ -151,21 +151,21 @@ def _backward(
     count = count_parameters(shape)
     layer = (count.dense + count.experts) / shape.layers
     gathered = width * layer * (min(left, 2) if engine.reshard_after_forward else shape.layers)
-    there = master * layer * (shape.layers - left) / ranks + gathered + width * layer
+    there = master * layer * (shape.layers - left) / shards + gathered + width * layer
     making = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
     making += WIDE * layer * (left < shape.layers)
     remain = activation_bytes(shape, left, tokens, engine.gradient_checkpointing, width)
     remain -= activation_bytes(shape, 1, tokens, engine.gradient_checkpointing, width)
-    return there + max(making, remain + WIDE * layer * (1 + 1 / ranks))
+    return there + max(making, remain + WIDE * layer * (1 + 1 / shards))
 
 
-def peak_of(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], ranks: int) -> Peak:
-    """Of a run whose micro-batches are full, every token of which trains."""
+def peak_of(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], shards: int) -> Peak:
+    """Of a run whose micro-batches are full, every token of which trains; `shards`: of FSDP2's weights."""
     width = WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
     tokens = Tokens(engine.max_tokens_per_rank, engine.max_tokens_per_rank)
     if engine.backend == "megatron":
         return megatron_peak(shape, engine, grid, layers, tokens, width)
-    return fsdp_peak(shape, engine, ranks, tokens, width)
+    return fsdp_peak(shape, engine, shards, tokens, width)
 
 
 def megatron_peak(

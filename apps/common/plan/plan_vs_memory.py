@@ -21,6 +21,7 @@ from engines import EngineConfig, build_engine
 from engines.devices.choice import devices_of
 from engines.launch import launch
 from engines.loading import compute_dtype
+from engines.parallel.choice import shards_of
 from engines.parallel.stages import split_layers
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import SFT
@@ -69,7 +70,7 @@ class MemoryCase:
             tokens = sum(self.lengths)
         counted = Tokens(tokens, tokens * 2 // 3)
         if config.backend == "fsdp2":
-            return fsdp_peak(shape, config, self.ranks, counted, width)
+            return fsdp_peak(shape, config, shards_of(config, self.ranks), counted, width)
         grid = make_grid(
             self.ranks,
             tp=config.tensor_parallel,

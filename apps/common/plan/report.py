@@ -110,6 +110,10 @@ def _ranks(work: Work, grid: Grid | None) -> list[str]:
     lines.append(" x ".join(f"{axis} {grid.size(axis)}" for axis in DENSE))
     if grid.ep > 1 or grid.etp > 1:
         lines.append("experts: " + " x ".join(f"{axis} {grid.size(axis)}" for axis in EXPERT))
+    if work.shards < work.ranks:
+        where = "within a node" if work.processes % work.shards == 0 else "across nodes"
+        shared = f"shared by {work.shards} ranks ({where})" if work.shards > 1 else "whole on its rank"
+        lines.append(f"{work.ranks // work.shards} copies of the weights, each {shared}")
     if work.dynamic:
         lines.append(f"1 to {work.ranks} ranks share a sequence, chosen for each micro-batch")
     for axis in ("tp", "cp", "pp", "ep"):
@@ -218,7 +222,8 @@ def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[
         needed = max(megatron_bytes(held, grid, on_host) for held in held_by_stage(shape, grid, layers)) / GIB
     else:
         master = 4 if work.engine.master_dtype == "float32" else 2
-        needed = fsdp_bytes(shape, work.ranks, master, on_host) / GIB
+        needed = fsdp_bytes(shape, work.shards, master, on_host) / GIB
+    fewer = "raise --engine.shard-ranks" if work.shards < work.ranks else "use more nodes"
     states = "weights and gradients" if on_host else "weights, gradients and optimizer states"
     line = f"{needed:.1f} GiB of {states} on the fullest rank"
     memory = work.cluster.pools.device_memory_gib
@@ -226,15 +231,15 @@ def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[
         line += f"; the device has {memory:g}"
         if needed >= memory:
             plan.problems.append(
-                f"{needed:.0f} GiB of {states} do not fit a device of {memory:g} GiB: use more nodes"
+                f"{needed:.0f} GiB of {states} do not fit a device of {memory:g} GiB: {fewer}"
                 + ("" if on_host else ", or --engine.optimizer-on-host")
             )
-    peak = peak_of(shape, work.engine, grid, layers, work.ranks)
+    peak = peak_of(shape, work.engine, grid, layers, work.shards)
     plan.sections["Memory"] = [line, f"{peak.bytes / GIB:.1f} GiB at the fullest moment of a step ({peak.when})"]
     if memory is not None and needed < memory <= peak.bytes / GIB:
         plan.problems.append(
             f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
-            f"{memory:g} GiB: lower --engine.max-tokens-per-rank, recompute layers, or use more nodes"
+            f"{memory:g} GiB: lower --engine.max-tokens-per-rank, recompute layers, or {fewer}"
         )
 
 

@@ -26,6 +26,7 @@ PLAIN = Work("grpo", "plain", EngineConfig(device="cpu"), Cluster(), 1, steps=10
 LARGE = replace(
     PLAIN, recipe="large", engine=EngineConfig(backend="megatron", device="cuda"), processes=8, origin=ORIGIN
 )
+HYBRID = replace(LARGE, engine=EngineConfig(device="cuda", shard_ranks=4), cluster=Cluster(pools=Pools(nodes=2)))
 
 
 def with_layout(work, **sizes):
@@ -69,6 +70,11 @@ def test_a_plain_run_is_ready_and_not_refused():
             replace(LARGE, cluster=Cluster(pools=Pools(device_memory_gib=0.001))),
             r"do not fit a device of 0.001 GiB: use more nodes, or --engine.optimizer-on-host",
         ),
+        (
+            replace(HYBRID, cluster=Cluster(pools=Pools(nodes=2, device_memory_gib=0.001))),
+            r"do not fit a device of 0.001 GiB: raise --engine.shard-ranks, or --engine.optimizer-on-host",
+        ),
+        (replace(HYBRID, processes=5), r"shard_ranks=4 does not divide the 10 ranks of this run: choose a divisor"),
     ],
 )
 def test_a_problem_is_told_with_its_fix_and_refused_when_run(work, problem):
@@ -77,6 +83,26 @@ def test_a_problem_is_told_with_its_fix_and_refused_when_run(work, problem):
     assert "PROBLEM" in str(plan)
     with pytest.raises(ValueError, match="can't be run with these settings"):
         refuse_unready(work, {})
+
+
+def test_copies_of_the_weights_take_the_memory_of_their_shards_alone():
+    """16 ranks in 4 copies of 4 shards hold what 4 ranks hold that share one."""
+
+    def held(shards, processes=8, nodes=2):
+        engine, pools = EngineConfig(device="cuda", shard_ranks=shards), Pools(nodes=nodes, device_memory_gib=80)
+        shape = replace(SHAPE, hidden=4096, vocab=65_536, expert_intermediate=4096)
+        origin = replace(ORIGIN, shape=shape)
+        return make_plan(
+            replace(HYBRID, engine=engine, processes=processes, origin=origin, cluster=Cluster(pools=pools))
+        )
+
+    full, hybrid, whole = held(None), held(4), held(1)
+    assert "4 copies of the weights, each shared by 4 ranks (within a node)" in hybrid.sections["Ranks"]
+    assert "16 copies of the weights, each whole on its rank" in whole.sections["Ranks"]
+    assert "8 copies of the weights, each shared by 2 ranks (across nodes)" in held(2, 1, 16).sections["Ranks"]
+    assert not any("copies" in line for line in full.sections["Ranks"])
+    assert hybrid.sections["Memory"] == held(None, processes=4, nodes=1).sections["Memory"]
+    assert len({tuple(plan.sections["Memory"]) for plan in (full, hybrid, whole)}) == 3
 
 
 CHANGES = {

@@ -8,6 +8,7 @@ from apps.common.plan.grid import Grid, make_grid
 from apps.common.plan.origin import Origin
 from engines import EngineConfig
 from engines.config import parse_context_parallel
+from engines.parallel.choice import shards_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Work:
         return self.processes * (pools.rollout_nodes if pools.placement == "separate" else pools.nodes)
 
     @property
+    def shards(self) -> int:
+        """Ranks that share a copy of the weights under FSDP2; ValueError where they do not divide those that train."""
+        return shards_of(self.engine, self.ranks)
+
+    @property
     def context_parallel(self) -> int:
         """Ranks that always share a sequence; 1 where they are chosen anew for each micro-batch."""
         size = parse_context_parallel(self.engine.context_parallel)
@@ -57,6 +63,7 @@ class Work:
     def grid(self) -> Grid:
         """The training ranks by axis; ValueError where the sizes do not divide."""
         engine = self.engine
+        shards_of(engine, self.ranks)
         return make_grid(
             self.ranks,
             tp=engine.tensor_parallel,

@@ -16,6 +16,7 @@ from apps.common.flags import changed, flag
 from apps.common.plan.cluster import Cluster
 from engines import EngineConfig
 from engines.config import parse_context_parallel
+from engines.parallel.choice import shards_of
 
 C = TypeVar("C")
 Kind = Literal["size", "ranks", "device", "flag"]
@@ -93,13 +94,16 @@ class Small:
         copy, copies = sizes["tensor_parallel"] * stages, engine.tensor_parallel * engine.pipeline_parallel
         tokens = -(-short * engine.max_tokens_per_rank // longest)
         shared = parse_context_parallel(engine.context_parallel)
+        spread = _spread(engine, ranks, sizes)
         if shared == "dynamic":  # as many ranks as the longest sequence takes, and at least two
             together = min(max(2, -(-short // tokens)), max(2, most_ranks // copy), max(1, ranks // copies))
+            together = -(-together // spread) * spread
             dp = 1
         else:
             together = min(2, shared)
             sizes |= {"context_parallel": f"static:{together}"} if shared > 1 else {}
             dp = 2 if ranks >= 2 * copies * shared and most_ranks >= 2 * copy * together else 1
+            dp = max(dp, spread // together)
         small = copy * together * dp
         if small > most_ranks:
             raise ValueError(f"two ranks of each parallelism are {small} processes: allow them by --shrink={small}")
@@ -137,6 +141,14 @@ _PARALLEL = (
     "expert_parallel",
     "expert_tensor_parallel",
 )
+
+
+def _spread(engine: EngineConfig, ranks: int, sizes: dict[str, Any]) -> int:
+    """Ranks that hybrid sharding needs: two shards of two copies, where there are several; 1 without it."""
+    if engine.shard_ranks is None:
+        return 1
+    sizes["shard_ranks"] = shards = min(2, shards_of(engine, ranks))
+    return shards * min(2, ranks // engine.shard_ranks)
 
 
 def _stages(engine: EngineConfig) -> int:

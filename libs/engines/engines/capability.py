@@ -28,6 +28,7 @@ FSDP2: dict[str, Yes | No] = {
     "bfloat16_moments": Yes("execution/optimizer_test.py::test_bfloat16_moments_train_as_float32_ones"),
     "compiled_layers": Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones"),
     "replicated_weights": Yes("fast/replicated_two_test.py::test_two_ranks_equal_one"),
+    "hybrid_sharding": Yes("fsdp2/hybrid_test.py::test_copies_of_shards_give_the_steps_of_one_process"),
     "gradient_checkpointing": Yes("step_executors_test.py::test_gradient_checkpointing_recomputes_the_layers"),
     "activation_offload": Yes("step_executors_test.py::test_inputs_of_layers_on_the_host_change_no_bit"),
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
@@ -66,6 +67,7 @@ MEGATRON: dict[str, Yes | No] = {
     "bfloat16_moments": No("Megatron's optimizer keeps its moments in float32: leave moments_dtype at its default"),
     "compiled_layers": No("megatron-core's layers are run as they are"),
     "replicated_weights": No("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
+    "hybrid_sharding": No("Megatron's weights are no shards: leave shard_ranks out, or set backend='fsdp2'"),
     "gradient_checkpointing": Yes("megatron/engine_test.py::test_recomputed_layers_change_nothing"),
     "activation_offload": No("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Yes(LAYOUTS),
@@ -121,6 +123,7 @@ def features_of(config: EngineConfig) -> list[str]:
     asked["bfloat16_moments"] = config.moments_dtype == "bfloat16"
     asked["compiled_layers"] = config.compile == "on" and config.backend == "megatron"
     asked["replicated_weights"] = config.weights == "replicated" and config.backend == "megatron"
+    asked["hybrid_sharding"] = config.shard_ranks is not None
     return [feature for feature, wanted in asked.items() if wanted]
 
 

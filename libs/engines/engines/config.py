@@ -55,6 +55,10 @@ class EngineConfig:
     weights: Literal["auto", "sharded", "replicated"] = "auto"
     """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments shared out: faster, two bytes
     a parameter more. "auto" replicates on a single GPU."""
+    shard_ranks: int | None = None
+    """Hybrid sharding: this many neighbouring ranks share the weights and their optimizer states, and each such group
+    has a copy of them. Weights are gathered within a group, and gradients added up across copies once a step. A divisor
+    of the ranks; None shares them over all (backend fsdp2)."""
     vision: Literal["off", "frozen", "trained"] = "off"
     """The vision tower of a vision-language model. "off": the model is trained on text, and the tower goes into every
     export as it was. "frozen": it sees images, and stays as it was. "trained": it is trained with the rest."""
@@ -110,7 +114,7 @@ class EngineConfig:
         for name in (
             *("max_tokens_per_rank", "logit_chunk"),
             *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
-            *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel"),
+            *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel", "shard_ranks"),
         ):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -145,6 +149,10 @@ class EngineConfig:
             raise ValueError("activation_offload moves what gradient_checkpointing keeps: set that too")
         if self.vision == "trained" and self.lora.rank:
             raise ValueError("adapters are on the text part alone: set vision='frozen', or lora.rank=0")
+        if self.shard_ranks is not None and self.weights == "replicated":
+            raise ValueError("shard_ranks is for sharded weights: leave it out, or set weights='sharded'")
+        if self.shard_ranks is not None and self.expert_parallel > 1:
+            raise ValueError("shard_ranks has not been run with expert_parallel: leave one of both out")
         parse_options(self.transformer_options)
         self._check_schedule()
 

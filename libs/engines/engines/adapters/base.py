@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines.adapters.lora import is_adapter
+from engines.weights.rows import counts_once
 
 BASE = "lora_base"
 """In a checkpoint of adapters: the digest of their base."""
@@ -29,7 +30,7 @@ def base_digest(model: Any, group: dist.ProcessGroup | None = None) -> Tensor:
     """
     frozen = [(name, tensor) for name, tensor in model.named_parameters() if not is_adapter(name)]
     device = frozen[0][1].device
-    sums = [_sum(tensor, first=_rank(tensor) == 0).to(device) for _, tensor in frozen]
+    sums = [_sum(tensor).to(device) for _, tensor in frozen]
     return digest_of([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in frozen], sums, group)
 
 
@@ -74,16 +75,12 @@ def sum_of_bits(box: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tens
     return total
 
 
-def _rank(tensor: Tensor) -> int:
-    """Of a tensor that every rank has whole, one rank's sum counts."""
-    return 0 if isinstance(tensor, DTensor) or not dist.is_initialized() else dist.get_rank()
-
-
-def _sum(tensor: Tensor, first: bool) -> Tensor:
-    shape, start = tensor.shape, (0,) * tensor.ndim
+def _sum(tensor: Tensor) -> Tensor:
+    """Of this rank's part; 0 where another rank has the same and counts it."""
+    shape, start, counts = tensor.shape, (0,) * tensor.ndim, counts_once(tensor)
     if isinstance(tensor, DTensor):
         _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         tensor = tensor.to_local()
-    if not first:
+    if not counts:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     return sum_of_bits(tensor, start, shape) if tensor.ndim else sum_of_bits(tensor.view(1), (0,), (1,))

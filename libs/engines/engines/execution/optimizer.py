@@ -39,18 +39,18 @@ def adamw(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Parameter], con
     return torch.optim.AdamW(groups, **options, fused=True)
 
 
-def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | None = None, copies: int = 1) -> Tensor:
     """Return the global gradient norm, f64[]; NaN where a rank's loss is not finite.
 
-    Every parameter is sharded over all ranks along dimension 0 (FSDP2), so the squares of the shards add up to the
-    whole. `loss` is a scalar of this rank.
+    Every parameter is sharded along dimension 0 (FSDP2) over all ranks, or over those of each of `copies` groups, so
+    the squares of the shards add up to that many times the whole. `loss` is a scalar of this rank.
     """
     shards = [_local(p.grad) for p in module.parameters() if p.grad is not None]
     shards = [shard for shard in shards if shard.numel()]
     squares = 0.0 * loss.detach().double()
     if shards:
         squares = squares + torch.stack(torch._foreach_norm(shards, dtype=torch.float32)).double().square().sum()
-    return reduce_float64(squares, group).sqrt()
+    return (reduce_float64(squares, group) / copies).sqrt()
 
 
 def clip_and_step(

@@ -23,6 +23,8 @@ def compiled_layers(config: EngineConfig, model_config: Any, device: torch.devic
 
 def replicated_weights(config: EngineConfig, device: torch.device) -> Yes | No:
     """Whether every rank can hold the weights whole, with exact values and moments shared out."""
+    if config.shard_ranks is not None:
+        return No("shard_ranks asks for sharded weights: leave it out")
     if config.vision != "off":
         return No("a vision tower is sharded: set weights='sharded'")
     if config.lora.rank:

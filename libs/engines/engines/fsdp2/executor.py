@@ -1,4 +1,4 @@
-"""The FSDP2 executor: every layer sharded over all ranks, micro-batches one after another."""
+"""The FSDP2 executor: every layer sharded over all ranks or copies of it over groups, micro-batches in a loop."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from engines.adapters.base import BASE, base_digest, check_base
 from engines.adapters.lora import (
@@ -36,6 +35,8 @@ from engines.families.torch_operations import choose_torch_operations
 from engines.fast.layers import sequences_of, use_layer_functions
 from engines.fast.log_probs import fused_log_probs
 from engines.fsdp2.activations import recompute_layers
+from engines.fsdp2.sharding import SumAcrossCopies, copies_in, weight_mesh
+from engines.fsdp2.sharding import whole as whole_shards
 from engines.loading import DTYPES, compute_dtype, device_of
 from engines.log_probs import token_log_probs
 from engines.packing.model import adapt_for_packing
@@ -96,6 +97,8 @@ class FSDP2Executor:
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
         self.adds_loss = self.router is not None
+        self.copies = 1
+        self.sums: SumAcrossCopies | None = None
         self._shard(disk)
         self.adapted = any(is_adapter(name) for name, _ in model.named_parameters())
         if self.adapted:
@@ -106,7 +109,8 @@ class FSDP2Executor:
         return build_optimizer(self.scorer, self.config)
 
     def _shard(self, disk: DiskWeights | None) -> None:
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        mesh = weight_mesh(self.config, self.device.type)
+        self.copies = copies_in(mesh)
         dtype = compute_dtype(self.config, self.device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         free = self.config.reshard_after_forward
@@ -129,6 +133,8 @@ class FSDP2Executor:
                 # The loss is divided by global counts already: gradients are summed over ranks, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if self.copies > 1:
+            self.sums = SumAcrossCopies(self.scorer)
         if disk is not None:
             self.scorer.to_empty(device=self.device)
             disk.fill(self.model)
@@ -155,7 +161,7 @@ class FSDP2Executor:
         self._optimizer.zero_grad(set_to_none=True)
         counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
         micro_batches = self.ahead(micro_batches)
-        for micro_batch in micro_batches:
+        for micro_batch in micro_batches if self.sums is None else self.sums.each(micro_batches):
             loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
 
     @torch.no_grad()
@@ -207,7 +213,7 @@ class FSDP2Executor:
 
     def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
         """Clip, and let AdamW update where the norm is finite."""
-        norm = gradient_norm(self.scorer, loss, self.groups.world)
+        norm = gradient_norm(self.scorer, loss, self.groups.world, self.copies)
         clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
         self._optimizer.zero_grad(set_to_none=True)
         return norm
@@ -218,7 +224,7 @@ class FSDP2Executor:
             yield from merged_tensors(self.model, DTYPES[self.config.master_dtype])
             return
         for name, tensor in live_tensors(self.model).items():
-            yield name, _whole(tensor) if isinstance(tensor, DTensor) else tensor
+            yield name, whole_shards(tensor)
 
     def state(self) -> dict[str, Any]:
         """Return live shards by name (tied weights once); loading writes into them.
@@ -271,8 +277,3 @@ class FSDP2Executor:
     def _optimizer(self) -> torch.optim.AdamW:
         assert self.optimizer is not None, "the engine refuses to train without an optimizer"
         return self.optimizer
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    """The tensor of all shards; on one rank its shard is that, and no gather copies it."""
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()

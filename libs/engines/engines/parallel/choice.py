@@ -13,6 +13,7 @@ from engines.parallel.planning import DataParallelPlanner, Planner
 
 def layout_of(config: EngineConfig, world_size: int) -> ParallelLayout:
     """Return the layout of this many ranks. ValueError where the configuration's sizes do not divide them."""
+    shards_of(config, world_size)
     size = parse_context_parallel(config.context_parallel)
     shared = {
         "tp": config.tensor_parallel,
@@ -28,6 +29,17 @@ def layout_of(config: EngineConfig, world_size: int) -> ParallelLayout:
             "another number of processes, or use 'dynamic'"
         )
     return ParallelLayout.of_world(world_size, cp=size, **shared)
+
+
+def shards_of(config: EngineConfig, world_size: int) -> int:
+    """Return how many ranks share a copy of sharded weights. ValueError where that does not divide all ranks."""
+    shards = config.shard_ranks or world_size
+    if world_size % shards:
+        raise ValueError(
+            f"shard_ranks={shards} does not divide the {world_size} ranks of this run: choose a divisor, or start "
+            "another number of processes"
+        )
+    return shards
 
 
 def planner_and_inputs(config: EngineConfig, model_config: Any, groups: ParallelGroups) -> tuple[Planner, InputBuilder]:

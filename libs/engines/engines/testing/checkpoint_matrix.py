@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -41,6 +42,8 @@ class Case:
     batching: str = "packed"
     context_parallel: str = "off"
     weights: str = "sharded"
+    copies: int = 1
+    """Of sharded weights, where there are as many ranks."""
     master_dtype: str = "float32"
     gradient_checkpointing: bool = False
     lora: int = 0
@@ -50,7 +53,8 @@ class Case:
     ranks: int = 1
 
     def __str__(self) -> str:
-        extras = [f"context parallel {self.context_parallel}"] * (self.context_parallel != "off")
+        extras = [f"{self.copies} copies"] * (self.copies > 1)
+        extras += [f"context parallel {self.context_parallel}"] * (self.context_parallel != "off")
         extras += ["gradient checkpointing"] * self.gradient_checkpointing
         extras += [f"LoRA {self.lora}"] * bool(self.lora) + ["offloaded between"] * self.offloaded
         return ", ".join([self.model, self.batching, self.weights, self.master_dtype, *extras])
@@ -60,15 +64,23 @@ _MODELS, _WEIGHTS = ("dense", "moe"), ("sharded", "replicated")
 RESUMED = (
     *(Case(m, b, weights=w) for m, b, w in itertools.product(_MODELS, ("packed", "padded"), _WEIGHTS)),
     *(Case(m, weights=w, ranks=2) for m, w in itertools.product(_MODELS, _WEIGHTS)),
+    *(Case(m, copies=2, ranks=n) for m, n in itertools.product(_MODELS, (2, 4))),
+    Case(copies=2, lora=2, ranks=4),
     *(Case(m, context_parallel=c, ranks=2) for m, c in itertools.product(_MODELS, ("dynamic", "static:2"))),
     Case(context_parallel="dynamic", weights="replicated", ranks=2),
     *(Case(batching=b, master_dtype="bfloat16") for b in ("packed", "padded")),
     Case("moe", gradient_checkpointing=True),
     *(Case(m, lora=2, ranks=n) for m, n in itertools.product(_MODELS, (1, 2))),
     Case(context_parallel="dynamic", lora=2, ranks=2),
-    *(Case(offloaded=True, weights=w) for w in _WEIGHTS),
+    *(Case(m, offloaded=True, weights=w, ranks=n) for m, w, n in itertools.product(_MODELS, _WEIGHTS, (1, 2))),
+    *(Case(m, offloaded=True, lora=2, ranks=n) for m, n in itertools.product(_MODELS, (1, 2))),
+    Case(offloaded=True, copies=2, ranks=4),
 )  # fmt: skip
-MOVED = (Case(), Case("moe"), Case(weights="replicated"), Case(context_parallel="dynamic"), Case(lora=2))
+MOVED = (
+    *(Case(), Case("moe"), Case(weights="replicated"), Case(context_parallel="dynamic"), Case(lora=2)),
+    *(Case(copies=2), Case("moe", copies=2), Case(copies=2, lora=2)),
+    *(Case(offloaded=True), Case("moe", offloaded=True), Case(offloaded=True, lora=2)),
+)
 
 
 def main(resumed: Sequence[Case] = RESUMED, moved: Sequence[Case] = MOVED, worlds: Sequence[int] = WORLDS) -> int:
@@ -111,6 +123,7 @@ def _engine(case: Case, seed: int = 0) -> Any:
         device="cpu", lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-3, max_tokens_per_rank=20,
         batching=case.batching, context_parallel=case.context_parallel, weights=case.weights,  # type: ignore[arg-type]
         master_dtype=case.master_dtype, gradient_checkpointing=case.gradient_checkpointing,  # type: ignore[arg-type]
+        shard_ranks=None if case.copies == 1 else max(1, dist.get_world_size() // case.copies),
         lora=LoraConfig(rank=case.lora) if case.lora else LoraConfig(),
     )  # fmt: skip
     torch.manual_seed(seed)  # of adapters, which begin anew; the base under them is the same
@@ -148,6 +161,7 @@ def _save(cases: Sequence[Case], folder: Path) -> list[tuple[str, float]]:
     for number, case in enumerate(cases):
         built = _engine(case)
         _run(built, 0, 2)
+        _move_out_and_in(case, built)
         built.save(folder / str(number))
         found.append((_digest(built), _run(built, 2, 3)[0]["loss"]))
     return found
@@ -160,6 +174,7 @@ def _load(cases: Sequence[Case], folders: Sequence[Path]) -> list[list[tuple[str
         for number, case in enumerate(cases):
             built = _engine(case, seed=7)
             built.load(folder / str(number))
+            _move_out_and_in(case, built)
             found[-1].append((_digest(built), _run(built, 2, 3)[0]["loss"]))
     return found
 

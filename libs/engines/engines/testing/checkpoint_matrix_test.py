@@ -12,16 +12,18 @@ def test_resumed_runs_have_the_bits_of_straight_ones():
         Case("dense", batching="padded", master_dtype="bfloat16"),
         Case("moe", context_parallel="dynamic", ranks=2),
         Case("dense", weights="replicated", ranks=2),
+        Case("moe", copies=2, ranks=2),
+        Case("moe", offloaded=True, lora=2, ranks=2),
     ]
     assert set(cases) <= set(RESUMED)
-    assert [found for _, *found in resume_all(cases)] == [[True, True]] * 4
+    assert [found for _, *found in resume_all(cases)] == [[True, True]] * 6
 
 
 def test_a_checkpoint_of_some_ranks_fits_others():
-    cases = [Case("moe"), Case(weights="replicated")]
+    cases = [Case("moe"), Case(weights="replicated"), Case(copies=2)]
     assert set(cases) <= set(MOVED)
     found = list(move_all(cases, (1, 2, 4)))
-    assert len(found) == 18
+    assert len(found) == 27
     for case, saved, loaded, state, difference in found:
         assert state, (case, saved, loaded)
         assert difference <= LOSS, (case, saved, loaded)

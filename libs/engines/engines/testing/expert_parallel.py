@@ -167,7 +167,7 @@ def exact(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     module.config.output_router_logits = False  # the plain executor has no router's loss
     found = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout.of_world(dist.get_world_size(), ep=max(ranks, 1)))
-    with Float64Stays(), _float64_shards():
+    with Float64Stays(), float64_shards():
         executor: Any = (
             FSDP2Executor(replace(config, router_aux_loss_coef=0.0), groups, module, PackedInputs())
             if ranks
@@ -202,7 +202,7 @@ def from_disk(directory: Path, ranks: int) -> dict[str, Tensor]:
     return weights(build_engine(EngineConfig(model=str(directory), device="cpu", expert_parallel=ranks)))
 
 
-class _float64_shards(nullcontext[None]):  # noqa: N801  used as a function
+class float64_shards(nullcontext[None]):  # noqa: N801  used as a function
     """Inside of it FSDP2 casts neither weights nor gradients."""
 
     def __enter__(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,18 +21,35 @@ class Own(NamedTuple):
     columns: slice | None = None
 
 
+def sharding_axes(tensor: DTensor) -> list[int]:
+    """Return the dimensions of the mesh over which a tensor is cut; over the others each rank has the same."""
+    return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+
+
+def counts_once(tensor: Tensor) -> bool:
+    """Whether this rank's part is the one that counts in a sum over all ranks: the first of equal ones."""
+    if not isinstance(tensor, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    copied = set(range(tensor.device_mesh.ndim)) - set(sharding_axes(tensor))
+    return all(tensor.device_mesh.get_local_rank(axis) == 0 for axis in copied)
+
+
 def own_part(tensor: Tensor) -> Own:
     """Of a tensor that is whole, sharded along dimension 0 (FSDP2), or a layer's experts over a mesh of two dimensions.
 
     These are sharded along dimension 1 over the mesh's first dimension, and along dimension 0 over its second one.
+    Dimensions of the mesh over which a tensor is replicated (hybrid sharding) count for nothing.
     """
     if not isinstance(tensor, DTensor):
         return Own(tensor, slice(0, tensor.shape[0] if tensor.ndim else 1))
     mesh = tensor.device_mesh
-    if tensor.placements == (Shard(0),):
-        return Own(tensor.to_local(), rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank()))
-    if tensor.placements == (Shard(1), Shard(0)):
-        columns, rows = (rows_of(tensor.shape[1 - i], mesh.size(i), mesh.get_local_rank(i)) for i in (0, 1))
+    axes = sharding_axes(tensor)
+    cuts = [tensor.placements[axis] for axis in axes]
+    parts = [(mesh.size(axis), mesh.get_local_rank(axis)) for axis in axes]
+    if cuts == [Shard(0)]:
+        return Own(tensor.to_local(), rows_of(tensor.shape[0], *parts[0]))
+    if cuts == [Shard(1), Shard(0)]:
+        columns, rows = (rows_of(tensor.shape[1 - i], *parts[i]) for i in (0, 1))
         return Own(tensor.to_local(), rows, columns)
     raise ValueError(
         f"a tensor is placed {tensor.placements}: only shards of rows, or of experts, are read and written"

@@ -1,0 +1,68 @@
+"""Which ranks share the weights: all of them, or in hybrid sharding (HSDP) those of each of several groups.
+
+A group's ranks are neighbours, so that what is gathered in every layer stays within a machine; its copy of the weights
+has equals in the other groups, and gradients cross them once a step.
+"""
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from engines.config import EngineConfig
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.parallel.choice import shards_of
+from engines.weights.rows import sharding_axes
+
+COPIES, SHARDS = "copies", "shards"
+
+
+def weight_mesh(config: EngineConfig, device: str) -> DeviceMesh:
+    """Return the mesh that weights are sharded over: (ranks,), or (copies, ranks of each). Collective."""
+    ranks = dist.get_world_size()
+    shards = shards_of(config, ranks)
+    if shards == ranks:
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=(COPIES, SHARDS))
+
+
+def copies_in(mesh: DeviceMesh) -> int:
+    """How many copies of the weights there are."""
+    return mesh.size() // mesh.size(-1)
+
+
+class SumAcrossCopies:
+    """Gradients of a sharded module cross the copies once a step, with its last backward pass.
+
+    Until then each group keeps the sum of its own. FSDP2 offers no way to drop such a sum, so that a step which an
+    error ended in the middle cannot be followed by another.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        self._kept = False
+
+    def each(self, micro_batches: MicroBatches) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a step. RuntimeError where the step before was left half done."""
+        if self._kept:
+            raise RuntimeError(
+                "an error ended the step before, and its gradients wait to be added up across the copies of "
+                "shard_ranks: build the engine anew and load a checkpoint"
+            )
+        last = len(micro_batches) - 1
+        self._kept = last > 0
+        for number, micro_batch in enumerate(micro_batches):
+            self.module.set_requires_all_reduce(number == last)
+            yield micro_batch
+        self._kept = False
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor of all shards; where a rank's own is that, no gather copies it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    cut = any(tensor.device_mesh.size(axis) > 1 for axis in sharding_axes(tensor))
+    return tensor.full_tensor() if cut else tensor.to_local()
