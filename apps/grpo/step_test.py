@@ -211,6 +211,7 @@ class Session:
     events: list[object]
     sampled: list[Episode] = field(default_factory=episodes)
     sampler: Sampler = field(default_factory=Sampler)
+    config: object = CONFIG
 
     def sample(self, step):
         self.events.append(("sample", step))
@@ -224,6 +225,10 @@ class Session:
         self.sampler.version += 1
         return 4096
 
+    def probed(self, prompts):
+        self.events.append(("probed", self.sampler.version, len(prompts)))
+        return []
+
 
 def test_a_step_samples_trains_and_hands_over(monkeypatch):
     clock = iter([100.0, 103.0, 110.0, 115.0])
@@ -231,7 +236,7 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
     events: list[object] = []
     engine, config = Recorder(), replace(CONFIG, control="shuffled-advantages")
     result = grpo_step(config, Session(events), engine, 7)
-    assert events == [("sample", 7), ("sync", 1)]
+    assert events == [("sample", 7), ("sync", 1), ("probed", 6, 2)]
     batch = to_batch(episodes())
     want = advantages_of(batch, config, 7)
     assert engine.trained[0]["advantages"] == [row.tolist() for row in want.unbind()]
