@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.interrupts import Runner
+from apps.common.pictures import pictures_of
 from apps.common.ranks import all_ranks, gather_lists, rank_and_world
 from apps.common.tokens import end_of_turn
 from apps.grpo.config import GrpoConfig
@@ -21,10 +22,8 @@ from apps.grpo.tasks import Tasks
 from apps.sft.samples import stop_tokens_of
 from chat_tools import detect_format
 from engines import TrainEngine, WeightPiece
-from engines.media.reader import ImageReader
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, TaskRow, failures, run_group
 from rollout.episodes.playing import together
-from rollout.pictures import Pictures
 from rollout.sync import Manifest, buckets, transfer_weights
 from rollout.sync.transfer import Receiver
 
@@ -209,7 +208,7 @@ def chat_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase, model: Path 
     end = end_of_turn(tokenizer) if stops is None else None
     options = template_options(config.own.template_options)
     form = tool_format_of(config, tokenizer) or "qwen3_xml"  # some format, of calls that nobody makes (`check_prompts`)
-    return Chat(tokenizer, end, form, stop_tokens=stops, pictures=pictures_of(config, model), **options)
+    return Chat(tokenizer, end, form, stop_tokens=stops, pictures=pictures_of(config.engine, model), **options)
 
 
 def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -220,18 +219,6 @@ def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> st
         return detect_format(tokenizer)
     except ValueError:
         return None
-
-
-def pictures_of(config: GrpoConfig, model: Path | None) -> Pictures | None:
-    """How images are read for the model in a directory; None where it is trained on text alone.
-
-    Raises:
-        ValueError: the directory does not say how its model cuts pictures into patches.
-    """
-    if config.engine.vision == "off" or model is None:
-        return None
-    reader = ImageReader.of(model)
-    return Pictures(reader, reader.numbers, reader.merge_size)
 
 
 def _mine(count: int) -> range:

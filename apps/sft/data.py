@@ -4,7 +4,7 @@ import json
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from apps.sft.reading.sources import Source
 from apps.sft.reading.split import split_against, split_off
 from apps.sft.reading.tokenised import tokenise
 from rollout import calculator
+from rollout.pictures import Pictures
 
 
 @dataclass(slots=True)
@@ -61,20 +62,24 @@ def load_conversations(
     tokenizer: PreTrainedTokenizerBase,
     stop_tokens: tuple[str, ...] | None = None,
     cache: Path = Path("tokens"),
+    pictures: Pictures | None = None,
+    images_column: str | None = None,
 ) -> Conversations:
     """Read the sources and, where it is given, the held-out file.
 
     Identical rows are on one side: without a held-out file a share of the different ones is held out; what is in a
     held-out file of its own is removed from the training rows, and counted. `stop_tokens`: see
-    `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenised`.
+    `samples.encode_messages`. `cache`: where tokens are kept, see `reading.tokenised`. `pictures`: how images are read,
+    where the model sees; they may be in `images_column`, "images" unless it is named.
 
     Raises:
         ValueError: a file or a row can't be used, or too little is left; the text names the row and the remedy.
     """
     skipped = Skipped()
+    columns = config.columns if pictures is None else replace(config.columns, images=images_column or "images")
 
     def usable(path: Path) -> Usable:
-        store = tokenise(path, config.columns, tokenizer, stop_tokens, cache, config.data_processes)
+        store = tokenise(path, columns, tokenizer, stop_tokens, cache, config.data_processes, pictures)
         found = usable_of(store, config.max_tokens, config.truncation)
         for reason, rows in found.left_out:
             for row in rows:
@@ -87,11 +92,11 @@ def load_conversations(
     keys = [key for file in files for key in file.keys]
     if config.eval_data is None:
         split = split_off(keys, config.eval_share)
-        held_out = Samples.of(files, split.held_out)
+        held_out = Samples.of(files, split.held_out, pictures)
     else:
         other = usable(config.eval_data)
         split = split_against(keys, other.keys)
-        held_out = Samples.of([other], split.held_out)
+        held_out = Samples.of([other], split.held_out, pictures)
     places = [(number, row) for number, file in enumerate(files) for row in file.rows]
     for i in split.removed:
         number, row = places[i]
@@ -99,7 +104,7 @@ def load_conversations(
     from_files = [places[i][0] for i in split.train]
     sizes = tuple(from_files.count(number) for number in range(len(sources)))
     weights = tuple(source.weight for source in sources if source.weight is not None)
-    found = Conversations(Samples.of(files, split.train), held_out, skipped, sizes, weights or None)
+    found = Conversations(Samples.of(files, split.train, pictures), held_out, skipped, sizes, weights or None)
     if not all(sizes) or not found.held_out:
         short = sources[sizes.index(0) if 0 in sizes else 0].path
         raise ValueError(_too_few(short, found, len(set(keys))))

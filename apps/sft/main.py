@@ -14,6 +14,7 @@ from apps.common.cli import CommandLine
 from apps.common.config_file import write_config
 from apps.common.hints import SFT as PEERS
 from apps.common.model_files import check_model_directory
+from apps.common.pictures import pictures_of
 from apps.common.plan.command import answer_without_running
 from apps.common.plan.work import Work
 from apps.common.ranks import from_rank_0, rank_and_world
@@ -171,10 +172,11 @@ def _conversations(
 ) -> Conversations:
     """Rank 0 tokenises what is not tokenised yet; the others find it on the disk, or do it for a disk of their own."""
     cache = config.data.cache_dir or run_dir.absolute().parent / "tokens"
-    stops = stop_tokens_of(model, tokenizer)
+    stops, pictures = stop_tokens_of(model, tokenizer), pictures_of(config.engine, model)
+    column = config.cluster.media.images_column
 
     def load() -> Conversations:
-        return load_conversations(config.data, sources, tokenizer, stops, cache)
+        return load_conversations(config.data, sources, tokenizer, stops, cache, pictures, column)
 
     found = load() if rank_and_world()[0] == 0 else None
     from_rank_0(None)

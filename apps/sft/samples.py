@@ -7,14 +7,19 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from chat_tools import images, read_stop_tokens, render
+from chat_tools import Rendered, images, read_stop_tokens, render
 from rollout.pictures import Pictures, images_of, without_images
 from seqpack.batches.batch import make_batch
 from seqpack.batches.mrope import grid_tokens
 
 Sample = Mapping[str, Any]
+
+
+class PictureError(ValueError):
+    """An image of a conversation can't be read; the text says which."""
 
 
 class UnprovenMaskError(ValueError):
@@ -23,10 +28,16 @@ class UnprovenMaskError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids, and which of them are trained; one entry a token each. The first token is never trained."""
+    """Token ids, and which of them are trained; one entry a token each. The first token is never trained.
+
+    `types`: which tokens stand for images (1), one entry a token; `images`: their paths or `data:` URIs in order. Both
+    are empty for a conversation without.
+    """
 
     ids: Sequence[int]
     mask: Sequence[bool]
+    types: Sequence[int] = ()
+    images: Sequence[str] = ()
 
 
 def encode_messages(
@@ -35,24 +46,31 @@ def encode_messages(
     tools: Sequence[Any] | None = None,
     stop_tokens: Sequence[str] | None = None,
     trained_from: int = 0,
+    pictures: Pictures | None = None,
 ) -> Encoded:
     """Render one conversation by the tokenizer's own chat template.
 
     `stop_tokens`: those that stop the model (`stop_tokens_of`), which a turn may end with and is trained to; without
     them, those that the tokenizer and the template tell of. Of turns before message `trained_from` nothing is trained.
+    `pictures` reads its images, where it may have some.
 
     Raises:
+        PictureError: an image can't be read.
         UnprovenMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
         ValueError, jinja2.TemplateError: the template refuses the messages.
     """
-    rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
+    found = images_of(messages) if pictures is not None else []
+    if pictures is not None and found:
+        rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, _read(pictures, found)[1])
+    else:
+        rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
     if rendered.problems:
         raise UnprovenMaskError(rendered.problems[0])
     mask = rendered.assistant_mask
     if trained_from:
         first = min((span.token_start for span in rendered.spans if span.message >= trained_from), default=len(mask))
         mask = [trained and i >= first for i, trained in enumerate(mask)]
-    return Encoded(rendered.ids, mask)
+    return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if found else (), found)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Encoded:
@@ -97,24 +115,58 @@ def _seen_sample(
     pictures: Pictures,
 ) -> Sample:
     """A sample of a model that sees: all have the keys of images, also those of text alone."""
-    found = images_of(messages)
-    patches, grids = pictures.read(found) if found else (torch.empty(0, pictures.numbers), torch.empty(0, 3).long())
+    media = _read(pictures, images_of(messages))
+    rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, media[1])
+    if rendered.problems:
+        raise UnprovenMaskError(rendered.problems[0])
+    return {**as_sample(rendered.ids, rendered.assistant_mask), **_media_entries(rendered.mm_token_type_ids, media)}
+
+
+def media_of(types: Sequence[int], found: Sequence[str], pictures: Pictures) -> dict[str, Tensor]:
+    """What a sample shows as a batch's entries; nothing of it for a sample of text. `types`: one entry a token.
+
+    Raises:
+        PictureError: an image can't be read.
+        ValueError: the images have other numbers of tokens than `types` says.
+    """
+    media = _read(pictures, found)
+    tokens = sum(grid_tokens(grid, pictures.merge_size) for grid in media[1].tolist())
+    if tokens != sum(types):
+        raise ValueError(f"its images have {tokens} tokens, they had {sum(types)}: a file of them has changed")
+    return _media_entries(types, media)
+
+
+def _media_entries(types: Sequence[int], media: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    named = zip(("pixel_values", "image_grid_thw"), media, strict=True)
+    return {"mm_token_type_ids": torch.tensor(types, dtype=torch.int64), **dict(named)}
+
+
+def _read(pictures: Pictures, found: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Patches f32[P, numbers] and grids i64[n, 3]."""
+    if not found:
+        return torch.empty(0, pictures.numbers), torch.empty(0, 3, dtype=torch.int64)
+    try:
+        return pictures.read(found)
+    except ValueError as error:
+        raise PictureError(str(error)) from error
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    stop_tokens: Sequence[str] | None,
+    pictures: Pictures,
+    grids: Tensor,
+) -> Rendered:
     counts = [grid_tokens(grid, pictures.merge_size) for grid in grids.tolist()]
-    rendered = render(
+    return render(
         tokenizer,
         without_images(messages),
         tools=list(tools) if tools else None,
         stop_tokens=stop_tokens,
         media=[images(counts, pictures.token)],
     )
-    if rendered.problems:
-        raise UnprovenMaskError(rendered.problems[0])
-    return {
-        **as_sample(rendered.ids, rendered.assistant_mask),
-        "mm_token_type_ids": torch.tensor(rendered.mm_token_type_ids),
-        "pixel_values": patches,
-        "image_grid_thw": grids,
-    }
 
 
 def _without_end(ids: Sequence[int], end: int) -> list[int]:

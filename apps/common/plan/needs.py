@@ -58,7 +58,6 @@ DENSE = No("the model has no router, and no token is sent to experts: leave --en
 NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
 IMAGES = Yes("apps/grpo/pictures_test.py::test_a_column_of_images_may_have_any_name")
 UNSEEN = No("the model is trained on text: set --engine.vision to frozen or trained")
-SUPERVISED_IMAGES = No("supervised runs read text alone: a row with images is refused when it is read")
 
 
 @dataclass(frozen=True)
@@ -160,8 +159,6 @@ def _vllm(path: str) -> Yes | No:
 
 
 def _images(work: Work) -> Yes | No:
-    if work.app == "sft":
-        return SUPERVISED_IMAGES
     return UNSEEN if work.engine.vision == "off" else IMAGES
 
 

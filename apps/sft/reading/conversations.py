@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from apps.common.prompts import ROLES, Row
+from apps.sft.reading.row_images import with_row_images
 
 Message = dict[str, Any]
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
@@ -35,25 +36,52 @@ def digest(content: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def conversation_of(number: int, row: Row, messages_column: str, tools_column: str) -> Conversation:
-    """Check a row. Messages, tools and tool calls may be JSON text; images, videos and audio are refused.
+def conversation_of(
+    number: int, row: Row, messages_column: str, tools_column: str, images_column: str | None = None
+) -> Conversation:
+    """Check a row. Messages, tools and tool calls may be JSON text.
+
+    `images_column`: where images may be besides the messages' parts, if the model sees; else they are refused, as
+    videos and audio always are.
 
     Raises:
         ValueError: it can't be used; the text names the column and the remedy.
     """
     if messages_column not in row:
         raise ValueError(f"no column {messages_column!r}; it has {', '.join(row)}. Name yours with --messages-column")
-    check_no_media(row, messages_column)
     where = f"column {messages_column!r}"
-    messages = messages_of(list_of(row[messages_column], f"{where}: expected a list of messages"), where)
+    messages = messages_of(list_of(row[messages_column], f"{where}: expected a list of messages"), where, images_column)
+    messages = shown(row, messages, images_column, messages_column)
     return Conversation(number, messages, tools_of(row, tools_column))
+
+
+def shown(row: Row, messages: tuple[Message, ...], images_column: str | None, *columns: str) -> tuple[Message, ...]:
+    """The messages with the row's images in their places.
+
+    Raises:
+        ValueError: the row has media that nobody reads, or images that do not fit its messages.
+    """
+    if images_column is None:
+        check_no_media(row, *columns)
+        return messages
+    check_no_media(row, images_column, *columns)
+    if images_column != "images" and images_column not in row:
+        raise ValueError(
+            f"no column {images_column!r}; it has {', '.join(row)}. Name the column of images with "
+            "--cluster.media.images-column"
+        )
+    images = row.get(images_column) or ()
+    return with_row_images(messages, images if isinstance(images, list | tuple) else (images,), images_column)
 
 
 def check_no_media(row: Row, *columns: str) -> None:
     """Refuse a row with media in a column of a usual name, which none of `columns` is."""
     media = [name for name in MEDIA_COLUMNS if row.get(name) and name not in columns]
     if media:
-        raise ValueError(f"column {media[0]!r} holds media, which this app can't train on yet: remove such rows")
+        raise ValueError(
+            f"column {media[0]!r} holds media, which nobody reads here: remove such rows, or, for images of "
+            "conversations, set --engine.vision to frozen or trained (and --cluster.media.images-column)"
+        )
 
 
 def tools_of(row: Row, column: str) -> tuple[Any, ...] | None:
@@ -62,23 +90,25 @@ def tools_of(row: Row, column: str) -> tuple[Any, ...] | None:
     return tuple(list_of(tools, f"column {column!r}: expected a list of tools")) or None if tools else None
 
 
-def messages_of(messages: Sequence[Any], where: str) -> tuple[Message, ...]:
-    """Check messages, at least one.
+def messages_of(messages: Sequence[Any], where: str, sees: str | None = None) -> tuple[Message, ...]:
+    """Check messages, at least one; `sees`: image parts may be among their contents' if it is not None.
 
     Raises:
         ValueError: naming the message.
     """
     if not messages:
         raise ValueError(f"{where}: expected a list of messages, got an empty one")
-    return tuple(_message(message, f"{where}, message {i}") for i, message in enumerate(messages, start=1))
+    return tuple(
+        _message(message, f"{where}, message {i}", sees is not None) for i, message in enumerate(messages, start=1)
+    )
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, where: str, sees: bool) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"{where}: a message needs a role of {', '.join(ROLES)}, got {message!r:.60}")
     content = message.get("content")
     if isinstance(content, list):
-        _check_parts(content, where)
+        _check_parts(content, where, sees)
     elif content is None and not message.get("tool_calls"):
         raise ValueError(f"{where}: it has neither content nor tool_calls")
     elif content is not None and not isinstance(content, str):
@@ -89,13 +119,16 @@ def _message(message: Any, where: str) -> Message:
     return {**message, "tool_calls": [_call(call, where) for call in calls]}
 
 
-def _check_parts(parts: Sequence[Any], where: str) -> None:
+def _check_parts(parts: Sequence[Any], where: str, sees: bool) -> None:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind == "image" and sees:
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
+            hint = "" if sees else "; images are seen with --engine.vision frozen or trained"
             raise ValueError(
-                f"{where}: a part of kind {kind!r}; only text parts can be trained yet, so remove such rows "
-                '(a text part is {"type": "text", "text": ...})'
+                f"{where}: a part of kind {kind!r}, which nobody reads, so remove such rows "
+                f'(a text part is {{"type": "text", "text": ...}}{hint})'
             )
 
 

@@ -13,6 +13,7 @@ from apps.sft.reading.conversations import (
     digest,
     list_of,
     messages_of,
+    shown,
     tools_of,
     without_nulls,
 )
@@ -30,6 +31,8 @@ class Columns:
     prompt: str = "prompt"
     completion: str = "completion"
     text: str = "text"
+    images: str | None = None
+    """Where images of conversations may be besides their messages; None where the model is trained on text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +87,13 @@ def _form_of(row: Row, columns: Columns) -> Form:
 
 def _example(number: int, row: Row, form: Form, columns: Columns) -> Example:
     if form == "messages":
-        return conversation_of(number, row, columns.messages, columns.tools)
-    check_no_media(row, columns.prompt, columns.completion, columns.text)
+        return conversation_of(number, row, columns.messages, columns.tools, columns.images)
     if form == "text":
+        check_no_media(row, columns.text)
         return Completion(number, "", _text(row, columns.text, "--text-column"))
     values = [row.get(name) for name in (columns.prompt, columns.completion)]
     if not any(isinstance(value, list) for value in values):
+        check_no_media(row, columns.prompt, columns.completion)
         prompt = _text(row, columns.prompt, "--prompt-column", empty=True)
         return Completion(number, prompt, _text(row, columns.completion, "--completion-column"))
     for name, value in zip((columns.prompt, columns.completion), values, strict=True):
@@ -98,10 +102,13 @@ def _example(number: int, row: Row, form: Form, columns: Columns) -> Example:
                 f"column {name!r}: prompt and completion must be two texts or two lists of messages, got {value!r:.60}"
             )
     turns = [
-        messages_of(list_of(row[name], f"column {name!r}: expected a list of messages"), f"column {name!r}")
+        messages_of(
+            list_of(row[name], f"column {name!r}: expected a list of messages"), f"column {name!r}", columns.images
+        )
         for name in (columns.prompt, columns.completion)
     ]
-    return Conversation(number, (*turns[0], *turns[1]), tools_of(row, columns.tools), trained_from=len(turns[0]))
+    messages = shown(row, (*turns[0], *turns[1]), columns.images, columns.prompt, columns.completion)
+    return Conversation(number, messages, tools_of(row, columns.tools), trained_from=len(turns[0]))
 
 
 def _text(row: Row, column: str, flag: str, empty: bool = False) -> str:

@@ -6,9 +6,11 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from apps.sft.reading.store import Store
-from apps.sft.samples import Sample
+from apps.sft.samples import Sample, media_of
+from rollout.pictures import Pictures
 
 Truncation = Literal["skip", "left", "right"]
 """What is done with a row that is too long: leave it out, or cut tokens off at its beginning or its end."""
@@ -38,6 +40,8 @@ def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
     for number in map(int, long):
         if truncation == "skip":
             reasons[number] = f"longer than --max-tokens {max_tokens}"
+        elif store.shown[number]:
+            reasons[number] = f"longer than --max-tokens {max_tokens}, with images, which are not cut"
         else:
             trained[number] = cut(*store.tokens(number), max_tokens, truncation)[1].sum()
     for number in map(int, np.flatnonzero(trained == 0)):
@@ -73,13 +77,15 @@ class Samples(Sequence[Sample]):
     files: tuple[tuple[Store, int, Truncation], ...]
     places: np.ndarray
     """i64[n, 2]: the file of each sample, and its entry there."""
+    pictures: Pictures | None = None
+    """How images are read, where the model sees: then every sample has their entries, also one of text."""
 
     @staticmethod
-    def of(files: Sequence[Usable], chosen: Sequence[int]) -> "Samples":
+    def of(files: Sequence[Usable], chosen: Sequence[int], pictures: Pictures | None = None) -> "Samples":
         """Those at `chosen` of all usable entries of all files, numbered through."""
         every = [np.stack([np.full(len(file.entries), n), file.entries], axis=1) for n, file in enumerate(files)]
         stores = tuple((file.store, file.max_tokens, file.truncation) for file in files)
-        return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)])
+        return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)], pictures)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -90,15 +96,24 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> "Samples": ...
     def __getitem__(self, index: int | slice) -> "Sample | Samples":
         if isinstance(index, slice):
-            return Samples(self.files, self.places[index])
+            return Samples(self.files, self.places[index], self.pictures)
         file, entry = (int(part) for part in self.places[index])
         store, max_tokens, truncation = self.files[file]
         ids, mask = cut(*store.tokens(entry), max_tokens, truncation)
-        return {
+        sample = {
             "input_ids": torch.from_numpy(ids),
             "position_ids": torch.arange(len(ids)),
             "loss_mask": torch.from_numpy(mask),
         }
+        return sample if self.pictures is None else {**sample, **self._media(store, entry, len(ids))}
+
+    def _media(self, store: Store, entry: int, length: int) -> dict[str, Tensor]:
+        assert self.pictures is not None
+        types, images = store.images(entry)
+        try:
+            return media_of(types if images else [0] * length, images, self.pictures)
+        except ValueError as error:
+            raise ValueError(f"row {store.rows[entry]} of the file tokenised in {store.path.name}: {error}") from error
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from apps.sft.samples import Encoded
 
@@ -25,6 +26,8 @@ SCHEMA = pa.schema(
         ("trained", pa.int64()),
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
+        ("types", pa.list_(pa.int8())),
+        ("images", pa.list_(pa.string())),
     ]
 )
 
@@ -104,6 +107,18 @@ class Store:
         return ids.to_numpy().astype(np.int64), mask.to_numpy(zero_copy_only=False)
 
     @cached_property
+    def shown(self) -> np.ndarray:
+        """i64[n]: how many images an entry has."""
+        counts = [pc.list_value_length(batch.column("images")).to_numpy() for batch in self._batches]
+        return np.concatenate(counts)
+
+    def images(self, number: int) -> tuple[list[int], list[str]]:
+        """Which tokens stand for images (1), and these as paths or `data:` URIs; both empty without."""
+        batch, at = divmod(number, ROWS_A_BATCH)
+        types, found = (self._batches[batch].column(name)[at].as_py() for name in ("types", "images"))
+        return types, found
+
+    @cached_property
     def _batches(self) -> list[Any]:
         with pa.memory_map(str(self.path)) as source:
             reader = pa.ipc.open_file(source)
@@ -128,5 +143,7 @@ def _batch(entries: list[Entry]) -> Any:
         [sum(e.mask[1:]) for e in encoded],
         [list(e.ids) for e in encoded],
         [list(e.mask) for e in encoded],
+        [list(e.types) for e in encoded],
+        [list(e.images) for e in encoded],
     ]
     return pa.record_batch([pa.array(c, field.type) for c, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)

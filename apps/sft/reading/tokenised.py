@@ -22,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from apps.common.tokens import check_chat_template
 from apps.sft import samples
-from apps.sft.reading import conversations, examples
+from apps.sft.reading import conversations, examples, row_images
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, Example, read_examples
 from apps.sft.reading.store import SCHEMA, Entry, Store, write_store
-from apps.sft.samples import UnprovenMaskError, encode_messages, encode_text
+from apps.sft.samples import PictureError, UnprovenMaskError, encode_messages, encode_text
 from chat_tools.rendering import render as rendering
+from rollout.pictures import Pictures
 
 PART = 256
 """Rows that a process is given at once."""
@@ -48,6 +50,7 @@ class Encoder:
     path: Path
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[str, ...] | None = None
+    pictures: Pictures | None = None
 
     def entry(self, example: Example) -> Entry:
         """Tokenise a row.
@@ -59,13 +62,20 @@ class Encoder:
             if not isinstance(example, Conversation):
                 return Entry(example.row, example.key, encode_text(self.tokenizer, example.prompt, example.text))
             encoded = encode_messages(
-                self.tokenizer, example.messages, example.tools, self.stop_tokens, example.trained_from
+                self.tokenizer,
+                example.messages,
+                example.tools,
+                self.stop_tokens,
+                example.trained_from,
+                self.pictures,
             )
             return Entry(example.row, example.key, encoded)
         except UnprovenMaskError as error:
             # Token and message numbers differ from row to row, the reason does not.
             reason = f"its mask can't be proven: {re.sub(r'[0-9]+', 'N', str(error))}"
             return Entry(example.row, example.key, None, reason)
+        except PictureError as error:
+            raise ValueError(f"{self.path}, row {example.row}: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             # A template that joins what is no text to text is a TypeError of Jinja's own making.
             who = "the chat template" if isinstance(example, Conversation) else "the tokenizer"
@@ -80,28 +90,44 @@ def tokenise(
     stop_tokens: tuple[str, ...] | None,
     folder: Path,
     processes: int | None = None,
+    pictures: Pictures | None = None,
 ) -> Store:
     """Return the store of a file in `folder`, made where it is not there yet.
 
-    `processes`: how many tokenise; None for one a CPU where the file is large, else this one alone.
+    `processes`: how many tokenise; None for one a CPU where the file is large, else this one alone. `pictures` reads
+    the images of conversations: each is, so that none fails later.
 
     Raises:
         ValueError: the file or a row can't be used; the text names the row and the remedy.
     """
     if isinstance(next(read_examples(path, columns)), Conversation):
         check_chat_template(tokenizer)
-    store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens)}.arrow"
+    store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens, pictures)}.arrow"
     if not store.is_file():
         if processes is None:
             processes = len(os.sched_getaffinity(0)) if path.stat().st_size > PARALLEL_BYTES else 1
-        encoder = Encoder(path, tokenizer, stop_tokens)
+        encoder = Encoder(path, tokenizer, stop_tokens, pictures)
         rows = read_examples(path, columns)
         write_store(store, map(encoder.entry, rows) if processes == 1 else _in_processes(encoder, rows, processes))
-    return Store(store)
+        return Store(store)
+    return _with_files(path, Store(store))
+
+
+def _with_files(path: Path, store: Store) -> Store:
+    """The store of a file that was tokenised before; ValueError for an image's file that is no longer there."""
+    for number in map(int, np.flatnonzero(store.shown)):
+        for image in store.images(number)[1]:
+            if not image.startswith("data:") and not Path(image).is_file():
+                raise ValueError(f"{path}, row {store.rows[number]}: there is no image {image}")
+    return store
 
 
 def fingerprint(
-    path: Path, columns: Columns, tokenizer: PreTrainedTokenizerBase, stop_tokens: tuple[str, ...] | None
+    path: Path,
+    columns: Columns,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_tokens: tuple[str, ...] | None,
+    pictures: Pictures | None = None,
 ) -> str:
     """A digest of everything that the tokens of a file depend on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -117,6 +143,7 @@ def fingerprint(
         "schema": str(SCHEMA),
         "versions": [transformers.__version__, tokenizers.__version__, jinja2.__version__],
         "code": _digest_of_code(),
+        "pictures": None if pictures is None else [str(pictures.read), pictures.merge_size, pictures.token],
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -128,7 +155,7 @@ def _digest_of(path: Path) -> str:
 
 def _digest_of_code() -> str:
     """Of the modules that turn rows into tokens: a store made by an older version of them is not used."""
-    files = [Path(str(module.__file__)) for module in (samples, conversations, examples)]
+    files = [Path(str(module.__file__)) for module in (samples, conversations, examples, row_images)]
     files += sorted(Path(str(rendering.__file__)).parent.glob("*.py"))
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 

@@ -38,6 +38,10 @@ class ImageReader:
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"{directory / FILE} cannot be read: {error}") from error
 
+    def __str__(self) -> str:
+        """Settings as JSON: those that read pictures alike are equal."""
+        return str(self.processor.to_json_string())
+
     @property
     def merge_size(self) -> int:
         """Patches that become one token, along each side."""
