@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import engines.step
@@ -115,6 +117,70 @@ def test_the_plan_that_was_agreed_on_is_prepared(agreements):
     assert [plan.hash for plan in built.planner.prepared] == agreed
 
 
+def test_a_batch_made_ahead_is_agreed_on_and_not_planned_again(agreements):
+    built, first, following = bigram(), tiny_batch([5, 7]), tiny_batch([4, 6])
+    built.prefetch(following, SFT())
+    built.train_batch(first, SFT())
+    assert len(built.planner.prepared) == 1
+    built.train_batch(following, SFT())
+    assert len(built.planner.prepared) == 1  # the very batch, for the same objective: it was made ahead
+    expected = agreed_number(("whole", built.plan([4, 6]).hash, view_batch(following).totals))
+    assert agreements[-1][0] == expected
+    built.prefetch(first, SFT())
+    built.train_batch(following, SFT())
+    built.train_batch(first, GRPO())
+    assert len(built.planner.prepared) == 3  # for another objective it was not
+
+
+@pytest.mark.parametrize("vision", [None, "how the tower sees"])
+def test_media_and_routes_are_checked_as_the_model_takes_them(monkeypatch, vision):
+    """A batch says whether the model sees its media, gets positions where it does, and its routes are of the model."""
+
+    class Batch:
+        view = "the rows"
+
+        def require(self, keys, sees):
+            self.asked = keys, sees
+
+        def with_positions(self, settings):
+            return "positions", settings
+
+    checked = []
+    monkeypatch.setattr(engines.step, "check_routed_experts", lambda *args: checked.append(args))
+    monkeypatch.setattr(engines.step, "routed_sizes", lambda model: (len(model.table), 3, 4))
+    built, batch = bigram(routing_replay=True), Batch()
+    built.vision = vision
+    found = built._checked(batch, ("advantages",))
+    assert batch.asked == (("advantages",), vision is not None)
+    assert found == (batch if vision is None else ("positions", vision))
+    assert checked == [("the rows", 48, 3, 4)]
+
+
+def test_settings_of_the_tower_are_those_of_the_model(monkeypatch):
+    monkeypatch.setattr(engines.step.VisionSettings, "of", lambda config: ("of", config))
+    monkeypatch.setattr(Bigram, "config", "the model's", raising=False)
+    assert bigram().vision is None
+    assert bigram(vision="frozen").vision == ("of", "the model's")
+
+
+def test_a_step_is_as_finite_as_its_loss_and_its_gradient():
+    built = bigram(on_nonfinite="skip")
+    for loss, norm in ((math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)):
+        assert not math.isfinite(built._take_update(loss, torch.tensor(norm)))
+        assert built.step == 0
+    assert built._take_update(1.0, torch.tensor(2.0)) == 2.0
+    assert built.step == 1
+
+
+def test_an_error_carries_the_batch_that_it_is_of(monkeypatch):
+    built, batch = bigram(), tiny_batch([5, 7])
+    with torch.no_grad():
+        built.executor.model.table[:] = math.nan
+    with pytest.raises(NonFiniteError) as raised:
+        built.train_batch(batch, SFT())
+    assert raised.value.batch is batch
+
+
 def test_only_what_scoring_needs_is_packed():
     built = bigram()
     batch = tiny_batch([5, 7])
@@ -166,6 +232,8 @@ def test_a_saved_model_is_loaded_by_transformers(tmp_path, dtype):
     again = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert again.dtype == (dtype or torch.float32)
     assert json.loads((target / "config.json").read_text())["dtype"] == str(again.dtype).removeprefix("torch.")
+    files = [load_file(path) for path in target.glob("*.safetensors")]
+    assert {tensor.dtype for held in files for tensor in held.values()} == {again.dtype}
     want = dict(built.executor.tensors())
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, want[name].to(tensor.dtype)), name
