@@ -350,9 +350,11 @@ class Engine:
 
     def state_summary(self) -> dict[str, Any]:
         """Plain facts for logs."""
+        compiled = self.executor.compiled
         return {
             "backend": self.config.backend,
             "batching": self.config.batching,
+            "compiled": f"no: {compiled.reason}" if isinstance(compiled, No) else "yes",
             "device": str(self.device),
             "dtype": str(compute_dtype(self.config, self.device)).removeprefix("torch."),
             "layout": str(self.groups.layout),

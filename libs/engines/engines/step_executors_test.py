@@ -306,8 +306,20 @@ def test_plain_facts(executor):
     assert facts["world_size"] == 1
     assert facts["dtype"] == "float32"
     assert facts["parameters"] == sum(p.numel() for p in tiny_model("dense").parameters())
+    reason = (
+        "on a CPU the plain layers are as fast"
+        if executor == "fsdp2"
+        else "the plain executor calls stock transformers"
+    )
+    assert facts["compiled"] == f"no: {reason}"
     assert built.supports("packed")
     assert not built.supports("tensor_parallel")
+
+
+def test_facts_say_why_layers_are_not_compiled():
+    assert engine(compile="off").state_summary()["compiled"] == "no: compile='off'"
+    padded = engine(batching="padded").state_summary()["compiled"]
+    assert padded == "no: layers are compiled for packed batches alone: set batching='packed'"
 
 
 def test_a_model_that_cannot_be_had_is_refused_with_the_fix(tmp_path):

@@ -321,6 +321,7 @@ def test_plain_facts():
     assert built.state_summary() == {
         "backend": "fsdp2",
         "batching": "packed",
+        "compiled": "no: the plain executor calls stock transformers",
         "device": "cpu",
         "dtype": "float32",
         "layout": str(ParallelLayout()),

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engines.capability import No, Yes
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.groups import ParallelGroups
 
@@ -65,6 +66,8 @@ class Executor(Protocol):
     trainable: bool
     adds_loss: bool
     """Whether the model adds a loss of its own (`Scores.auxiliary`), to which every row matters."""
+    compiled: Yes | No
+    """Whether layers and head run as compiled functions, or why not."""
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
         """Return the micro-batches of a step to come so that they are made ready meanwhile; or as they are."""

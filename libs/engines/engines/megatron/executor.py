@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engines.adapters.base import BASE, check_base
 from engines.adapters.lora import is_adapter
+from engines.capability import MEGATRON, No, Yes
 from engines.config import EngineConfig, parse_options
 from engines.devices.choice import devices_of
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
@@ -86,6 +87,7 @@ class MegatronExecutor:
         router = family_of(model.config).auxiliary_loss(model.config, config.router_aux_loss_coef)
         self.balance = None if router is None else Balance(router, self.device)
         self.adds_loss = self.balance is not None
+        self.compiled: Yes | No = MEGATRON["compiled_layers"]
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
         sizes = ModelSizes.of(model.config)
         self.shapes = with_adapters(tensor_shapes(sizes), model)
