@@ -51,6 +51,7 @@ CHANGES = {
     "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
     "engine.on_nonfinite": Change("skip", {"engine.lr": 1e30, "engine.grad_clip": None}),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
+    "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.environment": Change(("NAME=value",)),
 }
 
