@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -138,10 +139,11 @@ def test_a_column_of_images_may_have_any_name(finished, tmp_path):
     renamed = tmp_path / "renamed.parquet"
     pq.write_table(table.rename_columns(["drawing", *table.column_names[1:]]), renamed)
     named = ("--engine.vision", "frozen", "--cluster.media.images-column")
+    never: Any = None  # nothing is answered, so nothing is scored
     asked = [
         [
             row.data["prompt"].messages
-            for row in prompt_tasks(config, load_tokenizer(finished / "export"), None).tasks(0, 8)
+            for row in prompt_tasks(config, load_tokenizer(finished / "export"), never).tasks(0, 8)
         ]
         for config in (
             flags(finished, renamed, tmp_path / "a", *named, "drawing"),

@@ -38,7 +38,7 @@ def prove_on_a_rank(scales):
     session: Any = SimpleNamespace(
         config=GrpoConfig(), sampler=SimpleNamespace(version=3), probed=lambda prompts: [answers]
     )
-    episodes = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
+    episodes: Any = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
     try:
         return gather_lists([prove_weights(session, engine, episodes)["weights/probe/abs"]])
     except WeightsNotTakenError as error:

@@ -171,6 +171,7 @@ def test_pictures_are_drawn_in_the_recipes_columns(tmp_path):
     small, recipe, _ = shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
     given = supplied(small, recipe, tmp_path / "run")
     rows = [json.loads(line) for line in given.data.data.read_text().splitlines()]
+    assert given.model is not None
     reader = ImageReader.of(given.model)
     grids = [reader(row["images"])[1].tolist() for row in rows]
     assert {len(images) for images in grids} == {1}

@@ -79,7 +79,7 @@ def replayed(seed: int = 0):
 
 def engine(kind: str, device: str = "cuda", **options):
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
-    usual = {"device": device, "lr": 1e-3, "eps": 1e-2, "max_tokens_per_rank": 1024}
+    usual: dict[str, Any] = {"device": device, "lr": 1e-3, "eps": 1e-2, "max_tokens_per_rank": 1024}
     return build_engine(EngineConfig(**usual | options), None if "model" in options else made(kind))
 
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from seqpack import make_batch
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 STEPS = 2
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "experts": ("moe", {"router_aux_loss_coef": 0.5}),
     "padded": ("dense", {"batching": "padded"}),
@@ -49,7 +50,7 @@ LOADED_BY_FOUR = (
 
 def config_of(shards, **options):
     usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1, "grad_clip": 0.1, "max_tokens_per_rank": 14}
-    options = usual | options
+    options: dict[str, Any] = usual | options
     if dist.get_world_size() == 1:  # alone nobody shares a sequence
         options |= {"context_parallel": "off", "max_tokens_per_rank": max(LENGTHS) + options["max_tokens_per_rank"]}
     return EngineConfig(shard_ranks=shards, **options)
@@ -59,7 +60,7 @@ def engine(name, shards=None, seed=0):
     kind, options = CASES[name]
     torch.manual_seed(seed)  # of adapters
     make = vision_model if kind == "vision" else tiny_model
-    sizes = {} if kind == "vision" else {"scale": 2.0, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {} if kind == "vision" else {"scale": 2.0, "num_hidden_layers": 2}
     return build_engine(config_of(shards, **options), make(kind, **sizes))
 
 

@@ -1,6 +1,7 @@
 """A vision-language model with experts: the router's loss, replayed experts, two ranks, against stock transformers."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ LAYERS, EXPERTS, TOP_K = 4, 4, 2
 
 
 def engine(module=None, **options):
-    usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 40, "vision": "trained"}
+    usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 40, "vision": "trained"}
     return build_engine(EngineConfig(**usual | options), module or vision_model("vision_moe"))
 
 

@@ -1,5 +1,7 @@
 """Adapters on the text part of a model that sees images, against peft on stock transformers one sequence at a time."""
 
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -32,7 +34,7 @@ def base(request, tmp_path):
 
 
 def engine(path, **options):
-    settings = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 40, "vision": "frozen"}
+    settings: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 40, "vision": "frozen"}
     return build_engine(EngineConfig(**settings | options, model=str(path), lora=LoraConfig(rank=3, alpha=7.0)))
 
 
