@@ -9,7 +9,10 @@ from apps.common.plan.plan_vs_memory import BOUND, CASES, measure
 from engines.launch import launch
 from engines.megatron.groups import release
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def measured(case):

@@ -48,9 +48,9 @@ LOADED_BY_FOUR = (
 )
 
 
-def config_of(shards, **options):
+def config_of(shards, **given):
     usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1, "grad_clip": 0.1, "max_tokens_per_rank": 14}
-    options: dict[str, Any] = usual | options
+    options: dict[str, Any] = usual | given
     if dist.get_world_size() == 1:  # alone nobody shares a sequence
         options |= {"context_parallel": "off", "max_tokens_per_rank": max(LENGTHS) + options["max_tokens_per_rank"]}
     return EngineConfig(shard_ranks=shards, **options)
