@@ -1,10 +1,12 @@
 """The seed's rule, and the arithmetic of shards."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyncp.planning.sizes import local_cp_size, local_tokens, sequence_align
+from dyncp.planning.sizes import LAYOUTS, group_room, local_cp_size, local_tokens, rank_align, sequence_align
 
 
 @pytest.mark.parametrize(("needed", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16)])
@@ -41,3 +43,21 @@ def test_local_tokens_counts_padding() -> None:
     assert local_tokens([], 4, "zigzag") == 0
     with pytest.raises(ValueError, match="choose one of contiguous, zigzag"):
         local_tokens([1], 2, "striped")  # type: ignore[arg-type]
+
+
+def test_the_room_of_a_group_is_the_most_that_its_ranks_hold() -> None:
+    """Room and padding are two sides of one rule: what fills the room fits, one more unit of a sequence does not."""
+    for cp_size, layout, align, cap in itertools.product((1, 2, 3, 4), LAYOUTS, (1, 2, 3, 16), (16, 17, 31, 100)):
+        room = group_room(cp_size, cap, layout, align)
+        held = local_tokens([room], cp_size, layout, align)
+        assert held * cp_size == room
+        assert cap - align * 2 < held <= cap
+        assert held % align == 0
+        assert local_tokens([room + sequence_align(cp_size, layout)], cp_size, layout, align) > cap
+
+
+def test_zigzag_gives_each_rank_two_halves() -> None:
+    assert [rank_align(size, "zigzag", 3) for size in (1, 2, 4)] == [3, 6, 6]
+    assert [rank_align(size, "contiguous", 3) for size in (1, 2, 4)] == [3, 3, 3]
+    assert rank_align(2, "zigzag", 16) == 16
+    assert local_tokens([5], 1, "contiguous") == 5
