@@ -2,10 +2,9 @@
 
 PYTHONPATH=libs/rollout:libs/seqpack OMP_NUM_THREADS=1 python libs/rollout/benchmarks/native.py
 
-Tiny models on one thread: Qwen3.5's hybrids, as the quickstart has them, which the lean decoder runs, and Qwen3, which
-runs through its module's own forward; sampled at temperature 1 with no stop token, so that both make the same number of
-tokens. `generate` gets its prompts padded on the left, in one batch. Times are processor time, the
-best of the repeats; the ratio is theirs over ours.
+Tiny models on one thread: Qwen3.5's hybrids, as the quickstart has them, and Qwen3, both through the lean decoder;
+sampled at temperature 1 with no stop token, so that both make the same number of tokens. `generate` gets its prompts
+padded on the left, in one batch. Times are processor time, the best of the repeats; the ratio is theirs over ours.
 """
 
 import argparse
