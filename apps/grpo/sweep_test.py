@@ -68,6 +68,7 @@ CHANGES = {
     "sampling.max_new_tokens": Change(3),
     "sampling.stop_token_ids": Change(()),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
+    "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.environment": Change(("NAME=value",)),
     "objective.policy_loss": Change("cispo"),
     "objective.clip_low": Change(0.001),
