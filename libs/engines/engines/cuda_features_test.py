@@ -31,7 +31,7 @@ EXPERTS: dict[str, Any] = {
 }
 LAYERS = 4
 GRIDS = [(1, 4, 6), (1, 8, 8), (1, 2, 2)]
-BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.1)}
+BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (5e-3, 0.02)}
 """(loss, gradient norm), relative to float32 on the CPU."""
 SCORES = {"float32": 1e-5, "bfloat16": 0.02}
 """Mean distance of log-probs. Padded rows run transformers' own layers, whose kernels multiply float32 in TF32."""
@@ -108,7 +108,7 @@ def test_same_curve_as_on_the_cpu(case, dtype):
     distance = (want_scores - got_scores).abs()
     print(f"{case} {dtype}: log-probs mean {distance.mean():.2e} most {distance.max():.2e}")
     print([(step["loss"], step["grad_norm"]) for step in want], [(step["loss"], step["grad_norm"]) for step in got])
-    assert distance.mean() < (1e-3 if "padded" in case and dtype == "float32" else SCORES[dtype])
+    assert distance.mean() < (2e-4 if "padded" in case and dtype == "float32" else SCORES[dtype])
     loss, norm = BOUNDS[dtype]
     for left, right in zip(want, got, strict=True):
         assert right["skipped"] == 0.0

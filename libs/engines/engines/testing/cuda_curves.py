@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Kind of `tiny_model`, its sizes, the engine's settings; `expert_parallel` over all ranks."""
 # (loss, gradient norm): float32 is plain torch on the device, bfloat16 the fused kernels.
 BOUNDS = {"float32": (1e-6, 2e-5), "bfloat16": (2e-3, 5e-3)}
-ROUTED = {"float32": (1e-5, 1e-3), "bfloat16": (1e-2, 5e-2)}
+ROUTED = {**BOUNDS, "bfloat16": (1e-2, 5e-2)}
 """Of models with experts: a token whose best experts are nearly equal may go to another one."""
 Curve = list[tuple[float, float, float]]
 """Of each step loss, gradient norm, and whether it was skipped."""

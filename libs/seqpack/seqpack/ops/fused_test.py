@@ -40,10 +40,13 @@ def delta_call(state=True):
     return DeltaCall(q, k, v, -torch.rand(18, 4), torch.rand(18, 4), CU, 0.3, True, initial, state, None)
 
 
+KEEPS_NO_STATES = {"enable_fwd_cp_cache": False}
+
+
 def chunk_kernel(
     q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, **options
 ):
-    assert options in ({}, {"enable_fwd_cp_cache": False})
+    assert options in ({}, KEEPS_NO_STATES)
     assert {x.shape[0] for x in (q, k, v, g, beta)} == {1}
     assert all(x.is_contiguous() for x in (q, k, v, g, beta))
     assert g.dtype == torch.float32
@@ -62,6 +65,19 @@ def test_the_chunked_kernels_get_one_packed_row(stand_in, package, state):
     call = delta_call(state)
     for got, expected in zip(run(call), gated_delta_rule_torch(call), strict=True):
         assert (got is None and expected is None) or torch.equal(got, expected)
+
+
+def test_flash_qla_is_asked_to_keep_no_states(stand_in):
+    """A recomputed layer would hold them (`gpu_test.py` counts the bytes)."""
+    asked = []
+
+    def kernel(*operands, **options):
+        asked.append({name: options[name] for name in KEEPS_NO_STATES if name in options})
+        return chunk_kernel(*operands, **options)
+
+    stand_in("flash_qla", chunk_gated_delta_rule=kernel)
+    fused.gated_delta_rule_flash_qla(delta_call())
+    assert asked == [KEEPS_NO_STATES]
 
 
 @pytest.mark.parametrize("state", [True, False])
