@@ -31,9 +31,12 @@ after the last change to the arithmetic):
 | FSDP2 | dense, 40 layers, vocabulary 32,768 | 1 | 1345.7 | 1319.7 | +2.0% |
 | FSDP2 | 32 experts, 12 layers, vocabulary 16,384 | 1 | 2151.8 | 2066.0 | +4.1% |
 | Megatron | dense, 40 layers, vocabulary 32,768 | 1 | 3487.6 | 3380.2 | +3.2% |
+| FSDP2 | dense, 40 layers, vocabulary 32,768 | 2 | 688.8 | 702.8 | -2.0% |
+| Megatron, TP 2 | dense, 24 layers, vocabulary 65,536 | 2 | 2352.6 | 2341.4 | +0.5% |
+| Megatron, EP 2 | 64 experts, 16 layers | 2 | 1402.3 | 1401.9 | +0.0% |
 
-Megatron on two GPUs has not been measured. This page is what `python -m apps.grpo.plans` prints, and a test holds it to
-that; `--recipe NAME --plan` also says what a run still lacks.
+This page is what `python -m apps.grpo.plans` prints, and a test holds it to that; `--recipe NAME --plan` also says what
+a run still lacks.
 """
 
 

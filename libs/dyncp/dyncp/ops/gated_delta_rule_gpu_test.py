@@ -19,22 +19,27 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(cast)
 
 
+KERNELS = {"fla": "gated_delta_rule_fla", "flash_qla": "gated_delta_rule_flash_qla"}
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("run", "calls"), [(_zero_and_unit, 1), (_zero_then_unit, 2)])
-def test_states_and_transitions_come_from_flash_linear_attention(run, calls, monkeypatch) -> None:
+def test_states_and_transitions_come_from_fused_kernels(run, calls, backend, monkeypatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    reason = backends("cuda", torch.bfloat16)["gated_delta_rule"]["fla"]
-    assert reason.available, reason
+    reason = backends("cuda", torch.bfloat16)["gated_delta_rule"][backend]
+    if not reason.available:
+        pytest.skip(f"{backend}: {reason.reason}")
     seen = []
     monkeypatch.setattr(probe, "_loaded", probe._loaded.__wrapped__)  # what it remembers would outlive the patch below
-    original = fused.gated_delta_rule_fla
-    monkeypatch.setattr(fused, "gated_delta_rule_fla", lambda call: seen.append(call) or original(call))
-    options = {"scale": None, "l2norm_qk": True, "chunk_size": None, "backend": "auto"}
+    original = getattr(fused, KERNELS[backend])
+    monkeypatch.setattr(fused, KERNELS[backend], lambda call: seen.append(call) or original(call))
+    options = {"scale": None, "l2norm_qk": True, "chunk_size": None, "backend": backend}
     found = run(operands(torch.bfloat16), SHARDING, 1, 650, options)
     assert len(seen) == calls
     assert torch.equal(seen[-1].initial_state[-1, 0].cpu(), torch.eye(128))
-    exact = run(operands(torch.float64), SHARDING, 1, 650, options)
+    exact = run(operands(torch.float64), SHARDING, 1, 650, {**options, "backend": "torch"})
     assert len(seen) == calls
     for name, a, b in zip(("out", "ends", "unit", "transition"), found, exact, strict=True):
         assert (a.double() - b).norm() <= 2e-2 * b.norm(), name

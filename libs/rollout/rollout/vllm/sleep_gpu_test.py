@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.served import PROMPTS, VERSIONS, assert_agrees, changed, config, pieces, sample, served
+from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.engine import VllmEngine
 
 pytestmark = [
@@ -34,6 +35,10 @@ ARGUMENTS = {"gpu_memory_utilization": 0.2, "additional_config": {"gdn_prefill_b
 """Triton's delta nets: those of FlashInfer are compiled on the spot."""
 
 
+NEAR, FAR = 0.2, 2.0
+"""Mean distances in a model this wide: bfloat16 is 0.05 to 0.08 from float32, the last weights are 7 to 13 away."""
+
+
 def used():
     """Bytes of the device that anybody holds."""
     torch.cuda.synchronize()
@@ -51,6 +56,7 @@ def test_ten_cycles_do_not_make_the_peak_grow(tmp_path):
     with VllmEngine(tmp_path, started) as engine:
         asyncio.run(engine.sleep())
         for cycle in range(10):
+            last = deepcopy(model)
             model = changed(model.cpu(), seed=cycle)
             asyncio.run(engine.wake())
             stream = buckets(pieces(model), 1 << 20)
@@ -61,7 +67,10 @@ def test_ten_cycles_do_not_make_the_peak_grow(tmp_path):
             asleep.append(used())
             model = model.cuda()
             trained.append(used())
-            assert_agrees(model, PROMPTS, answers)  # the packages' kernels run on the device alone
+            near, far = (distances(m.cuda(), PROMPTS, answers).mean() for m in (model, last))  # kernels want the device
+            print(cycle, near, far)
+            assert near < NEAR and far > FAR
+            del last
     for held in (awake, asleep, trained):
         assert max(held[1:]) <= held[0] + 64 * MIB, held
     assert min(awake) - max(asleep) > 1024 * MIB  # most of its share are caches
