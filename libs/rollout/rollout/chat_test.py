@@ -110,3 +110,19 @@ def test_reading_keeps_every_character():
     reply = Chat(TOKENIZER).read(ids, finished=True)
     assert reply.text == " a  , b\u00e9 <|im_start|>"
     assert Chat(TOKENIZER).read(ids, finished=False).text.endswith("<|im_end|>")
+
+
+def test_an_answer_that_came_before_is_read_as_if_it_were_new(monkeypatch):
+    monkeypatch.setattr("rollout.chat.MAX_OPENINGS", 3)
+    chat = Chat(TOKENIZER)
+    for _ in range(2):
+        for text in ("95", "9", "95<|im_end|>", "", "x", "y"):
+            for finished in (True, False):
+                assert chat.read(encode(text), finished) == Chat(TOKENIZER).read(encode(text), finished)
+                assert len(chat._replies) <= 3
+    call = encode('<tool_call>{"name":"f","arguments":{}}</tool_call>')
+    with_calls = Chat(TOKENIZER, tool_format="hermes")
+    for before in (0, 3):
+        reply = with_calls.read(call, False, calls_before=before)
+        assert reply == Chat(TOKENIZER, tool_format="hermes").read(call, False, calls_before=before)
+        assert reply.tool_calls

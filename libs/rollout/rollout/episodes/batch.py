@@ -11,7 +11,8 @@ from torch import Tensor
 from rollout.episodes.episode import Episode
 from rollout.episodes.segment import Segment
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
-from seqpack.batches.batch import make_batch
+from seqpack.batches.batch import check_batch
+from seqpack.batches.jagged import jagged, jagged_from_values
 
 TYPES = "mm_token_type_ids"
 
@@ -36,28 +37,28 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
     segments = [segment for _, _, segment in rows]
     lengths = [len(segment.ids) for segment in segments]
 
-    def column(entries: Iterable[Sequence[float]], dtype: torch.dtype) -> Sequence[Tensor]:
-        """One tensor for all rows, cut into theirs: a tensor made for each costs ten times as much."""
-        result: Sequence[Tensor] = torch.tensor(list(chain.from_iterable(entries)), dtype=dtype).split(lengths)
-        return result
+    def column(entries: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        """(B, j) from one tensor of all rows: a tensor made for each costs ten times as much."""
+        return jagged_from_values(torch.tensor(list(chain.from_iterable(entries)), dtype=dtype), lengths)
 
-    columns: dict[str, Sequence[Any]] = {
+    columns: dict[str, Tensor] = {
         "input_ids": column((s.ids for s in segments), torch.int64),
         "position_ids": column(map(range, lengths), torch.int64),
         "loss_mask": column((s.loss_mask for s in segments), torch.bool),
         "rollout_log_probs": column((s.log_probs for s in segments), torch.float32),
         "policy_version": column((s.policy_versions for s in segments), torch.int32),
-        "reward": [float(episode.reward) for _, episode, _ in rows],
-        "group": [int(episode.group) for _, episode, _ in rows],
-        "episode": [place for place, _, _ in rows],
-        "episode_tokens": [sum(s.sampled for s in episode.segments) for _, episode, _ in rows],
-        **_experts(segments),
-        **_media([segment for _, _, segment in rows]),
+        "reward": torch.tensor([episode.reward for _, episode, _ in rows], dtype=torch.float32),
+        "group": torch.tensor([episode.group for _, episode, _ in rows]),
+        "episode": torch.tensor([place for place, _, _ in rows]),
+        "episode_tokens": torch.tensor([episode.sampled for _, episode, _ in rows]),
+        **{key: jagged(values, 0) for key, values in (_experts(segments) | _media(segments)).items()},
     }
-    return make_batch([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    batch = TensorDict(columns, batch_size=[len(rows)])
+    check_batch(batch)
+    return batch
 
 
-def _experts(segments: Sequence[Segment]) -> Mapping[str, Sequence[Tensor]]:
+def _experts(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
     """i16[tokens, layers, k] of each row; nothing where no row has any. ValueError: rows of two models."""
     told = [s.routed_experts for s in segments if s.routed_experts is not None]
     if not told:
@@ -69,7 +70,7 @@ def _experts(segments: Sequence[Segment]) -> Mapping[str, Sequence[Tensor]]:
     return {ROUTED_EXPERTS: [row.resized(len(s.ids)).tensor() for row, s in zip(rows, segments, strict=True)]}
 
 
-def _media(segments: Sequence[Segment]) -> Mapping[str, Sequence[Tensor]]:
+def _media(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
     """The media of all rows by key, an empty tensor for a row without any of a kind; nothing where no row has any."""
     shown = [segment.media or {} for segment in segments]
     empty = {key: torch.as_tensor(value)[:0] for media in shown for key, value in media.items() if key != TYPES}

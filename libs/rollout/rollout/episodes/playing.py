@@ -62,12 +62,12 @@ class _Play:
 
     def ended(self, end: End, score: Score | None, error: str | None) -> Episode:
         """The episode, with all that was sampled in it."""
-        context = self.context
+        context, main = self.context, self.main
         return Episode(
             id=f"{context.key}/{context.index}/{context.attempt}",
             task_id=context.key,
             attempt=context.attempt,
-            segments=tuple(s for c in self.conversations for s in c.segments if s.sampled or c is self.main),
+            segments=tuple(s for c in self.conversations for s in c.segments if s.sampled or c is main),
             score=score,
             end=end,
             timings={
@@ -76,10 +76,10 @@ class _Play:
                 "total_s": time.monotonic() - self.begun,
             },
             error=error,
-            messages=tuple(self.main.messages) if self.main else (),
+            messages=tuple(main.messages) if main else (),
             metrics=summed_metrics(c.tally.metrics for c in self.conversations)
             | self.metrics
-            | {"turns": self.main.turns if self.main else 0},
+            | {"turns": main.turns if main else 0},
             group=self.group,
         )
 
@@ -181,10 +181,12 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
+        left = [task for task in tasks if not task.done()]
+        for task in left:
             if not task.cancelling():  # once is enough: a second time would end what it closes
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if left:
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _play(
@@ -280,7 +282,7 @@ async def _in_environment(
             raise EpisodeFailed(f"finish() gave {type(score).__name__}: it gives a Score", retryable=False)
         whole = True
     finally:
-        problem = await _close(play, environment)
+        problem = await _close(play, environment, None if getattr(factory, "instant", False) else CLOSE_TIMEOUT)
         if whole and problem:
             raise problem
     return end, score
@@ -292,14 +294,14 @@ def attended(engine: RolloutEngine) -> AbstractContextManager[None]:
     return nullcontext() if tell is None else tell()
 
 
-async def _close(play: _Play, environment: Environment) -> EpisodeFailed | None:
+async def _close(play: _Play, environment: Environment, limit: float | None) -> EpisodeFailed | None:
     """What went wrong, not raised: the reason for which the episode ends must not be lost to it."""
     try:
-        await play.ask(environment.close(), "close()", time.monotonic() + CLOSE_TIMEOUT)
+        await play.ask(environment.close(), "close()", None if limit is None else time.monotonic() + limit)
     except EpisodeFailed as failed:
         return failed
     except _Late:
-        return EpisodeFailed(f"close() did not return within {CLOSE_TIMEOUT:g} s", retryable=True)
+        return EpisodeFailed(f"close() did not return within {limit:g} s", retryable=True)
     return None
 
 
