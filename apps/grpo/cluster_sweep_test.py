@@ -56,7 +56,6 @@ REFUSED = {
     "rollout.prefix_cache": Change(True, VLLM),
     "rollout.cuda_graph_sizes": Change((1, 2), VLLM),
     "media.images_column": Change("images"),
-    "router.z_loss_coef": Change(0.001),
 }
 """What nothing obeys on one machine's processes today."""
 

@@ -143,20 +143,6 @@ class Media:
 
 
 @dataclass(frozen=True)
-class Router:
-    """Training of a mixture's router, beside its load-balancing loss (--engine.router-aux-loss-coef)."""
-
-    z_loss_coef: float | None = None
-    """Of the squared log-partition of the router's logits."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None and not 0 <= value < 10:
-                raise ValueError(f"{item.name} must lie in [0, 10), got {value}")
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Everything that a run on one process does without."""
 
@@ -166,7 +152,6 @@ class Cluster:
     offload: bool = False
     """Keep training's weights, gradients and optimizer states in host memory while answers are sampled (mode sync)."""
     media: Media = field(default_factory=Media)
-    router: Router = field(default_factory=Router)
     environment: tuple[str, ...] = ()
     """Environment variables that the recipe owns, as NAME=value; set before anything is imported."""
 

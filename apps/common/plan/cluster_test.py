@@ -8,7 +8,6 @@ from apps.common.plan.cluster import (
     Media,
     Pools,
     RolloutLayout,
-    Router,
     Schedule,
     changed_fields,
 )
@@ -47,7 +46,6 @@ from rollout.vllm.arguments import OWNED
         (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
         (lambda: Schedule(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),
         (lambda: Media(images_column=""), "must name a column"),
-        (lambda: Router(z_loss_coef=-0.1), "z_loss_coef"),
         (lambda: Cluster(environment=("A B=1",)), "NAME=value"),
         (lambda: Cluster(environment=("A",)), "NAME=value"),
         (lambda: Cluster(environment=("A=1", "A=2")), "twice"),
@@ -67,7 +65,6 @@ FULL = Cluster(
     schedule=Schedule("fully_async", 0.5, 2, 2, True),
     offload=True,
     media=Media("images"),
-    router=Router(0.1),
     environment=("A=1",),
 )
 

@@ -18,7 +18,6 @@ UNOBEYED = {
     "pools.rollout_nodes": "sampling and training take turns on the same devices",
     "pools.collective_timeout_seconds": "engines.launch starts groups with torch's own timeout",
     "rollout": "the native engine holds a whole model on each device and has no options of its own",
-    "router": "no loss holds down the size of a router's logits",
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.
 VLLM_FEATURES = {"rollout.tp": "tensor_parallel", "rollout.dp": "data_parallel", "rollout.ep": "expert_parallel"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Router, Schedule
+from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin, model_type
 from apps.common.plan.ready import refuse_unready
@@ -123,7 +123,6 @@ CHANGES = {
     "--cluster.rollout.max-requests 8": Cluster(rollout=RolloutLayout(max_requests=8)),
     "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
     "--cluster.media.images-column images": Cluster(media=Media("images")),
-    "--cluster.router.z-loss-coef 0.1": Cluster(router=Router(z_loss_coef=0.1)),
 }
 
 
@@ -243,7 +242,7 @@ def test_the_changes_above_are_of_every_field():
     names |= {"--cluster.rollout.admit", "--cluster.rollout.vllm"}  # grpo/native_sampler_test, grpo/vllm_arguments_test
     cluster_test_fields = {
         f"--cluster.{group}.{name}".replace("_", "-")
-        for group in ("pools", "rollout", "schedule", "media", "router")
+        for group in ("pools", "rollout", "schedule", "media")
         for name in vars(getattr(Cluster(), group))
     }
     assert names == cluster_test_fields

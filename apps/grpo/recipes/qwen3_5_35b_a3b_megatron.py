@@ -1,6 +1,6 @@
 """Qwen3.5-35B-A3B on geometry problems with images, Megatron, one machine of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Router
+from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
@@ -56,6 +56,7 @@ RECIPE = Recipe(
             gradient_checkpointing=True,
             optimizer_on_host=True,
             router_aux_loss_coef=0.01,
+            router_z_loss_coef=0.001,
             lr=1e-6,
         ),
         sampling=Sampling(max_new_tokens=2048),
@@ -65,7 +66,6 @@ RECIPE = Recipe(
             rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.6),
             offload=True,
             media=Media(images_column="images"),
-            router=Router(z_loss_coef=0.001),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
         ),
     ),

@@ -20,6 +20,7 @@ FSDP2: dict[str, Yes | No] = {
     "uneven_stages": No("FSDP2 shards over data-parallel ranks alone"),
     "moe": Yes("families/router_test.py::test_one_step_equals_transformers_on_the_whole_batch"),
     "router_loss": Yes("families/router_test.py::test_two_ranks_equal_one"),
+    "router_z_loss": Yes("families/router_z_loss_test.py::test_steps_equal_a_plain_loop"),
     "routing_replay": Yes("experts/routers_test.py::test_the_experts_of_another_are_those_of_stock_transformers"),
     "expert_parallel": Yes("experts/parallel_test.py::test_ranks_that_share_the_experts_give_the_steps_of_one"),
     "expert_tensor_parallel": No("ranks share experts, not their matrices: use expert_parallel, or backend='megatron'"),
@@ -59,6 +60,7 @@ MEGATRON: dict[str, Yes | No] = {
     "uneven_stages": Yes(LAYOUTS),
     "moe": Yes(LAYOUTS),
     "router_loss": Yes(LAYOUTS),
+    "router_z_loss": Yes(LAYOUTS),
     "routing_replay": Yes(LAYOUTS),
     "expert_parallel": Yes(LAYOUTS),
     "expert_tensor_parallel": Yes(LAYOUTS),
@@ -115,6 +117,7 @@ def features_of(config: EngineConfig) -> list[str]:
     asked["activation_offload"] = config.activation_offload
     asked["optimizer_on_host"] = config.optimizer_on_host
     asked["distributed_optimizer"] = config.distributed_optimizer
+    asked["router_z_loss"] = config.router_z_loss_coef > 0
     asked["routing_replay"] = config.routing_replay
     asked["lora"] = config.lora.rank > 0
     asked["vision"] = config.vision != "off"

@@ -78,6 +78,9 @@ class EngineConfig:
 
     router_aux_loss_coef: float | None = None
     """Of the load-balancing loss of a router with experts; None keeps the model's own, 0 trains without that loss."""
+    router_z_loss_coef: float = 0.0
+    """Of the loss that holds a router's logits down: their squared log-partition, the mean over tokens, summed over
+    layers, as megatron-core's `moe_z_loss_coeff`."""
     routing_replay: bool = False
     """Send every token to the experts that the batch's `routed_experts` names (those that it was sampled through),
     where it names some; in `forward` too."""
@@ -123,7 +126,7 @@ class EngineConfig:
             raise ValueError(
                 "first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel"
             )
-        for name in ("lr", "warmup_steps", "weight_decay"):
+        for name in ("lr", "warmup_steps", "weight_decay", "router_z_loss_coef"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:

@@ -39,12 +39,13 @@ class TokenScorer(nn.Module):
         logit_chunk: int,
         log_probs: Callable[..., Any] = token_log_probs,
         router_aux_loss_coef: float | None = None,
+        router_z_loss_coef: float = 0.0,
     ) -> None:
         super().__init__()
         self.log_probs = log_probs
         self.family = family_of(model.config)
         self.family.check_module(model)
-        self.router = self.family.auxiliary_loss(model.config, router_aux_loss_coef)
+        self.router = self.family.auxiliary_loss(model.config, router_aux_loss_coef, router_z_loss_coef)
         self.routers = Routers.of(model)
         self.model = model
         self.logit_chunk = logit_chunk

@@ -164,21 +164,27 @@ class Family:
             elif kind in self.delta_nets:
                 yield module, self.delta_nets[kind]
 
-    def auxiliary_loss(self, config: Any, coefficient: float | None = None) -> RouterLoss | None:
-        """The router's loss where the config asks for it (`output_router_logits`, as in transformers), else None.
+    def auxiliary_loss(
+        self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
+    ) -> RouterLoss | None:
+        """The router's losses: where the config asks for it (`output_router_logits`, as in transformers), else None.
 
-        `coefficient` says so in place of the config (0: no such loss); ValueError for a model without a router.
+        `coefficient` says so in place of the config (0: no balancing); `z_coefficient` is of the z-loss, of which
+        configs know nothing. ValueError for a model without a router.
         """
         text = config.get_text_config()
         if not self.routed:
-            if coefficient is not None:
-                raise ValueError(f"router_aux_loss_coef is for models with experts, {text.model_type} has none")
+            if coefficient is not None or z_coefficient:
+                name = "router_z_loss_coef" if coefficient is None else "router_aux_loss_coef"
+                raise ValueError(f"{name} is for models with experts, {text.model_type} has none")
             return None
         if coefficient is None:
             coefficient = text.router_aux_loss_coef if text.output_router_logits else 0.0
-        if not coefficient:
+        if not coefficient and not z_coefficient:
             return None
-        return RouterLoss(float(coefficient), int(text.num_experts), int(text.num_experts_per_tok))
+        return RouterLoss(
+            float(coefficient), text.num_experts, text.num_experts_per_tok, routed_layers(text), z_coefficient
+        )
 
     def _check_layers(self, text: Any) -> None:
         for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()):
@@ -202,3 +208,10 @@ class Family:
             f"{self.name}: {what}. What no test has run is refused: make it right in "
             f"engines/families/{self.name}.py and add a row that has it to engines/families/cases.py"
         )
+
+
+def routed_layers(text: Any) -> int:
+    """Layers with experts of a text config, as transformers places them."""
+    dense = getattr(text, "mlp_only_layers", None) or ()
+    every = getattr(text, "decoder_sparse_step", None) or 1
+    return sum(layer not in dense and (layer + 1) % every == 0 for layer in range(text.num_hidden_layers))

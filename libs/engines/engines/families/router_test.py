@@ -135,12 +135,12 @@ def test_two_ranks_equal_one(context_parallel):
 def test_the_formula_against_transformers_function():
     """On random logits with padding, summed over parts of any size."""
     rng = torch.Generator().manual_seed(0)
-    loss = RouterLoss(2.0, experts=5, top_k=2)
+    loss = RouterLoss(2.0, experts=5, top_k=2, layers=3)
     logits = [torch.randn(24, 5, generator=rng, dtype=torch.float64).float() for _ in range(3)]
     counted = torch.rand(24, generator=rng) > 0.3
     want = 2.0 * load_balancing_loss_func(tuple(logits), 5, 2, counted.view(4, 6).long())
     for bounds in ([0, 24], [0, 7, 24], [0, 1, 2, 13, 24]):
         parts = [loss.routing([layer[a:b] for layer in logits], counted[a:b]) for a, b in pairwise(bounds)]
         counts = RouterCounts(sum(part.chosen for part in parts), sum(part.rows for part in parts))
-        got = sum(loss.loss(part.probability, counts) for part in parts)
+        got = sum(loss.loss(part.terms, counts) for part in parts)
         torch.testing.assert_close(got, want)

@@ -93,7 +93,8 @@ class FSDP2Executor:
         if tower is not None and config.vision == "frozen":
             tower.requires_grad_(False)
         log_probs = fused_log_probs if compiled else token_log_probs
-        self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, config.router_aux_loss_coef)
+        coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+        self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
         self.scorer.training = False
         self.router: RouterLoss | None = self.scorer.router
         self.adds_loss = self.router is not None
@@ -203,7 +204,7 @@ class FSDP2Executor:
         auxiliary = None
         if router is not None and found.routing is not None:
             counts = counts or self._summed(self._own_counts(found.routing, micro_batch, inputs))
-            auxiliary = router.loss(self.builder.total(found.routing.probability, inputs), counts)
+            auxiliary = router.loss(self.builder.total(found.routing.terms, inputs), counts)
         return Scores(
             self.builder.collect(found.log_probs, inputs),
             None if found.entropy is None else self.builder.collect(found.entropy, inputs),

@@ -1,5 +1,7 @@
 """Steps in float64: megatron-core's layers beside stock transformers, one sequence at a time."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,16 +19,21 @@ from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
 from engines.testing.float64 import Float64Stays
 from engines.testing.plain_executor import PlainExecutor
+from engines.testing.plain_router import PlainRouterExecutor
 from engines.tiny import tiny_batch
 from engines.weights.model_weights import ModelWeights
 from seqpack.batches.objective import Objective
 
 CONFIG = EngineConfig(**{**OPTIONS, "grad_clip": None})
 """Without clipping: torch's, in the plain executor, divides by the norm plus 1e-6."""
+LOSSES = "Qwen3.5 MoE, router's loss"
+ROUTED = replace(CONFIG, router_z_loss_coef=0.05)
+"""For the model of that name, whose balancing loss its config asks for."""
 EXACT = {
     "Qwen3": ParallelLayout(tp=2, pp=2),
     "Qwen3.5": ParallelLayout(tp=2, pp=2),
     "Qwen3.5 MoE": ParallelLayout(tp=2, pp=2, ep=2),
+    LOSSES: ParallelLayout(dp=2, tp=2, ep=2),
 }
 
 
@@ -38,14 +45,15 @@ def exact_steps(
     module.config._experts_implementation = "eager"  # transformers' default has no float64
     weights = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(layout or ParallelLayout())
+    config, plain = (ROUTED, PlainRouterExecutor) if model == LOSSES else (CONFIG, PlainExecutor)
     with Float64Stays():
         executor: Executor = (
-            PlainExecutor(CONFIG, groups, module)
+            plain(config, groups, module)
             if layout is None
-            else MegatronExecutor(CONFIG, groups, module, PackedInputs())
+            else MegatronExecutor(config, groups, module, PackedInputs())
         )
-        planner = DataParallelPlanner(CONFIG.max_tokens_per_rank, groups.layout.plan_size)
-        engine = Engine(CONFIG, executor, planner, weights)
+        planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
+        engine = Engine(config, executor, planner, weights)
         curve = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), objective) for step in range(STEPS)]
         trained = exported_by(engine)
     if layout is not None:

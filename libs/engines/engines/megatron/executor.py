@@ -84,8 +84,11 @@ class MegatronExecutor:
         self.trainable = trainable
         self.builder = EvenInputs(inputs, groups.layout.tp)
         self.device = resolve_device(config)
-        router = family_of(model.config).auxiliary_loss(model.config, config.router_aux_loss_coef)
-        self.balance = None if router is None else Balance(router, self.device)
+        router = family_of(model.config).auxiliary_loss(
+            model.config, config.router_aux_loss_coef, config.router_z_loss_coef
+        )
+        dtype = _dtype(config, model, self.device)
+        self.balance = None if router is None else Balance(router, self.device, dtype)
         self.adds_loss = self.balance is not None
         self.compiled: Yes | No = MEGATRON["compiled_layers"]
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
@@ -97,7 +100,6 @@ class MegatronExecutor:
         rows = sizes.vocab_rows(groups.layout.tp)
         start = groups.layout.coordinates(groups.rank).tp * rows
         self.vocabulary = range(start, min(start + rows, sizes.vocab))
-        dtype = _dtype(config, model, self.device)
         options = parse_options(config.transformer_options)
         self.settings = transformer_config(sizes, groups.layout, dtype, stage_sizes(config), options)
         split = stage_sizes(config).split(len(sizes.layer_types), groups.layout.pp)

@@ -1,9 +1,10 @@
-"""The router of megatron-core's experts, with transformers' balancing loss in the place of megatron-core's.
+"""The router of megatron-core's experts, with losses of ours in the place of megatron-core's.
 
 megatron-core balances each layer and micro-batch by itself, counts padding, and divides the gradient by the
-tensor-parallel ranks where losses are summed. Ours is `engines.families.router`'s: pooled over the layers and tokens of
-the whole global batch. Its two factors are counted first, in a pass without gradients over all stages and ranks; then
-every router adds the gradient of its own share, which no other rank has, so that they add up to the whole.
+tensor-parallel ranks where losses are summed; its z-loss (`moe_z_loss_coeff`) does the same. Ours are those of
+`engines.families.router`, of the tokens of the whole global batch. What they divide by is counted first, in a pass
+without gradients over all stages and ranks; then every router adds the gradient of its own share, which no other rank
+has, so that they add up to the whole.
 
 Routers can be told which experts tokens go to (`engines.experts.routers` says why). megatron-core asks an object of its
 own for them, one list for all engines of a process; ours is asked in its place, and reads what came with the tokens.
@@ -26,24 +27,25 @@ from engines.megatron.attention import PackedTokens
 class Balance:
     """What the routers of a rank count, and the loss that they add a gradient of."""
 
-    def __init__(self, loss: RouterLoss, device: torch.device) -> None:
+    def __init__(self, loss: RouterLoss, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: what routers compute in; sums are float32 at least."""
         self.loss = loss
         self.device = device
         self.counts: RouterCounts | None = None
         self.total = 0.0
-        self._sums = torch.zeros(0)
+        self._sums = torch.zeros(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def begin(self) -> None:
         """Count from now on."""
         self.counts = None
-        self._sums = torch.zeros(2 * self.loss.experts + 1, device=self.device)
+        self._sums = self._sums.new_zeros(2 * self.loss.experts + 2)
 
     def counted_all(self, world: dist.ProcessGroup) -> None:
         """Add up what all ranks counted; from now on routers add their share. Collective."""
         dist.all_reduce(self._sums, group=world)
-        chosen, probability, rows = self._sums.split([self.loss.experts, self.loss.experts, 1])
+        chosen, terms, rows = self._sums.split([self.loss.experts, self.loss.experts + 1, 1])
         self.counts = RouterCounts(chosen, rows.squeeze(0))
-        self.total = float(self.loss.loss(probability, self.counts))
+        self.total = float(self.loss.loss(terms, self.counts))
 
     def see(self, logits: Tensor, counted: Tensor, given: Tensor | None) -> Tensor:
         """Take a layer's logits [..., experts] into account, and hand them on.
@@ -56,9 +58,9 @@ class Balance:
             taken = [_merged(given, flat.detach().topk(self.loss.top_k, dim=-1).indices)]
         if self.counts is None:
             found = self.loss.routing([flat.detach()], counted, taken)
-            self._sums += torch.cat([found.chosen, found.probability, found.rows[None]])
+            self._sums += torch.cat([found.chosen, found.terms, found.rows[None]])
             return logits
-        share = self.loss.loss(self.loss.routing([flat], counted, taken).probability, self.counts)
+        share = self.loss.loss(self.loss.routing([flat], counted, taken).terms, self.counts)
         with_loss: Tensor = _WithLoss.apply(logits, share)
         return with_loss
 

@@ -43,7 +43,8 @@ class PlainExecutor:
     compiled: Yes | No = No("the plain executor calls stock transformers")
 
     def __init__(self, config: EngineConfig, groups: ParallelGroups, model: Any, trainable: bool = True) -> None:
-        if family_of(model.config).auxiliary_loss(model.config) is not None:
+        wanted = config.router_aux_loss_coef, config.router_z_loss_coef
+        if not self.adds_loss and family_of(model.config).auxiliary_loss(model.config, *wanted) is not None:
             raise ValueError("the plain executor has no router's loss: set output_router_logits=False in the config")
         self.config = config
         self.groups = groups
