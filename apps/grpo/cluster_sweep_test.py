@@ -47,7 +47,6 @@ REFUSED = {
     "pools.nodes": Change(2),
     "pools.placement": Change("separate"),
     "pools.rollout_nodes": Change(1),
-    "pools.collective_timeout_seconds": Change(600),
     "rollout.tp": Change(2, VLLM),
     "rollout.dp": Change(2, VLLM),
     "rollout.ep": Change(2, VLLM),

@@ -83,7 +83,8 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
     for name in config.tracker:
         check_tracker(name)
     if under_torchrun():
-        ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
+        # rank 0 makes the model and the folder, the others wait for it
+        ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     if config.resume:
         steps_done(run_dir, config.steps)
@@ -98,7 +99,9 @@ def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:
         write_config(config, run_dir)
     job = functools.partial(train, model=model, run_dir=run_dir, demonstrations=recipe.demonstrations)
     with stoppable(run_dir, run_dir / "warm-start"):
-        result: Result = launch(job, (config, tasks), config.processes, config.engine.device, config.threads)
+        engine, given = config.engine, (config, tasks)
+        waits = engine.collective_timeout_seconds
+        result: Result = launch(job, given, config.processes, engine.device, config.threads, waits)
         return result
 
 

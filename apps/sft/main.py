@@ -77,7 +77,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     for name in config.tracker:
         check_tracker(name)
     if under_torchrun():
-        ensure_group(config.engine.device)  # rank 0 makes the model and the folder, the others wait for it
+        # rank 0 makes the model and the folder, the others wait for it
+        ensure_group(config.engine.device, config.engine.collective_timeout_seconds)
     run_dir = resolve_run_dir(config.run_dir, RUNS, config.recipe, config.resume)
     if config.resume and config.epochs is None:
         steps_done(run_dir, config.steps)
@@ -93,7 +94,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
         write_config(config, run_dir)
     with stoppable(run_dir):
         job = (config, conversations, model, run_dir)
-        result: Result = launch(train, job, config.processes, config.engine.device, config.threads)
+        engine, waits = config.engine, config.engine.collective_timeout_seconds
+        result: Result = launch(train, job, config.processes, engine.device, config.threads, waits)
         return result
 
 

@@ -26,8 +26,9 @@ BASE = replace(
     save_every=1,
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
-NAMED = {"recipe", "model", "run_dir", "resume", "threads"}
-"""What a run is of and where it is, changed in run_test and bad_inputs_test; the last has a test below."""
+NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds"}
+"""What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks wait has
+one in engines (collective_timeout_test)."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "processes": Change(2),

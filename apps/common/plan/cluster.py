@@ -27,12 +27,10 @@ class Pools:
     """Machines that sample, where the placement is "separate"."""
     device_memory_gib: float | None = None
     """Memory of a device; the plan holds weights, gradients and optimizer states against it."""
-    collective_timeout_seconds: int | None = None
-    """How long a collective may take; torch's default where it is not given."""
 
     def __post_init__(self) -> None:
         _choice(self, "placement", Placement)
-        _at_least(self, 1, "nodes", "collective_timeout_seconds")
+        _at_least(self, 1, "nodes")
         _at_least(self, 0, "rollout_nodes")
         if self.device_memory_gib is not None and not 0 < self.device_memory_gib < 4096:
             raise ValueError(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")

@@ -16,7 +16,6 @@ UNOBEYED = {
     "pools.nodes": "no test has run more than one machine",
     "pools.placement": "sampling and training take turns on the same devices",
     "pools.rollout_nodes": "sampling and training take turns on the same devices",
-    "pools.collective_timeout_seconds": "engines.launch starts groups with torch's own timeout",
     "rollout": "the native engine holds a whole model on each device and has no options of its own",
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.

@@ -110,7 +110,6 @@ CHANGES = {
     "--cluster.pools.placement separate": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
     "--cluster.pools.rollout-nodes 1": Cluster(pools=Pools(placement="separate", rollout_nodes=1)),
     "--cluster.pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
-    "--cluster.pools.collective-timeout-seconds 9": Cluster(pools=Pools(collective_timeout_seconds=9)),
     "--cluster.rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
     "--cluster.rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
     "--cluster.rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),

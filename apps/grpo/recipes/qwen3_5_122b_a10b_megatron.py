@@ -56,11 +56,12 @@ RECIPE = Recipe(
             gradient_checkpointing=True,
             optimizer_on_host=True,
             router_aux_loss_coef=0.0,
+            collective_timeout_seconds=10_800,
             lr=1e-6,
         ),
         sampling=Sampling(max_new_tokens=4096),
         cluster=Cluster(
-            pools=Pools(nodes=4, device_memory_gib=96, collective_timeout_seconds=10_800),
+            pools=Pools(nodes=4, device_memory_gib=96),
             rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.66, max_model_tokens=15_768),
             offload=True,
             media=Media(images_column="images"),

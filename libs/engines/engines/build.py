@@ -14,7 +14,7 @@ from engines.fsdp2.executor import FSDP2Executor
 from engines.launch import ensure_group
 from engines.loading import DTYPES, device_of, open_model, resolve_device
 from engines.parallel.choice import layout_of, planner_and_inputs
-from engines.parallel.groups import ParallelGroups
+from engines.parallel.groups import ParallelGroups, refuse_other_timeout
 from engines.protocol import TrainEngine
 from engines.step import Engine
 from engines.weights.disk import DiskWeights
@@ -28,7 +28,8 @@ def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True
     supported is refused here, before a device is touched.
     """
     refuse_unsupported(config)
-    ensure_group(config.device)
+    ensure_group(config.device, config.collective_timeout_seconds)
+    refuse_other_timeout(config)
     if config.backend == "megatron":
         from engines.megatron.build import build_megatron_engine  # megatron-core is there where it is asked for
 

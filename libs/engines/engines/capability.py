@@ -42,6 +42,7 @@ FSDP2: dict[str, Yes | No] = {
     "async_save": Yes("storage/writer_test.py::test_training_goes_on_while_a_checkpoint_is_written"),
     "vision": Yes("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
     "multi_axis_positions": Yes("packing/model_test.py::test_multi_axis_positions_reach_the_rotary_embedding"),
+    "collective_timeout": Yes("collective_timeout_test.py::test_a_late_rank_ends_the_others_wait"),
 }
 
 
@@ -82,6 +83,7 @@ MEGATRON: dict[str, Yes | No] = {
     "async_save": Yes("megatron/engine_test.py::test_a_checkpoint_is_written_while_training_goes_on"),
     "vision": No("text models only: use backend='fsdp2' with vision='frozen' or 'trained'"),
     "multi_axis_positions": Yes("megatron/engine_test.py::test_positions_of_several_axes"),
+    "collective_timeout": Yes("collective_timeout_test.py::test_a_late_rank_ends_the_others_wait"),
 }
 BACKENDS = {"fsdp2": FSDP2, "megatron": MEGATRON}
 
@@ -126,6 +128,7 @@ def features_of(config: EngineConfig) -> list[str]:
     asked["bfloat16_moments"] = config.moments_dtype == "bfloat16"
     asked["compiled_layers"] = config.compile == "on" and config.backend == "megatron"
     asked["replicated_weights"] = config.weights == "replicated" and config.backend == "megatron"
+    asked["collective_timeout"] = config.collective_timeout_seconds is not None
     asked["hybrid_sharding"] = config.shard_ranks is not None
     return [feature for feature, wanted in asked.items() if wanted]
 

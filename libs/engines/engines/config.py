@@ -73,6 +73,10 @@ class EngineConfig:
     logit_chunk: int = 4096
     """Tokens whose logits are in memory at once."""
 
+    collective_timeout_seconds: int | None = None
+    """How long a rank waits for the others in a collective, in every process group; None is torch's own time. Whoever
+    makes the default group gives it the same (`engines.launch`)."""
+
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Train low-rank adapters in place of the weights."""
 
@@ -118,6 +122,7 @@ class EngineConfig:
             *("max_tokens_per_rank", "logit_chunk"),
             *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
             *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel", "shard_ranks"),
+            "collective_timeout_seconds",
         ):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def launch(
     world_size: int = 1,
     device: str = "auto",
     threads: int | None = None,
+    timeout_seconds: float | None = None,
 ) -> Any:
     """Run fn(*args) on `world_size` ranks with an initialised process group; what rank 0 returned.
 
@@ -40,6 +42,8 @@ def launch(
     must then be picklable, and `fn` importable. Under torchrun this process joins as the rank it is, and `world_size`
     must be 1 or torchrun's. The first rank that raises ends all others and becomes a RankError here; no process
     outlives the call, nor this process. `threads` sets torch's CPU threads of spawned ranks (1 by default).
+    `timeout_seconds`: how long a collective of the default group waits, and of those that engines make; torch's own
+    where it is not given.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -49,12 +53,12 @@ def launch(
             raise ValueError(
                 f"torchrun started {given} ranks, world_size={world_size} was asked for: drop one of the two"
             )
-        return _in_process(fn, args, device)
+        return _in_process(fn, args, device, timeout_seconds)
     if world_size == 1:
-        return _in_process(fn, args, device)
+        return _in_process(fn, args, device, timeout_seconds)
     if dist.is_initialized():
         raise ValueError("this process is in a process group already: launch more ranks from outside of it")
-    return _spawn(fn, args, world_size, device, threads or 1)
+    return _spawn(fn, args, world_size, device, threads or 1, timeout_seconds)
 
 
 def under_torchrun() -> bool:
@@ -62,23 +66,28 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def ensure_group(device: str = "auto") -> bool:
+def ensure_group(device: str = "auto", timeout_seconds: float | None = None) -> bool:
     """Initialise the process group where there is none: torchrun's, or a group of one. True where it did."""
     if dist.is_initialized():
         return False
     if under_torchrun():
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         _set_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), here)
-        dist.init_process_group(_backend(device))
+        dist.init_process_group(_backend(device), timeout=_time(timeout_seconds))
     else:
         _set_device(device, 0, 1)
         with _loopback(device):
-            dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+            waits = _time(timeout_seconds)
+            dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=waits)
     return True
 
 
-def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str) -> Any:
-    made = ensure_group(device)
+def _time(seconds: float | None) -> timedelta | None:
+    return None if seconds is None else timedelta(seconds=seconds)
+
+
+def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str, timeout_seconds: float | None) -> Any:
+    made = ensure_group(device, timeout_seconds)
     try:
         return fn(*args)
     finally:
@@ -86,7 +95,14 @@ def _in_process(fn: Callable[..., Any], args: Sequence[Any], device: str) -> Any
             dist.destroy_process_group()
 
 
-def _spawn(fn: Callable[..., Any], args: Sequence[Any], world_size: int, device: str, threads: int) -> Any:
+def _spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    world_size: int,
+    device: str,
+    threads: int,
+    timeout_seconds: float | None,
+) -> Any:
     context = multiprocessing.get_context("spawn")
     try:
         work = pickle.dumps((fn, tuple(args)))  # by value: multiprocessing's own pickler would share tensors' memory
@@ -99,7 +115,8 @@ def _spawn(fn: Callable[..., Any], args: Sequence[Any], world_size: int, device:
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
-                job = (work, rank, world_size, device, threads, str(Path(folder) / "store"), there)
+                store = str(Path(folder) / "store")
+                job = (work, rank, world_size, device, threads, timeout_seconds, store, there)
                 process = context.Process(target=_rank_main, args=job, daemon=True, name=f"rank{rank}")
                 process.start()
                 there.close()
@@ -166,6 +183,7 @@ def _rank_main(
     world_size: int,
     device: str,
     threads: int,
+    timeout_seconds: float | None,
     store: str,
     pipe: Connection,
 ) -> None:
@@ -175,7 +193,8 @@ def _rank_main(
         _set_device(device, rank, world_size)
         files = dist.FileStore(store, world_size)
         with _loopback(device):
-            dist.init_process_group(_backend(device), store=files, rank=rank, world_size=world_size)
+            waits = _time(timeout_seconds)
+            dist.init_process_group(_backend(device), store=files, rank=rank, world_size=world_size, timeout=waits)
         fn, args = pickle.loads(work)
         answer = ("ok", fn(*args))
     except BaseException:  # noqa: BLE001 (handed to the parent, whatever it is: torch's checkpoint errors are no Exception)

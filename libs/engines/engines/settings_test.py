@@ -52,6 +52,7 @@ BAD = {
     "routing_replay": [1, "yes", None],
     "compile": ["yes", True],
     "weights": ["whole", None],
+    "collective_timeout_seconds": [0, -1, 1.5, True, "60"],
     "shard_ranks": [0, -1, 2.0, True, "2"],
     "gradient_checkpointing": ["false"],
     "activation_offload": ["false", True],

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engines.experts.exchange import WEIGHTS, ExpertExchange
 from engines.families.registry import family_of
+from engines.parallel.groups import mesh_of
 
 ROWS, EXPERTS = "rows", "experts"
 
@@ -33,7 +34,7 @@ def place_experts(model: Any, ranks: int, device: str) -> tuple[list[nn.Module],
     """
     rows = dist.get_world_size() // ranks
     check_sizes(model, ranks, rows)
-    mesh = init_device_mesh(device, (rows, ranks), mesh_dim_names=(ROWS, EXPERTS))
+    mesh = mesh_of(device, (rows, ranks), (ROWS, EXPERTS))
     modules = expert_modules(model)
     for module in modules:
         stock: Any = type(module).forward  # before FSDP2 gives the module another class

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from engines.devices.choice import devices_of
 from engines.execution.executor import LossFunction, Scoring
@@ -23,6 +22,7 @@ from engines.fast.exchange import Exchange
 from engines.fast.masters import Master, optimizer_state
 from engines.fsdp2.executor import FSDP2Executor
 from engines.loading import cast_parameters, compute_dtype
+from engines.parallel.groups import mesh_of
 from engines.weights.disk import DiskWeights
 from engines.weights.empty import allocate
 from engines.weights.model_weights import live_tensors
@@ -32,7 +32,7 @@ class ReplicatedExecutor(FSDP2Executor):
     """See `engines.execution.executor.Executor` and the module's text."""
 
     def _shard(self, disk: DiskWeights | None) -> None:
-        self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.mesh = mesh_of(self.device.type, (dist.get_world_size(),))
         dtype = compute_dtype(self.config, self.device)
         if disk is not None:
             allocate(cast_parameters(self.model, dtype), self.device)

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.choice import shards_of
+from engines.parallel.groups import mesh_of
 from engines.weights.rows import sharding_axes
 
 COPIES, SHARDS = "copies", "shards"
@@ -25,8 +26,8 @@ def weight_mesh(config: EngineConfig, device: str) -> DeviceMesh:
     ranks = dist.get_world_size()
     shards = shards_of(config, ranks)
     if shards == ranks:
-        return init_device_mesh(device, (ranks,))
-    return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=(COPIES, SHARDS))
+        return mesh_of(device, (ranks,))
+    return mesh_of(device, (ranks // shards, shards), (COPIES, SHARDS))
 
 
 def copies_in(mesh: DeviceMesh) -> int:

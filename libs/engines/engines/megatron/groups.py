@@ -1,11 +1,13 @@
 """Megatron's process groups: made once for a layout, and looked up by megatron-core in a place of its own."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
+from dyncp.comm.process_groups import world_timeout
 from engines.parallel.layout import ParallelLayout
 
 _MADE: dict[str, Any] = {}
@@ -35,6 +37,7 @@ def ensure_groups(layout: ParallelLayout, chunks: int = 1) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=world_timeout() / timedelta(minutes=1),
     )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # there is no dropout, so it has nothing to do
     _MADE.update(world=world, layout=(layout, chunks))

@@ -1,11 +1,15 @@
-"""The process groups of a layout."""
+"""The process groups of a layout, and meshes of ranks. Their collectives wait as long as the default group's."""
 
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from dyncp.comm.process_groups import world_timeout
+from engines.config import EngineConfig
 from engines.parallel.layout import ParallelLayout
 
 T = TypeVar("T")
@@ -56,11 +60,34 @@ class ParallelGroups:
         return box[0]
 
 
+def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks in these sizes, the last one fastest; `names` for several. Collective."""
+    if len(sizes) == 1:
+        return DeviceMesh.from_group(_world(), device, mesh_dim_names=names)
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    groups = []
+    for axis in range(len(sizes)):
+        lines = ranks.movedim(axis, -1).reshape(-1, sizes[axis]).tolist()
+        groups.append(_group_of(dist.get_rank(), [tuple(line) for line in lines]))
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+
+
+def refuse_other_timeout(config: EngineConfig) -> None:
+    """ValueError where the default group waits for another time than the settings say."""
+    wanted = config.collective_timeout_seconds
+    if wanted is not None and world_timeout().total_seconds() != wanted:
+        raise ValueError(
+            f"collective_timeout_seconds={wanted}, but the process group is there already and waits "
+            f"{world_timeout().total_seconds():g} s: give launch(timeout_seconds={wanted}), or leave it out"
+        )
+
+
 def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
     """Make all groups, in one order on every rank; return the one that `rank` is in."""
     if len(every) == 1:
         return _world()
-    found = [dist.new_group(list(ranks)) for ranks in every]
+    waits = world_timeout()  # torch's own time otherwise, whatever the world's is
+    found = [dist.new_group(list(ranks), timeout=waits) for ranks in every]
     result: dist.ProcessGroup = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
     return result
 

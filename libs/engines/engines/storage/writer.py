@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dyncp.comm.process_groups import world_timeout
 from engines.storage.checkpoint import random_state, save_checkpoint
 
 
@@ -41,7 +42,7 @@ class CheckpointWriter:
             save_checkpoint(directory, state, facts, also=also)
             return
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=world_timeout())
         args = (directory, on_host(state), dict(facts), random_state(), self._group, tuple(also))
         # No daemon: a process that ends in order finishes what it began to write.
         self._thread = threading.Thread(target=self._write, args=args, name="checkpoint")

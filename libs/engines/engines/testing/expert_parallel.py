@@ -162,16 +162,14 @@ def assert_same_steps(one: Found, many: Found, name: str) -> None:
 def exact(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights in float64; `ranks` 0: stock transformers, a row at a time, on one process."""
     config = config_of(Case(kind, options=(("grad_clip", None),)), max(ranks, 1), alone=True)
+    config = replace(config, router_aux_loss_coef=0.0)  # the plain executor has no router's loss
     module = cast_parameters(model_of(Case(kind)), torch.float64)
     module.config._experts_implementation = "eager"  # transformers' default has no float64
-    module.config.output_router_logits = False  # the plain executor has no router's loss
     found = ModelWeights.of(family_of(module.config), module)
     groups = ParallelGroups.make(ParallelLayout.of_world(dist.get_world_size(), ep=max(ranks, 1)))
     with Float64Stays(), float64_shards():
         executor: Any = (
-            FSDP2Executor(replace(config, router_aux_loss_coef=0.0), groups, module, PackedInputs())
-            if ranks
-            else PlainExecutor(config, groups, module)
+            FSDP2Executor(config, groups, module, PackedInputs()) if ranks else PlainExecutor(config, groups, module)
         )
         planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
         engine = Engine(config, executor, planner, found)

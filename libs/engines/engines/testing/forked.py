@@ -12,7 +12,13 @@ from engines import launch as launching
 _PRELOAD = ["engines.build", "engines.tiny", "engines.weights.saving", "objectives"]
 
 
-def launch_forked(fn: Callable[..., Any], args: Sequence[Any] = (), world_size: int = 1, device: str = "cpu") -> Any:
+def launch_forked(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    world_size: int = 1,
+    device: str = "cpu",
+    timeout_seconds: float | None = None,
+) -> Any:
     """Run fn(*args) on `world_size` ranks of the CPU (or `device`), all of them forks, and return what rank 0 returned.
 
     As `engines.launch.launch`, which spawns ranks that import everything anew.
@@ -24,7 +30,8 @@ def launch_forked(fn: Callable[..., Any], args: Sequence[Any] = (), world_size: 
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
-                job = (pickle.dumps((fn, tuple(args))), rank, world_size, device, 1, str(Path(folder) / "store"), there)
+                store = str(Path(folder) / "store")
+                job = (pickle.dumps((fn, tuple(args))), rank, world_size, device, 1, timeout_seconds, store, there)
                 process = context.Process(target=launching._rank_main, args=job, daemon=True)
                 process.start()
                 there.close()

@@ -47,4 +47,5 @@ class PlainRouterExecutor(PlainExecutor):
         z_loss = torch.stack([layer.exp().sum(-1).log().square().mean() for layer in layers]).sum()
         given = self.config.router_aux_loss_coef
         coefficient = text.router_aux_loss_coef * text.output_router_logits if given is None else given
-        return coefficient * balance + self.config.router_z_loss_coef * z_loss
+        auxiliary: Tensor = coefficient * balance + self.config.router_z_loss_coef * z_loss
+        return auxiliary
