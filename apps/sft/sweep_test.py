@@ -27,8 +27,8 @@ BASE = replace(
     engine=replace(quickstart.RECIPE.config.engine, warmup_steps=0),
 )
 NAMED = {"recipe", "model", "run_dir", "resume", "threads", "engine.collective_timeout_seconds"}
-"""What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks wait has
-one in engines (collective_timeout_test)."""
+"""What a run is of and where it is, changed in run_test and bad_inputs_test; threads have a test below, how long ranks
+wait has one in engines (collective_timeout_test)."""
 CHANGES = {
     "engine.weights": Change("replicated"),
     "processes": Change(2),
