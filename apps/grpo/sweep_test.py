@@ -67,6 +67,7 @@ CHANGES = {
     "engine.warmup_steps": Change(3),
     "engine.lora.targets": Change(("q_proj",)),
     "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
+    "engine.learning_rates": Change(("embed_tokens=1e-2",)),
     "sampling.max_new_tokens": Change(3),
     "sampling.stop_token_ids": Change(()),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),

@@ -55,7 +55,9 @@ def warm_start(
     warm = config.warm_start
     if rank_and_world()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    imitating = replace(config.engine, lr=warm.lr, lr_schedule="constant", warmup_steps=warm.warmup_steps)
+    imitating = replace(
+        config.engine, lr=warm.lr, learning_rates=(), lr_schedule="constant", warmup_steps=warm.warmup_steps
+    )
     # No sampler chose experts for a demonstration.
     engine = build_engine(replace(imitating, model=str(model), routing_replay=False))
 

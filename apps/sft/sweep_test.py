@@ -50,6 +50,7 @@ CHANGES = {
     "engine.warmup_steps": Change(3),
     "engine.lora.targets": Change(("q_proj",)),
     "engine.transformer_options": Change(("deallocate_pipeline_outputs=true",)),
+    "engine.learning_rates": Change(("embed_tokens=1e-2",)),
     "engine.on_nonfinite": Change("skip", {"engine.lr": 1e30, "engine.grad_clip": None}),
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),

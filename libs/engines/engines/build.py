@@ -18,6 +18,7 @@ from engines.parallel.groups import ParallelGroups, refuse_other_timeout
 from engines.protocol import TrainEngine
 from engines.step import Engine
 from engines.weights.disk import DiskWeights
+from engines.weights.names import OWN_NAMES, DiskNames
 
 
 def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True) -> TrainEngine:
@@ -40,7 +41,7 @@ def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True
     if config.lora.rank and trainable:
         add_adapters(module, config.lora, opened.weights, DTYPES[config.master_dtype])
     planner, inputs = planner_and_inputs(config, module.config, groups)
-    executor = executor_of(config, groups, module, inputs, trainable, opened.disk)
+    executor = executor_of(config, groups, module, inputs, trainable, opened.disk, opened.weights.names)
     return Engine(config, executor, planner, opened.weights)
 
 
@@ -51,13 +52,14 @@ def executor_of(
     inputs: InputBuilder,
     trainable: bool,
     disk: DiskWeights | None = None,
+    names: DiskNames = OWN_NAMES,
 ) -> FSDP2Executor:
     """Return the executor for this device: weights sharded or replicated, layers compiled or as they are.
 
-    `disk`: where the values of an empty module are.
+    `disk`: where the values of an empty module are; `names`: of its parameters there.
     """
     device = device_of(config, module)
     replicated = use_replicated_weights(config, device, groups.layout.world_size)
     compiled = use_compiled_layers(config, module.config, device)
     kind = ReplicatedExecutor if replicated else FSDP2Executor
-    return kind(config, groups, module, inputs, trainable, compiled, disk)
+    return kind(config, groups, module, inputs, trainable, compiled, disk, names)

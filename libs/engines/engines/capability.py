@@ -38,6 +38,7 @@ FSDP2: dict[str, Yes | No] = {
     "distributed_optimizer": No("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
+    "learning_rates": Yes("execution/rates_test.py::test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate"),
     "lora": Yes("adapters/lora_test.py::test_log_probs_and_gradients_are_those_of_peft"),
     "async_save": Yes("storage/writer_test.py::test_training_goes_on_while_a_checkpoint_is_written"),
     "vision": Yes("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
@@ -79,6 +80,7 @@ MEGATRON: dict[str, Yes | No] = {
     "distributed_optimizer": Yes(LAYOUTS),
     "own_rows": Yes("megatron/layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
+    "learning_rates": Yes("megatron/rates_test.py::test_parameters_have_the_learning_rates_that_patterns_give_them"),
     "lora": Yes(LAYOUTS),
     "async_save": Yes("megatron/engine_test.py::test_a_checkpoint_is_written_while_training_goes_on"),
     "vision": No("text models only: use backend='fsdp2' with vision='frozen' or 'trained'"),
@@ -121,6 +123,7 @@ def features_of(config: EngineConfig) -> list[str]:
     asked["distributed_optimizer"] = config.distributed_optimizer
     asked["router_z_loss"] = config.router_z_loss_coef > 0
     asked["routing_replay"] = config.routing_replay
+    asked["learning_rates"] = bool(config.learning_rates)
     asked["lora"] = config.lora.rank > 0
     asked["vision"] = config.vision != "off"
     asked["bfloat16"] = "bfloat16" in (config.dtype, config.master_dtype)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -90,6 +91,10 @@ class EngineConfig:
     where it names some; in `forward` too."""
 
     lr: float = 1e-5
+    learning_rates: tuple[str, ...] = ()
+    """PATTERN=LR: another learning rate for the parameters whose names on disk hold the regular expression, such as
+    `embed_tokens`, `visual`, `\\.mlp\\.gate\\.` (routers) or `lora_B`; where several do, the first counts. The
+    schedule scales them all alike."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
@@ -162,6 +167,8 @@ class EngineConfig:
         if self.shard_ranks is not None and self.expert_parallel > 1:
             raise ValueError("shard_ranks has not been run with expert_parallel: leave one of both out")
         parse_options(self.transformer_options)
+        if parse_learning_rates(self.learning_rates) and not self.lr:
+            raise ValueError("learning_rates are scheduled as multiples of lr, which is 0: set lr above 0")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -204,6 +211,23 @@ def parse_options(words: tuple[str, ...]) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[name] = text
     return found
+
+
+def parse_learning_rates(words: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """Regular expressions with their rates, in order; ValueError for what is not PATTERN=LR, or comes twice."""
+    found: dict[str, float] = {}
+    for word in words:
+        pattern, equals, text = word.rpartition("=")
+        if not equals or not pattern or pattern in found:
+            raise ValueError(f"learning_rates are PATTERN=LR, each pattern once, got {word!r}")
+        try:
+            re.compile(pattern)
+            found[pattern] = float(text)
+        except (re.error, ValueError) as error:
+            raise ValueError(f"learning_rates: {word!r} is no PATTERN=LR: {error}") from error
+        if not 0 <= found[pattern] < math.inf:
+            raise ValueError(f"learning_rates must be finite and at least 0, got {word!r}")
+    return tuple(found.items())
 
 
 def _check_type(name: str, value: Any, wanted: Any) -> None:

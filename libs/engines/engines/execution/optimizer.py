@@ -1,7 +1,8 @@
 """AdamW with decay on matrices alone, and gradient clipping over local shards."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +13,43 @@ from torch.distributed.tensor import DTensor
 from engines.config import EngineConfig
 from engines.execution.bfloat16_adamw import BFloat16AdamW
 from engines.execution.host_adamw import HostAdamW
+from engines.execution.rates import LR_SCALE, scale_of
 from engines.execution.reductions import reduce_float64
 
 
-def build_optimizer(module: nn.Module, config: EngineConfig) -> torch.optim.AdamW:
-    """Two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. One fused kernel call a
-    step."""
-    trained = [p for p in module.parameters() if p.requires_grad]
+def build_optimizer(
+    module: nn.Module, config: EngineConfig, scales: Mapping[str, float] | None = None
+) -> torch.optim.AdamW:
+    """Two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. One fused kernel call a step
+    for each; `scales` (multiples of the learning rate, by name) make two groups each."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model is trainable: build the engine with trainable=False instead")
-    return adamw([p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2], config)
+    found = scales or {}
+    return adamw([Updated(p, p.ndim >= 2, found.get(name, 1.0)) for name, p in trained.items()], config)
 
 
-def adamw(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Parameter], config: EngineConfig) -> torch.optim.AdamW:
-    """AdamW that decays `matrices` and not `vectors`; a rank of several may have neither."""
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """What an optimizer updates, and how: whether it decays, and its multiple of the learning rate."""
+
+    parameter: Tensor
+    decays: bool
+    scale: float = 1.0
+
+
+def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW:
+    """AdamW over groups that decay alike and have one learning rate; a rank of several may have nothing to update."""
+    scales = {1.0: None} | {one.scale: None for one in updated}
     groups: list[dict[str, Any]] = [
-        {"params": list(matrices), "weight_decay": config.weight_decay},
-        {"params": list(vectors), "weight_decay": 0.0},
+        {
+            "params": [one.parameter for one in updated if (one.scale, one.decays) == (scale, decays)],
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "lr": config.lr * scale,
+            LR_SCALE: scale,
+        }
+        for scale in scales
+        for decays in (True, False)
     ]
     groups = [group for group in groups if group["params"]] or groups
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
@@ -60,8 +81,7 @@ def clip_and_step(
 
     On a GPU both happen inside the fused update, so that the host does not wait for the norm.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_rates(optimizer, lr)
     if norm.is_cuda:
         scale = torch.ones_like(norm) if limit is None else norm.clamp(min=limit) / limit
         optimizer.grad_scale, optimizer.found_inf = scale.float(), (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -72,6 +92,12 @@ def clip_and_step(
     if math.isfinite(known):
         scale_gradients(module, known, limit)
         optimizer.step()
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group its multiple of the scheduled learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * scale_of(group)
 
 
 def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engines.config import EngineConfig
+from engines.execution.rates import LR_SCALE
 from engines.fast.adamw import AdamW, join, split, update
 from engines.weights.disk import DiskWeights
 from engines.weights.rows import rows_of
@@ -29,6 +30,8 @@ class Master:
     rows: slice
     rest: Tensor | None
     moments: tuple[Tensor, Tensor] | None
+    scale: float = 1.0
+    """Its multiple of the learning rate."""
 
     @staticmethod
     def of(
@@ -38,8 +41,10 @@ class Master:
         mesh: DeviceMesh,
         train: bool,
         disk: DiskWeights | None = None,
+        scale: float = 1.0,
     ) -> "Master":
-        """Take a float32 parameter over: it is rounded to the dtype that is computed in. `disk`: where its value is."""
+        """Take a float32 parameter over: it is rounded to the dtype that is computed in. `disk`: where its value is,
+        `scale`: its multiple of the learning rate."""
         if disk is None:
             exact = parameter.detach()
         else:
@@ -53,7 +58,7 @@ class Master:
         if train:
             zeros = torch.zeros_like(exact[rows], dtype=torch.float32)
             moments = zeros, torch.zeros_like(zeros)
-        return Master(name, parameter, rows, rest, moments)
+        return Master(name, parameter, rows, rest, moments, scale)
 
     @property
     def weight(self) -> Tensor:
@@ -97,17 +102,20 @@ def optimizer_state(masters: list[Master], config: EngineConfig, mesh: DeviceMes
         assert one.moments is not None, "the engine refuses to train without an optimizer"
         first, second = (one.spread(moment, mesh) for moment in one.moments)
         state[one.name] = {"step": step.float(), "exp_avg": first, "exp_avg_sq": second}
-    names = [
-        [one.name for one in masters if one.parameter.ndim >= 2],
-        [one.name for one in masters if one.parameter.ndim < 2],
+    kinds = [
+        (scale, decays) for scale in {1.0: None} | {one.scale: None for one in masters} for decays in (True, False)
     ]
-    decays = config.weight_decay, 0.0
+    names = [
+        [one.name for one in masters if (one.scale, one.parameter.ndim >= 2) == (scale, decays)]
+        for scale, decays in kinds
+    ]
     groups = [
         {
-            "lr": config.lr,
+            "lr": config.lr * scale,
+            LR_SCALE: scale,
             "betas": config.betas,
             "eps": config.eps,
-            "weight_decay": decay,
+            "weight_decay": config.weight_decay if decays else 0.0,
             "amsgrad": False,
             "maximize": False,
             "foreach": None,
@@ -117,7 +125,7 @@ def optimizer_state(masters: list[Master], config: EngineConfig, mesh: DeviceMes
             "decoupled_weight_decay": True,
             "params": group,
         }
-        for group, decay in zip(names, decays, strict=True)
+        for group, (scale, decays) in zip(names, kinds, strict=True)
         if group
     ]
     return {"state": state, "param_groups": groups}

@@ -38,7 +38,7 @@ class ReplicatedExecutor(FSDP2Executor):
             allocate(cast_parameters(self.model, dtype), self.device)
             disk.fill_buffers(self.model)
         self.masters = [
-            Master.of(name, parameter, dtype, self.mesh, self.trainable, disk)
+            Master.of(name, parameter, dtype, self.mesh, self.trainable, disk, self.scales.get(name, 1.0))
             for name, parameter in self.scorer.named_parameters()
         ]
         self.updates = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -71,12 +71,14 @@ class ReplicatedExecutor(FSDP2Executor):
         norm = self._norm([grad for bucket in gradients for grad in bucket], loss)
         controls = control(norm, self.config.grad_clip, self.updates + 1, self.config.betas)
         self.updates += norm.isfinite()
-        settings = AdamW(lr, self.config.betas, self.config.eps)
+        settings = {
+            scale: AdamW(lr * scale, self.config.betas, self.config.eps) for scale in {1.0, *self.scales.values()}
+        }
         on_the_way = []
         # The embedding, whose gradient came last, goes first: it is the largest, and the next step begins with it.
         for bucket, grads in reversed(list(zip(self.exchange.buckets, gradients, strict=True))):
             for one, grad in zip(bucket.masters, grads, strict=True):
-                one.update(grad, controls, settings, self.config.weight_decay)
+                one.update(grad, controls, settings[one.scale], self.config.weight_decay)
             if not self.exchange.alone:
                 on_the_way.append(bucket.gather())
                 if len(on_the_way) > 2:

@@ -28,6 +28,7 @@ from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm
+from engines.execution.rates import rate_scales
 from engines.experts.placement import place_experts
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss, Routing
@@ -44,6 +45,7 @@ from engines.parallel.groups import ParallelGroups
 from engines.scorer import ModelScores, TokenScorer
 from engines.weights.disk import DiskWeights
 from engines.weights.model_weights import live_tensors
+from engines.weights.names import OWN_NAMES, DiskNames
 
 PLAIN = No("not asked for")
 
@@ -65,11 +67,13 @@ class FSDP2Executor:
         trainable: bool = True,
         compiled: Yes | No = PLAIN,
         disk: DiskWeights | None = None,
+        names: DiskNames = OWN_NAMES,
     ) -> None:
         """Shard `model` (a transformers causal LM on the device, or empty), which becomes the executor's.
 
         `compiled`: whether its layers and head run as compiled functions, and why not (`engines.fast.support`).
-        `disk`: where the values of an empty model are; each rank reads its rows after sharding.
+        `disk`: where the values of an empty model are; each rank reads its rows after sharding. `names`: of the
+        parameters on disk, for `config.learning_rates`.
         """
         self.config = config
         self.groups = groups
@@ -92,6 +96,8 @@ class FSDP2Executor:
         tower = family_of(model.config).tower(model)
         if tower is not None and config.vision == "frozen":
             tower.requires_grad_(False)
+        found = rate_scales(config, model, names) if trainable else {}
+        self.scales = {f"model.{name}": scale for name, scale in found.items()}  # as the scorer names them
         log_probs = fused_log_probs if compiled else token_log_probs
         coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
         self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
@@ -107,7 +113,7 @@ class FSDP2Executor:
         self.optimizer = self._build_optimizer() if trainable else None
 
     def _build_optimizer(self) -> torch.optim.AdamW | None:
-        return build_optimizer(self.scorer, self.config)
+        return build_optimizer(self.scorer, self.config, self.scales)
 
     def _shard(self, disk: DiskWeights | None) -> None:
         mesh = weight_mesh(self.config, self.device.type)

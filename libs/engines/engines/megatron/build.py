@@ -30,5 +30,5 @@ def build_megatron_engine(config: EngineConfig, model: Any, trainable: bool) -> 
     if config.lora.rank and trainable:
         refuse_layers(add_adapters(opened.module, config.lora, opened.weights, DTYPES[config.master_dtype]))
     planner, inputs = planner_and_inputs(config, opened.module.config, groups)
-    executor = MegatronExecutor(config, groups, opened.module, inputs, trainable, opened.disk)
+    executor = MegatronExecutor(config, groups, opened.module, inputs, trainable, opened.disk, opened.weights.names)
     return Engine(config, executor, planner, opened.weights)

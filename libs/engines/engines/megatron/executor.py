@@ -24,13 +24,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from engines.adapters.base import BASE, check_base
-from engines.adapters.lora import is_adapter
+from engines.adapters.lora import is_adapter, set_trainable
 from engines.capability import MEGATRON, No, Yes
 from engines.config import EngineConfig, parse_options
 from engines.devices.choice import devices_of
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.rates import rate_scales
 from engines.families.registry import family_of
 from engines.loading import compute_dtype, resolve_device
 from engines.megatron.adapted import adapted
@@ -58,6 +59,7 @@ from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
 from engines.weights.disk import DiskTensors, DiskWeights
 from engines.weights.model_weights import live_tensors
+from engines.weights.names import OWN_NAMES, DiskNames
 
 
 class MegatronExecutor:
@@ -71,10 +73,12 @@ class MegatronExecutor:
         inputs: InputBuilder,
         trainable: bool = True,
         disk: DiskWeights | None = None,
+        names: DiskNames = OWN_NAMES,
     ) -> None:
         """Take over `model`, a transformers causal LM: its weights go into megatron-core's, and it keeps none.
 
-        `disk`: where the values of an empty model are; each rank reads its parts of them alone.
+        `disk`: where the values of an empty model are; each rank reads its parts of them alone. `names`: of the
+        parameters on disk, for `config.learning_rates`.
         ValueError for what `engines.megatron.sizes` says No to.
         """
         refuse_unsupported_model(config, model.config, groups.layout)
@@ -95,6 +99,8 @@ class MegatronExecutor:
         sizes = ModelSizes.of(model.config)
         self.shapes = with_adapters(tensor_shapes(sizes), model)
         self.adapters = Adapters(config.lora) if any(map(is_adapter, self.shapes)) else None
+        set_trainable(model, trainable)
+        scales = rate_scales(config, model, names) if trainable else {}
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
         self._digest: Tensor | None = None
         rows = sizes.vocab_rows(groups.layout.tp)
@@ -114,7 +120,7 @@ class MegatronExecutor:
             zero_padding(self.parameters)
             self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
             trained = [one for one in self.parameters if one.parameter.requires_grad]
-            self.updates = Updates(config, self.chunks, trained, groups.world) if trainable else None
+            self.updates = Updates(config, self.chunks, trained, groups.world, scales) if trainable else None
             frozen = [one for one in self.parameters if not one.parameter.requires_grad]
             self.frozen = [frozen_values(one, self._dtypes if trainable else {}) for one in frozen]
             self._fill(live_tensors(model) if disk is None else DiskTensors(disk))

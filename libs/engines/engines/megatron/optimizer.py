@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.config import EngineConfig
-from engines.execution.optimizer import adamw
+from engines.execution.optimizer import Updated, adamw, set_rates
 from engines.execution.reductions import reduce_float64
 from engines.megatron.bridge import Shape
 from engines.megatron.parameters import HeldParameter, Part, boxed, boxes_of
@@ -36,8 +36,10 @@ class Updates:
         chunks: Sequence[Any],
         parameters: Sequence[HeldParameter],
         world: dist.ProcessGroup,
+        scales: Mapping[str, float],
     ) -> None:
-        """`chunks`: the stages in megatron-core's DistributedDataParallel."""
+        """`chunks`: the stages in megatron-core's DistributedDataParallel. `scales`: multiples of the learning rate, by
+        the names of transformers' parameters."""
         self.limit = config.grad_clip
         self.world = world
         self.chunks = chunks
@@ -45,9 +47,10 @@ class Updates:
         ranges = _own_ranges(chunks) if self.shared else None
         self.parts = tuple(_parts(parameters, ranges))
         self.masters = tuple(_master(part, config) for part in self.parts)
-        vectors = [part.one.parameter.ndim < 2 for part in self.parts]
-        matrices = [master for master, vector in zip(self.masters, vectors, strict=True) if not vector]
-        self.optimizer = adamw(matrices, [m for m, vector in zip(self.masters, vectors, strict=True) if vector], config)
+        updated = [
+            Updated(master, part.one.parameter.ndim >= 2, _scale(part.one, scales)) for part, master in self.updated()
+        ]
+        self.optimizer = adamw(updated, config)
 
     def updated(self) -> Iterator[tuple[Part, Tensor]]:
         """Parts with their masters."""
@@ -61,8 +64,7 @@ class Updates:
         norm = self._norm(loss)
         known = float(norm)
         if math.isfinite(known):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_rates(self.optimizer, lr)
             scale = 1.0 if self.limit is None or known <= self.limit else self.limit / known
             for part, master in self.updated():
                 master.grad = _gradient(part).mul_(scale).to(master.device)
@@ -121,6 +123,17 @@ class Updates:
             for name, _, _ in boxes_of(part, master.detach()):
                 out[name]["step"] = kept[part]["step"]
         return out
+
+
+def _scale(one: HeldParameter, scales: Mapping[str, float]) -> float:
+    """The multiple of the learning rate of what a parameter is made of; ValueError where that differs."""
+    found = {piece.tensor: scales.get(piece.tensor, 1.0) for piece in one.held.pieces}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"learning_rates give {' and '.join(found)} different rates, and Megatron holds them as one parameter: "
+            "name them alike, or set backend='fsdp2'"
+        )
+    return next(iter(found.values()), 1.0)
 
 
 def _parts(

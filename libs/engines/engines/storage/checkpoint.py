@@ -65,7 +65,7 @@ def save_checkpoint(
 def load_checkpoint(directory: Path, state: dict[str, Any], parts: Group = None) -> dict[str, Any]:
     """Read into `state` in place what `save_checkpoint` wrote, and return its facts. Collective.
 
-    Weights and optimizer fit any world size; random states are restored on the same one. `parts`: the ranks whose
+    Weights and moments fit any world size; random states are restored on the same one. `parts`: the ranks whose
     states together hold the model (the stages of a pipeline), where one rank's does not. ValueError for a directory
     that is no checkpoint, is damaged, or whose tensors are not those of the model; `state` is then as it was.
     """
@@ -78,8 +78,12 @@ def load_checkpoint(directory: Path, state: dict[str, Any], parts: Group = None)
         if problem is not None:
             raise ValueError(problem)
     _check_tensors(found, state, _shapes(state["model"], parts))
+    wanted = dict(state)
+    if "optimizer" in state:
+        # Rates, decay and the like (`param_groups`) are those of the run that goes on: its moments are read.
+        wanted["optimizer"] = {key: value for key, value in state["optimizer"].items() if key != "param_groups"}
     with _own_errors():
-        dcp.load(state, checkpoint_id=str(found))
+        dcp.load(wanted, checkpoint_id=str(found))
     if facts["world_size"] == _world_size():
         _set_random_state(torch.load(found / _random_file()))
     _gathered(None, None)

@@ -83,3 +83,7 @@ class DiskNames:
                 yield DiskRead(part.name, rows)
             elif isinstance(part.index[0], int) and rows.start <= part.index[0] < rows.stop:
                 yield DiskRead(part.name, None, (part.index[0] - rows.start, *part.index[1:]))
+
+
+OWN_NAMES = DiskNames()
+"""Of a module that came from no directory: what transformers saves it as."""

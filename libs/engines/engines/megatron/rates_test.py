@@ -1,0 +1,37 @@
+"""Learning rates by group on Megatron's parameters, in one process."""
+
+import pytest
+import torch.distributed as dist
+
+from engines.launch import ensure_group
+from engines.megatron import groups
+from engines.megatron.layouts import LENGTHS, LayoutCase, engine_of, largest_difference
+from engines.testing.executors import weights
+from engines.tiny import tiny_batch
+from objectives import SFT
+
+CASE = LayoutCase("Qwen3.5")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    made = ensure_group("cpu")
+    yield
+    groups.release()
+    if made:
+        dist.destroy_process_group()
+
+
+def test_parameters_have_the_learning_rates_that_patterns_give_them():
+    """The weights of FSDP2's steps; rates that split what Megatron holds as one are refused."""
+    rates = ("embed_tokens=3e-2", r"layers\.0\.=1e-3", "norm=0")
+    schedule = {"lr_schedule": "linear", "warmup_steps": 2, "total_steps": 4}
+    built = [engine_of(CASE, which, learning_rates=rates, **schedule) for which in ("megatron", "fsdp2")]
+    plain = engine_of(CASE, **schedule)
+    for engine in (*built, plain):
+        for seed in range(3):
+            engine.train_batch(tiny_batch(list(LENGTHS), seed=seed), SFT())
+    assert largest_difference(*(weights(engine) for engine in built)) < 1e-5
+    assert largest_difference(weights(built[0]), weights(plain)) > 1e-3
+    with pytest.raises(ValueError, match=r"q_proj.* different rates, and Megatron holds them as one parameter"):
+        engine_of(CASE, learning_rates=("q_proj=1e-3",))
