@@ -1,7 +1,8 @@
 """`python -m engines COMMAND`: the tables that hold what the engines claim.
 
 families: each model family against transformers. checkpoints: runs that are resumed, by as many ranks and by others.
-megatron: each layout of Megatron's ranks against one process (it needs megatron-core).
+megatron: each layout of Megatron's ranks against one process (it needs megatron-core). capabilities: what each backend
+can do, and the test that shows it.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
+    "capabilities": "engines.capability_table",
     "families": "engines.families.conformance",
     "checkpoints": "engines.testing.checkpoint_matrix",
     "megatron": "engines.megatron.table",

@@ -1,0 +1,29 @@
+"""`python -m engines capabilities`: what each backend answers to `supports`, the text of CAPABILITIES.md."""
+
+from engines.capability import BACKENDS, No, Yes, supports
+from engines.config import EngineConfig
+from seqpack.capability import capability_table
+
+TEXT = """# What the engines can do
+
+Printed by `python -m engines capabilities`, from what `supports(feature)` answers: each yes names the test that shows
+it (a file below `engines/`, its target is `//libs/engines:` and that name), each no says why. Rows `cpu`, `cuda` and
+`npu` are devices; tests in files named `cuda` run where there is a GPU, those of `npu` on a stand-in so far. What is
+refused in combination says so when a configuration is made or built, and docs/engines.md has it in words.
+
+"""
+
+
+def answers() -> dict[str, dict[str, Yes | No]]:
+    """Return every feature's answer, by backend."""
+    found: dict[str, dict[str, Yes | No]] = {}
+    for name, features in BACKENDS.items():
+        config = EngineConfig(backend=name)  # type: ignore[arg-type]
+        found[name] = {feature: supports(config, feature) for feature in features}
+    return found
+
+
+def main() -> int:
+    """Print the table."""
+    print(TEXT + capability_table(answers()), end="")
+    return 0

@@ -1,0 +1,27 @@
+"""`python -m rollout capabilities`: what each backend answers to `supports`, the text of CAPABILITIES.md."""
+
+from rollout.capability import FEATURES, supports
+from rollout.config import RolloutConfig
+from seqpack.capability import No, Yes, capability_table
+
+TEXT = """# What the rollout engines can do
+
+Printed by `python -m rollout capabilities`, from what `supports(feature)` answers: each yes names the test that shows
+it (a file below `rollout/`, its target is `//libs/rollout:` and that name), each no says why. A feature that a
+backend was never asked for has no answer.
+
+"""
+
+
+def answers() -> dict[str, dict[str, Yes | No]]:
+    """Return every feature's answer, by backend."""
+    return {
+        name: {feature: supports(RolloutConfig(backend=name), feature) for feature in features}  # type: ignore[arg-type]
+        for name, features in FEATURES.items()
+    }
+
+
+def main() -> int:
+    """Print the table."""
+    print(TEXT + capability_table(answers()), end="")
+    return 0
