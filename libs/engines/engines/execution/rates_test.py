@@ -1,6 +1,7 @@
 """Learning rates by group: torch's AdamW with param groups, every optimizer, resumed runs, and patterns that fail."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from objectives import SFT
 LENGTHS = [7, 3, 12, 5, 9, 2]
 STEPS = 4
 RATES = ("embed_tokens=3e-2", r"layers\.0\.linear_attn=1e-3", "norm=0")
-SCHEDULE = {"lr_schedule": "linear", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.1}
-KINDS = {
+SCHEDULE: dict[str, Any] = {"lr_schedule": "linear", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.1}
+KINDS: dict[str, dict[str, Any]] = {
     "sharded": {},
     "replicated": {"weights": "replicated"},
     "moments on the host": {"optimizer_on_host": True},
@@ -39,7 +40,14 @@ KINDS = {
 
 
 def config_of(**options):
-    usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "grad_clip": 0.1, "max_tokens_per_rank": 40}
+    usual: dict[str, Any] = {
+        "device": "cpu",
+        "lr": 1e-2,
+        "eps": 1e-3,
+        "weight_decay": 0.1,
+        "grad_clip": 0.1,
+        "max_tokens_per_rank": 40,
+    }
     return EngineConfig(**{**usual, **SCHEDULE, "learning_rates": RATES, **options})
 
 
@@ -47,7 +55,7 @@ def model():
     return tiny_model("dense", scale=2.0, num_hidden_layers=2)
 
 
-def engine(**options):
+def engine(**options) -> Any:
     torch.manual_seed(0)  # of adapters
     return build_engine(config_of(**options), model())
 
@@ -82,7 +90,7 @@ def torchs():
     for seed in range(STEPS):
         batch = tiny_batch(LENGTHS, seed=seed)
         rows = list(zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True))
-        loss = 0
+        loss: Any = 0
         for ids, mask in rows:
             logits = net(input_ids=ids[None], use_cache=False).logits[0, :-1]
             loss = loss + functional.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum")
@@ -108,9 +116,7 @@ def test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate():
         own = weights(built)
     assert own.keys() == after.keys()
     for name, value in after.items():
-        torch.testing.assert_close(
-            own[name], value, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(own[name], value, rtol=1e-10, atol=1e-12, msg=name)
         assert torch.equal(own[name], began[name]) == (rate_by_hand(name, config.lr) == 0.0), name
 
 
@@ -204,10 +210,10 @@ def test_a_pattern_that_changes_nothing_or_splits_a_parameter_is_refused(kind, r
 def test_what_is_frozen_has_no_rate():
     with pytest.raises(ValueError, match=r"all that 'embed_tokens' names is frozen, as model.embed_tokens.weight"):
         engine(lora=LoraConfig(rank=3), learning_rates=("embed_tokens=1",))
-    options = {"vision": "frozen", "learning_rates": ("visual=1",)}
+    options: dict[str, Any] = {"vision": "frozen", "learning_rates": ("visual=1",)}
     with pytest.raises(ValueError, match=r"is frozen, as model.visual"):
         build_engine(EngineConfig(device="cpu", **options), tiny_model("vision"))
-    built = build_engine(EngineConfig(device="cpu", **options | {"vision": "trained"}), tiny_model("vision"))
+    built: Any = build_engine(EngineConfig(device="cpu", **options | {"vision": "trained"}), tiny_model("vision"))
     towers = [name for name in built.executor.scales if ".visual." in name]
     assert len(towers) == len(built.executor.scales) == len(list(built.executor.model.model.visual.parameters()))
 
@@ -226,4 +232,5 @@ def test_names_are_those_on_disk():
 
 
 def test_a_reference_policy_has_no_rates():
-    assert build_engine(config_of(learning_rates=("nothing=1",)), model(), trainable=False).executor.scales == {}
+    reference: Any = build_engine(config_of(learning_rates=("nothing=1",)), model(), trainable=False)
+    assert reference.executor.scales == {}

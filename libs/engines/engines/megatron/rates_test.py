@@ -1,5 +1,7 @@
 """Learning rates by group on Megatron's parameters, in one process."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -25,7 +27,7 @@ def group():
 def test_parameters_have_the_learning_rates_that_patterns_give_them():
     """The weights of FSDP2's steps; rates that split what Megatron holds as one are refused."""
     rates = ("embed_tokens=3e-2", r"layers\.0\.=1e-3", "norm=0")
-    schedule = {"lr_schedule": "linear", "warmup_steps": 2, "total_steps": 4}
+    schedule: dict[str, Any] = {"lr_schedule": "linear", "warmup_steps": 2, "total_steps": 4}
     built = [engine_of(CASE, which, learning_rates=rates, **schedule) for which in ("megatron", "fsdp2")]
     plain = engine_of(CASE, **schedule)
     for engine in (*built, plain):
