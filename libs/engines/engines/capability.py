@@ -163,7 +163,6 @@ def _refuse_beside_experts(config: EngineConfig) -> None:
     """ValueError for what has not been run with expert parallelism under FSDP2."""
     beside = {
         "lora": config.lora.rank > 0,
-        "vision": config.vision != "off",
         "weights='replicated'": config.weights == "replicated",
         "master_dtype='bfloat16'": config.master_dtype == "bfloat16",
     }

@@ -159,8 +159,6 @@ def test_what_cannot_be_built_is_refused():
         engine(tiny_model())
     with pytest.raises(ValueError, match="adapters are on the text part"):
         engine(lora=LoraConfig(rank=2))
-    with pytest.raises(ValueError, match="vision has not been run with expert_parallel"):
-        engine(vision_model("vision_moe"), expert_parallel=2)
     with pytest.raises(ValueError, match="vision is not supported: text models only"):
         engine(backend="megatron")
     odd = model()
