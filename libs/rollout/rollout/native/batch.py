@@ -265,7 +265,7 @@ class ContinuousBatch:
     def _uniforms(self, rows: Sequence[Request | None]) -> Tensor | None:
         if all(r is None or r.sampling.greedy for r in rows):
             return None
-        drawn = [0.0 if r is None or r.sampling.greedy else r.uniforms.next() for r in rows]
+        drawn = [0.0 if r is None or r.sampling.greedy else next(r.uniforms) for r in rows]
         return torch.tensor(drawn, dtype=torch.float64, device=self._device)[:, None]
 
     def _take(self, request: Request, token: int, log_prob: float) -> bool:
@@ -273,10 +273,10 @@ class ContinuousBatch:
         end: StopReason | ValueError | None
         if math.isfinite(log_prob):
             end = request.take(token, log_prob, self.version)
+            if end is None:
+                return True
         else:
             end = NotFiniteError("the model's logits are not finite; its weights or its input are broken")
-        if end is None:
-            return True
         self._free(request, keep=not isinstance(end, NotFiniteError))
         request.finish(end)
         return False

@@ -1,6 +1,6 @@
 """One request while it is sampled: its prompt, its numbers, the tokens so far."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,24 +11,11 @@ from rollout.experts import ROUTED_EXPERTS, RoutedExperts, merged
 _BLOCK = 64
 
 
-class Uniforms:
+def uniforms_of(seed: int) -> Iterator[float]:
     """Numbers in [0, 1), float64, one a token: a stream of its own for each seed, whoever else is sampled beside it."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generator: torch.Generator | None = None
-        self._block: list[float] = []
-        self._at = 0
-
-    def next(self) -> float:
-        """The next number."""
-        if self._at == len(self._block):
-            if self._generator is None:
-                self._generator = torch.Generator().manual_seed(self._seed)
-            self._block = torch.rand(_BLOCK, dtype=torch.float64, generator=self._generator).tolist()
-            self._at = 0
-        self._at += 1
-        return self._block[self._at - 1]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(_BLOCK, dtype=torch.float64, generator=generator).tolist()
 
 
 @dataclass(eq=False)
@@ -52,7 +39,7 @@ class Request:
     """Of the tokens that were read, where somebody notes them."""
 
     def __post_init__(self) -> None:
-        self.uniforms = Uniforms(self.seed)
+        self.uniforms = uniforms_of(self.seed)
         self._stops = frozenset(self.sampling.stop_token_ids)
         self._limit = self.sampling.max_new_tokens
 

@@ -72,7 +72,7 @@ def choose(logits: Tensor, rows: SamplingRows, uniforms: Tensor | None) -> tuple
     if rows.all_greedy or uniforms is None:
         tokens = log_probs.argmax(dim=-1, keepdim=True)
     else:
-        cdf = log_probs.double().exp_().cumsum(dim=-1)
+        cdf = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
         tokens = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits only: the caller refuses them by their log-prob
         if rows.greedy is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
-from rollout.native.request import Uniforms
+from rollout.native.request import uniforms_of
 from rollout.native.sampling import SamplingRows, choose, sampled_log_probs
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -92,11 +92,11 @@ def test_ties_keep_exactly_k():
 
 
 def test_a_seed_is_one_stream_of_numbers():
-    mine, other = Uniforms(3), Uniforms(4)
-    drawn = [mine.next() for _ in range(200)]
+    mine, other = uniforms_of(3), uniforms_of(4)
+    drawn = [next(mine) for _ in range(200)]
     whole = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     assert drawn == whole.tolist()  # however it is drawn in blocks
-    assert drawn[:50] != [other.next() for _ in range(50)]
+    assert drawn[:50] != [next(other) for _ in range(50)]
 
 
 @pytest.mark.parametrize(

@@ -51,5 +51,12 @@ class PackedCache:
     def tokens_of(self, picks: Sequence[int]) -> Tensor:
         """Where the tokens of the picked prompts stand, prompt by prompt, int64."""
         starts = [0, *accumulate(self.lengths)]
-        device = self.cu_seqlens.device
-        return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in picks]).to(device)
+        return spans([starts[i] for i in picks], [self.lengths[i] for i in picks], self.cu_seqlens.device)
+
+
+def spans(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """start, start + 1, ..., start + length - 1 of each, one after another, int64."""
+    sizes = torch.tensor(lengths)
+    ends = sizes.cumsum(0)
+    shifts = torch.tensor(starts) - (ends - sizes)  # from where a span stands in the result to what it says there
+    return (shifts.repeat_interleave(sizes) + torch.arange(sum(lengths))).to(device)

@@ -9,13 +9,13 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.native.lean.prefill import PackedCache
+from rollout.native.lean.newest import attend_newest
+from rollout.native.lean.prefill import PackedCache, spans
 from rollout.native.lean.weights import ModelWeights
 from seqpack.ops import causal_conv1d_step, gated_delta_rule_step
 
-MIN_LENGTH = 64
+MIN_LENGTH = 32
 
 
 class Slots:
@@ -55,20 +55,20 @@ class Slots:
             self.lengths[slot] = cache.lengths[pick]
         source, target = cache.tokens_of(picks), self._tokens_of(slots)
         for mine, kv in zip(self._kv, cache.kv, strict=True):
-            mine.flatten(0, 1).index_copy_(0, target, kv[source])
+            mine.flatten(0, 1).index_copy_(0, target, kv.index_select(0, source))
         chosen, rows = torch.tensor([picks, slots], device=self._device)
         for mine, conv in zip(self._conv, cache.conv, strict=True):
-            mine.index_copy_(0, rows, conv.transpose(1, 2)[chosen])
+            mine.index_copy_(0, rows, conv.transpose(1, 2).index_select(0, chosen))
         for mine, state in zip(self._state, cache.state, strict=True):
-            mine.index_copy_(0, rows, state[chosen].to(mine.dtype))
+            mine.index_copy_(0, rows, state.index_select(0, chosen).to(mine.dtype))
 
     def keep(self, slots: Sequence[int]) -> PackedCache:
         """Copies of rows, packed."""
         source, rows = self._tokens_of(slots), torch.tensor(slots, device=self._device)
         cache = PackedCache.of([self.lengths[s] for s in slots], self._device)
-        cache.kv = [kv.flatten(0, 1)[source] for kv in self._kv]
-        cache.conv = [conv[rows].transpose(1, 2) for conv in self._conv]
-        cache.state = [state[rows] for state in self._state]
+        cache.kv = [kv.flatten(0, 1).index_select(0, source) for kv in self._kv]
+        cache.conv = [conv.index_select(0, rows).transpose(1, 2) for conv in self._conv]
+        cache.state = [state.index_select(0, rows) for state in self._state]
         return cache
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class Slots:
             kv[rows, :longest] = kv[chosen, :longest]
         for states in (self._conv, self._state):
             for state in states:
-                state.index_copy_(0, rows, state[chosen])
+                state.index_copy_(0, rows, state.index_select(0, chosen))
 
     def begin(self, n: int) -> None:
         """Prepare a step of the first n rows: where each writes, and what each sees."""
@@ -116,18 +116,11 @@ class Slots:
         """Write the newest keys and values, attend to all of each row."""
         kv = self._kv[index]
         kv.flatten(0, 1).index_copy_(0, self._writes, torch.stack([k, v], dim=1))
-        seen = kv.narrow(0, 0, self._n).narrow(1, 0, self._span).transpose(1, 3)  # [n, Hkv, 2, span, D]
-        keys, values = seen.select(2, 0), seen.select(2, 1)
-        # The query heads that share keys stand as rows of one product: [n, Hkv, Hq / Hkv, D].
-        grouped = q.unflatten(1, (keys.shape[1], -1))
-        o = scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
-        return o.flatten(1, 2)
+        return attend_newest(q, kv.narrow(0, 0, self._n).narrow(1, 0, self._span), self._mask, scale)
 
     def _tokens_of(self, slots: Sequence[int]) -> Tensor:
         """Where the tokens of slots stand in the flat buffers of keys and values, slot by slot, int64."""
-        starts = [slot * self._length for slot in slots]
-        spans = [torch.arange(a, a + self.lengths[s]) for a, s in zip(starts, slots, strict=True)]
-        return torch.cat(spans).to(self._device)
+        return spans([s * self._length for s in slots], [self.lengths[s] for s in slots], self._device)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -1,0 +1,51 @@
+"""Attention of newest tokens: small heads in one product a row are what they are one by one."""
+
+import pytest
+import torch
+
+from rollout.native.lean import newest
+from rollout.native.lean.newest import attend_newest
+
+
+def case(rows, heads, kv_heads, dim, span, dtype=torch.float64):
+    torch.manual_seed(rows + span)
+    q, kv = torch.randn(rows, heads, dim, dtype=dtype), torch.randn(rows, 2 * span, 2, kv_heads, dim, dtype=dtype)
+    return q, kv.narrow(1, 0, span)
+
+
+def one_by_one(q, kv, seen, scale):
+    """From the formula: each head of each row by itself."""
+    out = torch.empty_like(q)
+    share = q.shape[1] // kv.shape[3]
+    for row in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            keys, values = kv[row, : seen[row], :, head // share].unbind(1)
+            out[row, head] = ((keys @ q[row, head] * scale).softmax(0)[:, None] * values).sum(0)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (4, 4, 8), (6, 1, 16), (4, 2, 64)])
+@pytest.mark.parametrize("rows", [1, 3, newest.FUSED_ROWS, newest.FUSED_ROWS + 5])
+def test_is_the_formula(rows, heads, kv_heads, dim):
+    q, kv = case(rows, heads, kv_heads, dim, span=9)
+    whole = attend_newest(q, kv, None, 0.3)
+    torch.testing.assert_close(whole, one_by_one(q, kv, [9] * rows, 0.3), rtol=0, atol=1e-12)
+    seen = [1 + row % 9 for row in range(rows)]
+    mask = torch.zeros(rows, 1, 1, 9, dtype=q.dtype)
+    for row, count in enumerate(seen):
+        mask[row, ..., count:] = -torch.inf
+    torch.testing.assert_close(attend_newest(q, kv, mask, 0.3), one_by_one(q, kv, seen, 0.3), rtol=0, atol=1e-12)
+
+
+def test_small_heads_of_many_rows_stand_in_one_product(monkeypatch):
+    fused = []
+    inner = newest._fused
+    monkeypatch.setattr(newest, "_fused", lambda *a: fused.append(a[0].dtype) or inner(*a))
+    many = newest.FUSED_ROWS
+    attend_newest(*case(many, 4, 2, 16, 5), None, 1.0)
+    attend_newest(*case(many, 4, 2, 16, 5, torch.float32), None, 1.0)
+    assert fused == [torch.float64, torch.float32]
+    attend_newest(*case(many - 1, 4, 2, 16, 5), None, 1.0)
+    attend_newest(*case(many, 4, 2, 64, 5), None, 1.0)
+    attend_newest(*case(many, 4, 2, 16, 5, torch.bfloat16), None, 1.0)  # whose scores it would round
+    assert len(fused) == 2

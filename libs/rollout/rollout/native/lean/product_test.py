@@ -1,0 +1,50 @@
+"""Products of many tokens: the same numbers, whichever library makes them."""
+
+import pytest
+import torch
+
+from rollout.native.lean.product import MIN_ROWS, WORTHWHILE, product, worthwhile
+from rollout.native.lean.weights import Projection
+
+LARGE = (64, 128, WORTHWHILE // (64 * 128))
+
+
+def drawn(rows, inputs, outputs, dtype=torch.float32):
+    torch.manual_seed(outputs)
+    return (torch.randn(s, dtype=dtype) for s in ((rows, inputs), (outputs, inputs), (outputs,)))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", [LARGE, (1, 128, 256), (MIN_ROWS, 512, 1024), (13, 24, 7)])
+def test_is_the_product_to_the_last_bits(shape, biased):
+    x, w, b = drawn(*shape)
+    got = product(x, w, b if biased else None)
+    exact = x.double() @ w.double().t() + (b.double() if biased else 0)
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-6 * shape[1] ** 0.5 * 8)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_only_large_float32_products_go_to_onednn():
+    x, w, _ = drawn(*LARGE)
+    assert worthwhile(x, w.shape[0])
+    assert not worthwhile(x, w.shape[0] - 1)
+    assert not worthwhile(x.double(), w.shape[0])
+    assert not worthwhile(x.bfloat16(), w.shape[0])
+    assert not worthwhile(x[: MIN_ROWS - 1], 1 << 20)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("join", [True, False])
+def test_a_projection_of_many_tokens_is_that_of_each(join, biased, scaled):
+    """One token goes to the other library, by the transposed matrix."""
+    x, w, b = drawn(*LARGE)
+    parts = [(w[:100], b[:100] if biased else None), (w[100:], None)]
+    factor = torch.linspace(0.5, 2, LARGE[1]) if scaled else None
+    projection = Projection.of(parts, factor, join)
+    for many, *each in zip(projection(x), *(projection(row) for row in x.split(1)), strict=True):
+        torch.testing.assert_close(many, torch.cat(each), rtol=0, atol=1e-4)
+    whole = Projection.of([(w, b if biased else None)], factor, join)
+    h = torch.randn(LARGE[0], LARGE[2])
+    each = [whole.added_to(a, row) for a, row in zip(h.split(1), x.split(1), strict=True)]
+    torch.testing.assert_close(whole.added_to(h, x), torch.cat(each), rtol=0, atol=1e-4)
