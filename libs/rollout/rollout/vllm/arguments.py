@@ -8,7 +8,7 @@ OWNED = {
     "async_scheduling": "one step at a time is what stamps a token with its weights",
     "aux_output_config": "use RolloutConfig.routed_experts",
     "disable_log_stats": "the engine has counts of its own",
-    "distributed_executor_backend": "a model on one device needs none",
+    "distributed_executor_backend": "VllmConfig.tensor_parallel says how many processes share a model",
     "data_parallel_size": "use VllmConfig.data_parallel",
     "dtype": "use VllmConfig.dtype",
     "enable_chunked_prefill": "use VllmConfig.split_prompts",

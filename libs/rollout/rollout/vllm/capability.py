@@ -3,7 +3,7 @@
 from rollout.vllm.config import VllmConfig
 from seqpack.capability import No, Yes
 
-_ONE_DEVICE = "no test has run vLLM over several devices"
+_ONE_COPY = "no test has run several copies of a model in vLLM"
 
 VLLM: dict[str, Yes | No] = {
     "cpu": Yes("vllm/engine_test.py::test_log_probs_are_those_of_the_modules"),
@@ -23,9 +23,9 @@ VLLM: dict[str, Yes | No] = {
     "media": No("no test has run images through vLLM: conversations with them are refused when they are opened"),
     "routed_experts": Yes("vllm/experts_test.py::test_the_experts_told_are_those_of_its_log_probs"),
     "sleep": No("vLLM refuses it on a CPU; on a CUDA device vllm/sleep_gpu_test.py has not run yet"),
-    "tensor_parallel": No(_ONE_DEVICE),
-    "data_parallel": No(_ONE_DEVICE),
-    "expert_parallel": No(_ONE_DEVICE),
+    "tensor_parallel": Yes("vllm/workers_test.py::test_log_probs_are_those_of_the_module_before_and_after_an_update"),
+    "data_parallel": No(_ONE_COPY),
+    "expert_parallel": Yes("vllm/workers_test.py::test_mixtures_have_the_modules_log_probs_before_and_after_an_update"),
 }
 
 

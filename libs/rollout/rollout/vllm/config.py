@@ -20,11 +20,11 @@ class VllmConfig:
     dtype: str = "auto"
     """What the model computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
     tensor_parallel: int = 1
-    """Devices that share each matrix."""
+    """Workers, each a process with a device of its own, that share each matrix."""
     data_parallel: int = 1
     """Copies of the model."""
     expert_parallel: bool = False
-    """Experts are spread over the devices in place of being cut."""
+    """The workers have whole experts, in place of a part of each one."""
     prefix_cache: bool = False
     """Keep what was computed of prompts that begin alike; prompts are read in parts then."""
     split_prompts: bool = False
@@ -32,9 +32,9 @@ class VllmConfig:
     sleep: bool = False
     """Be able to give the device's memory back between two rounds of sampling; vLLM refuses it on a CPU."""
     kv_cache_gib: int = 1
-    """Memory for the caches of running requests, in GiB (on a CPU)."""
+    """Memory of each worker for the caches of running requests, in GiB (on a CPU)."""
     threads: int = 1
-    """Of one forward pass on a CPU; more are slower where other work runs."""
+    """Of each worker on a CPU; more are slower where other work runs."""
     start_seconds: float = 300.0
     """How long the process may take to be ready."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +52,8 @@ class VllmConfig:
         for name in ("expert_parallel", "prefix_cache", "split_prompts", "sleep"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
         if not 0 < self.start_seconds < float("inf"):
             raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
         for name in self.arguments:

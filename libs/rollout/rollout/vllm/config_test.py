@@ -47,12 +47,15 @@ def test_a_setting_without_effect_is_refused():
 
 
 def test_what_no_test_has_run_is_refused_with_the_reason():
-    for changes in ({"tensor_parallel": 2}, {"data_parallel": 2}, {"expert_parallel": True}):
-        (name,) = changes
-        assert isinstance(VLLM[name], No)
-        with pytest.raises(ValueError, match=f"{name} is not supported: .*several devices"):
-            refuse_unsupported(VllmConfig(**changes))
-    refuse_unsupported(VllmConfig())
+    assert isinstance(VLLM["data_parallel"], No)
+    with pytest.raises(ValueError, match="data_parallel is not supported: .*several copies"):
+        refuse_unsupported(VllmConfig(data_parallel=2))
+    refuse_unsupported(VllmConfig(tensor_parallel=2, expert_parallel=True))
+
+
+def test_experts_are_not_spread_over_one_worker():
+    with pytest.raises(ValueError, match="expert_parallel has no effect on one worker"):
+        VllmConfig(expert_parallel=True)
 
 
 HYBRID = {

@@ -89,6 +89,9 @@ class VllmEngine:
             "enable_chunked_prefill": own.reads_in_parts,
             "enforce_eager": True,
             "enable_sleep_mode": own.sleep,
+            "tensor_parallel_size": own.tensor_parallel,
+            "distributed_executor_backend": "mp" if own.tensor_parallel > 1 else "uni",
+            "enable_expert_parallel": own.expert_parallel,
             "seed": config.seed,
         }
         start = {

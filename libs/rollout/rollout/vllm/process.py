@@ -67,7 +67,9 @@ class VllmProcess:
         with open(f"/proc/self/fd/{self._log.fileno()}", "rb") as log:
             lines = log.read().decode(errors="replace").splitlines()
         how = "is still there" if code is None else f"ended with code {code}"
-        return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *lines[-_LAST_LINES:]])
+        early, late = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
+        told = [line for line in early if line.startswith("(Worker")][-1:]  # what one of its workers died of
+        return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *told, *late])
 
     def close(self) -> None:
         """End it: it leaves when its socket does."""

@@ -4,15 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rollout.testing.processes import assert_ends, left_behind
 from rollout.testing.served import config, served
 from rollout.vllm.arguments import OWNED, check_arguments
 from rollout.vllm.config import VllmConfig
@@ -44,12 +43,6 @@ sys.stdin.read()
 """
 
 
-def left_behind():
-    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()
-    mine = Path(tempfile.gettempdir())
-    return shared | {str(path) for path in mine.glob("tessera-vllm-*")} | {str(p) for p in mine.glob("vllm*")}
-
-
 def test_a_killed_parent_leaves_nothing_behind(directory, tmp_path):
     before = left_behind()
     script = tmp_path / "parent.py"
@@ -66,24 +59,8 @@ def test_a_killed_parent_leaves_nothing_behind(directory, tmp_path):
     session = os.getsid(child)
     parent.kill()
     parent.wait()
-    limit = time.monotonic() + 60
-    while living(session):
-        assert time.monotonic() < limit, f"{living(session)} outlived their parent"
-        time.sleep(0.1)
+    assert_ends(session)
     assert left_behind() <= before
-
-
-def living(session):
-    """The processes of a session that are no zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(path.parent.name)
-    return found
 
 
 def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(directory, tmp_path):

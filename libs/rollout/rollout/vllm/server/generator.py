@@ -4,7 +4,10 @@ vLLM's asynchronous engine always puts its core into a further process, which ou
 there for vLLM alone, so its core runs in it.
 """
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import vllm
@@ -17,6 +20,7 @@ from rollout.vllm.arguments import Known, check_arguments
 from rollout.vllm.cpu import refusal
 from rollout.vllm.server.routes import Told as ToldExperts
 from rollout.vllm.server.text_models import register_text_models
+from rollout.vllm.spread import spread_refusal
 
 Told = tuple[int, list[int], list[float], str | None, list[Any] | None]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
@@ -38,7 +42,7 @@ class Generator:
     def __init__(self, start: dict[str, Any]) -> None:
         arguments = start["engine"]
         check_arguments(arguments, Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs))))
-        if current_platform.is_cpu() and (why := refusal(start["config"], arguments["dtype"])):
+        if why := _refusal(start["config"], arguments):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
         register_text_models()
         self._engine = LLMEngine.from_engine_args(
@@ -53,6 +57,7 @@ class Generator:
                 disable_log_stats=True,
             )
         )
+        self._engine.collective_rpc("settle_in")
         self._slots, self._tied = start["weights"], start["tied"]
         self._prefix_cache = arguments["enable_prefix_caching"]
         self._names: dict[int, str] = {}
@@ -69,7 +74,13 @@ class Generator:
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_length": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
+            "workers": [worker.pid for worker in self.workers],
         }
+
+    @property
+    def workers(self) -> list[BaseProcess]:
+        """The processes that share the model; none where it is in this one."""
+        return [worker.proc for worker in getattr(self._engine.model_executor, "workers", ())]
 
     @property
     def busy(self) -> bool:
@@ -130,8 +141,26 @@ class Generator:
         running requests read their tokens again too.
 
         Raises:
-            RuntimeError: vLLM left a parameter as it was.
+            RuntimeError: vLLM left a parameter as it was, in one of its workers.
         """
-        self._engine.collective_rpc("load_file", args=(path, self._slots, self._tied))
+        answers = self._engine.collective_rpc("load_file", args=(_seen_by_workers(path), self._slots, self._tied))
+        if problems := [f"{_worker(rank, answers)}{why}" for rank, why in enumerate(answers) if why is not None]:
+            raise RuntimeError("; ".join(problems))
         if (self._prefix_cache or recompute) and not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM keeps what older weights computed of its prompts")
+
+
+def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    cpu = current_platform.is_cpu()
+    if cpu and (why := refusal(config, arguments["dtype"])):
+        return why
+    return spread_refusal(config, arguments["tensor_parallel_size"], arguments["enable_expert_parallel"], cpu)
+
+
+def _worker(rank: int, answers: Sequence[Any]) -> str:
+    return f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
+
+
+def _seen_by_workers(path: str) -> str:
+    """A descriptor of this process, as its children find it."""
+    return path.replace("/proc/self/fd/", f"/proc/{os.getpid()}/fd/")

@@ -20,6 +20,7 @@ thread reads the socket; at its end it ends the process at once, whatever the ma
 What breaks vLLM ends the process, which is how the engine hears of it.
 """
 
+import multiprocessing.connection
 import os
 import queue
 import shutil
@@ -29,6 +30,8 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rollout.vllm.wire import Wire
@@ -61,6 +64,15 @@ def _leave(scratch: str) -> None:
     os._exit(0)
 
 
+def _watch(workers: Sequence[BaseProcess]) -> None:
+    """End with the first worker that does; the kernel ends the others, which may wait for it for ever (`start`)."""
+    gone = multiprocessing.connection.wait([worker.sentinel for worker in workers])
+    for rank, worker in enumerate(workers):
+        if worker.sentinel in gone:
+            print(f"worker {rank} of {len(workers)} is gone", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class _Server:
     """The main thread's part."""
 
@@ -79,6 +91,8 @@ class _Server:
             traceback.print_exc()
             self._wire.send({"refused": str(error)})
             return
+        if self._generator.workers:
+            threading.Thread(target=_watch, args=(self._generator.workers,), daemon=True).start()
         self._wire.send({"ready": self._generator.facts()})
         while True:
             while not self._generator.busy or not self._inbox.empty():
@@ -112,11 +126,11 @@ class _Server:
             self._generator.wake()
         try:
             self._generator.load(load["path"], load["recompute"])
-        except (ValueError, RuntimeError, AssertionError, KeyError) as error:
+        except RuntimeError as error:
             traceback.print_exc()
             if load["before"] is not None:
                 self._generator.load(load["before"], load["recompute"])
-            self._wire.send({"loaded": load["call"], "error": f"{type(error).__name__}: {error}"})
+            self._wire.send({"loaded": load["call"], "error": str(error)})
             return
         self._version = load["version"]
         self._wire.send({"loaded": load["call"], "seconds": time.perf_counter() - begun})

@@ -1,25 +1,49 @@
 """The first lines of vLLM's process: run by path, `python .../rollout/vllm/server/start.py DESCRIPTOR`.
 
 It makes this library importable beside vLLM, and nothing else of the folder that it is installed in: the trainer's
-packages lie there too, in versions that vLLM may not want.
+packages lie there too, in versions that vLLM may not want. Where several workers share a model, vLLM starts them from
+here by multiprocessing's "spawn", which runs this file in each of them under another name.
 """
 
+import ctypes
+import os
+import signal
 import sys
 import types
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
+_SERVER = "TESSERA_VLLM_SERVER"
 
-def main() -> None:
-    """Take the folder of this file off the path, put `rollout` in, serve."""
+
+def make_importable() -> None:
+    """Take the folder of this file off the path, put `rollout` in."""
     here = Path(__file__).absolute()
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here.resolve().parent]
     package = types.ModuleType("rollout")
     package.__path__ = [str(here.parents[2])]
     sys.modules["rollout"] = package
+
+
+def end_with_server() -> None:
+    """Have the kernel kill this worker when the process that started it ends, however that ends (Linux): one that waits
+    for a dead worker inside vLLM's shared memory hears nothing else."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[_SERVER]):  # it has ended by now
+        os._exit(1)
+
+
+def main() -> None:
+    """Serve."""
+    os.environ[_SERVER] = str(os.getpid())
     from rollout.vllm.server.serve import serve  # found by the path and the package made above
 
     serve(int(sys.argv[1]))
 
 
 if __name__ == "__main__":
+    make_importable()
     main()
+elif __name__ == "__mp_main__":  # a worker
+    make_importable()
+    end_with_server()

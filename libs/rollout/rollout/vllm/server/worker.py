@@ -1,9 +1,12 @@
 """What is added to vLLM's worker: it reads weights from a file that another process wrote, and tells experts."""
 
 import logging
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +25,35 @@ class FileWeights(NotedExperts):
 
     model_runner: Any
 
-    def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str]) -> None:
-        """Replace the weights by those of a file.
+    def settle_in(self) -> None:
+        """Once, after vLLM has started: what it leaves to be done where several workers share a model on a CPU."""
+        if not current_platform.is_cpu():
+            return
+        from rollout.vllm.server.cpu_experts import map_experts  # of a vLLM for CPUs alone
+
+        map_experts(self.model_runner.model)
+        # All have it open by now; without its name it goes with the last of them, however they end.
+        for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
+            path.unlink(missing_ok=True)
+
+    def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str]) -> str | None:
+        """Replace the weights by those of a file; why that failed, or None where all are the new ones.
+
+        It answers with what went wrong and does not raise it: vLLM reads no other worker's answer after an error, and
+        would take those for answers to the next call.
 
         `slots`: (name, dtype, shape, first byte) of each tensor. `tied`: further names and the tensors they stand for;
         vLLM's packed copy of a tied head would otherwise stay as it was, without a word.
-
-        Raises:
-            RuntimeError: vLLM left a parameter as it was.
         """
+        try:
+            self._load_file(path, slots, tied)
+        except (ValueError, RuntimeError, AssertionError, KeyError) as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str]) -> None:
+        """Do so. RuntimeError: vLLM left a parameter as it was."""
         end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
         file = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
 

@@ -1,0 +1,34 @@
+"""For tests of what processes leave behind."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+
+def left_behind() -> set[str]:
+    """Files that vLLM and its processes make where all processes can see them."""
+    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()
+    mine = Path(tempfile.gettempdir())
+    return shared | {str(path) for path in mine.glob("tessera-vllm-*")} | {str(path) for path in mine.glob("vllm*")}
+
+
+def living(session: int) -> list[str]:
+    """The processes of a session that are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def assert_ends(session: int, seconds: float = 60) -> None:
+    """No process of the session is there after so long."""
+    limit = time.monotonic() + seconds
+    while living(session):
+        assert time.monotonic() < limit, f"{living(session)} outlived those who started them"
+        time.sleep(0.1)

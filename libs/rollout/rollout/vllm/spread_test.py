@@ -1,0 +1,40 @@
+"""What can't be spread over several workers is known from a model's config."""
+
+import pytest
+
+from rollout.vllm.spread import spread_refusal
+
+HYBRID = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+MIXTURE = HYBRID | {"num_experts": 6, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "workers", "by_experts", "cpu", "problem"),
+    [
+        (HYBRID, 4, False, True, None),
+        (HYBRID, 3, False, True, "num_attention_heads 8 .*3 workers"),
+        (HYBRID, 8, False, True, "linear_num_key_heads 4"),
+        (HYBRID | {"linear_num_key_heads": 8, "num_key_value_heads": 3}, 2, False, True, "num_key_value_heads 3"),
+        (HYBRID, 2, True, True, "has no experts"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 1}, 4, False, False, None),
+        (MIXTURE, 2, False, True, None),
+        (MIXTURE, 4, False, True, "moe_intermediate_size 64 .*4 workers into 32 rows"),
+        (MIXTURE, 4, False, False, None),
+        (MIXTURE | {"moe_intermediate_size": 65}, 2, False, False, "moe_intermediate_size 65 .*equal parts"),
+        (MIXTURE | {"moe_intermediate_size": 65}, 1, False, True, None),
+        (MIXTURE | {"moe_intermediate_size": 16}, 2, True, True, None),
+        (MIXTURE, 4, True, True, "6 experts can't be shared by 4"),
+    ],
+)
+def test_what_cannot_be_shared_is_told_by_name(config, workers, by_experts, cpu, problem):
+    found = spread_refusal(config, workers, by_experts, cpu)
+    if problem is None:
+        assert found is None
+    else:
+        with pytest.raises(ValueError, match=problem):
+            raise ValueError(found)

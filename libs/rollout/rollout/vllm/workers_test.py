@@ -1,0 +1,173 @@
+"""vLLM over several workers: one model in two processes says what the module says, and nothing of it stays behind.
+
+The last test of each engine ends it by a kill.
+"""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+
+from rollout.engine import Sampling
+from rollout.testing.model import SERVED, tiny_mixture
+from rollout.testing.processes import assert_ends, left_behind
+from rollout.testing.served import (
+    ANSWER,
+    MEAN,
+    PROMPTS,
+    VERSIONS,
+    assert_agrees,
+    config,
+    distances,
+    pieces,
+    sample,
+    served,
+)
+from rollout.vllm.engine import VllmEngine
+from rollout.vllm.weights import checkpoint_pieces
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LONG = Sampling(max_new_tokens=1000)
+
+
+def dense(seed=0):
+    return served(seed=seed, **HEADS)
+
+
+def mixture(seed=0):
+    """Experts that matter: in a wrong order they move log-probs by units."""
+    model = tiny_mixture(300, layers=4, seed=seed, **{**SERVED, **HEADS, "moe_intermediate_size": 64})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-2)
+            if ".experts." in name:
+                parameter.mul_(0.4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def files():
+    """What lay about before the first engine of this file began."""
+    return left_behind()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory, files):
+    folder = tmp_path_factory.mktemp("dense")
+    dense().save_pretrained(folder)
+    with VllmEngine(folder, config(tensor_parallel=2)) as engine:
+        yield engine
+
+
+def update(engine, model):
+    asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
+
+
+def test_log_probs_are_those_of_the_module_before_and_after_an_update(engine):
+    assert len(engine.facts["workers"]) == 2
+    update(engine, dense())
+    old = sample(engine, PROMPTS)
+    assert_agrees(dense(), PROMPTS, old)
+    new = dense(seed=1)
+    update(engine, new)
+    done = sample(engine, PROMPTS)
+    assert_agrees(new, PROMPTS, done)
+    assert distances(new, PROMPTS, old).mean() > 5 * MEAN
+    assert set(done[0].policy_versions) == {engine.version}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_workers_keep_the_old_weights_where_one_does_not_take_the_new(engine, monkeypatch, rank):
+    update(engine, dense())
+    version = engine.version
+    usual = engine._load_message
+    own = f"/proc/self/task/{engine.facts['workers'][1 - rank]}/root"  # the other's alone
+
+    def seen_by_one(call, before):
+        message = usual(call, before)
+        path = message["path"].replace("/proc/self/", f"{own}/proc/{engine.pid}/")
+        return message if before is None else message | {"path": path}
+
+    monkeypatch.setattr(engine, "_load_message", seen_by_one)
+    with pytest.raises(RuntimeError, match=f"^worker {rank} of 2: RuntimeError: unable to open file"):
+        update(engine, dense(seed=1))
+    assert engine.version == version
+    done = sample(engine, PROMPTS)
+    assert_agrees(dense(), PROMPTS, done)
+    assert set(done[0].policy_versions) == {version}
+    monkeypatch.undo()
+    new = dense(seed=2)
+    update(engine, new)
+    assert_agrees(new, PROMPTS, sample(engine, PROMPTS))
+
+
+def test_a_cancelled_request_ends_in_all_workers(engine):
+    update(engine, dense())
+
+    async def ask():
+        begun = asyncio.Event()
+        task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, request_id="it", on_tokens=lambda *_: begun.set()))
+        await begun.wait()
+        assert await engine.cancel("it")
+        done = await task
+        await engine.pause()
+        await engine.resume()
+        return done
+
+    done = asyncio.run(ask())
+    assert done.stop_reason == "abort"
+    assert 0 < len(done.ids) < 1000
+    assert_agrees(dense(), PROMPTS[:1], [done])
+
+
+async def killed(engine, process, problem):
+    """Kill a process of the engine while it is at work."""
+    begun = asyncio.Event()
+    task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
+    await begun.wait()
+    session = os.getsid(engine.pid)
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=problem):
+        await task
+    with pytest.raises(RuntimeError, match=problem):
+        await engine.generate(PROMPTS[0], ANSWER)
+    assert_ends(session)
+    assert not engine.alive
+
+
+def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine, files):
+    asyncio.run(killed(engine, engine.facts["workers"][1], "worker 1 of 2 is gone"))
+    engine.close()
+    assert {path for path in left_behind() - files if "vllm_dist" in path or "/psm_" in path} == set()
+
+
+@pytest.mark.parametrize("by_experts", [False, True])
+def test_mixtures_have_the_modules_log_probs_before_and_after_an_update(tmp_path, by_experts, files):
+    old, new = mixture(), mixture(seed=3)
+    for model, name in ((old, "old"), (new, "new")):
+        model.save_pretrained(tmp_path / name)
+    with VllmEngine(tmp_path / "old", config(tensor_parallel=2, expert_parallel=by_experts)) as engine:
+        before = sample(engine, PROMPTS)
+        assert_agrees(old, PROMPTS, before)
+        asyncio.run(engine.update_weights(1, checkpoint_pieces(tmp_path / "new")))
+        done = sample(engine, PROMPTS)
+        assert_agrees(new, PROMPTS, done)
+        assert distances(new, PROMPTS, before).mean() > 5 * MEAN
+        asyncio.run(killed(engine, engine.pid, "ended with code -9"))  # the server: its workers go with it
+
+
+def test_a_model_that_cannot_be_shared_is_refused_by_name(tmp_path):
+    served().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="linear_num_key_heads 1 can't be shared by 2 workers"):
+        VllmEngine(tmp_path, config(tensor_parallel=2))
