@@ -119,8 +119,9 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(name, tmp_p
     config = replace(RECIPES[name].config, run_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
         run_shrunk(config, MANY)
-    assert "--cluster.rollout.tp 2: No(" in str(refusal.value)
+    assert "--cluster.rollout.tp 2: No(" not in str(refusal.value)
     small, recipe, _ = shrunk(config, MANY)
+    assert ("--cluster.rollout.dp 2: No(" in str(refusal.value)) == (small.cluster.rollout.dp > 1)
     if small.engine.vision != "off":
         assert "images shown to the sampler: No(" in str(refusal.value)
         assert ("vision: No(text models only" in str(refusal.value)) == (small.engine.backend == "megatron")

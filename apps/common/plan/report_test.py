@@ -199,9 +199,7 @@ def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):
 
 
 VLLM = {
-    "tp": "several devices",
-    "dp": "several devices",
-    "ep": "several devices",
+    "dp": "several copies",
     "memory_share": "share of an accelerator's memory",
     "chunked_prefill": "has a seed",
     "prefix_cache": "has a seed",

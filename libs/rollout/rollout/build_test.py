@@ -59,9 +59,9 @@ def test_what_is_not_there_is_refused_with_the_reason():
     assert supports(RolloutConfig(backend="openai"), "cancel")
     assert not supports(RolloutConfig(backend="openai"), "two_phase_weights")
     assert supports(RolloutConfig(backend="vllm"), "cancel")
-    assert not supports(RolloutConfig(backend="vllm"), "tensor_parallel")
-    with pytest.raises(ValueError, match="tensor_parallel is not supported"):
-        build_rollout(RolloutConfig(backend="vllm", vllm=VllmConfig(tensor_parallel=2)), Path())
+    assert not supports(RolloutConfig(backend="vllm"), "data_parallel")
+    with pytest.raises(ValueError, match="data_parallel is not supported"):
+        build_rollout(RolloutConfig(backend="vllm", vllm=VllmConfig(data_parallel=2)), Path())
     with pytest.raises(ValueError, match="reads a model's directory"):
         build_rollout(RolloutConfig(backend="vllm"), tiny_model(48))
     with pytest.raises(ValueError, match="hand build_rollout its model"):
