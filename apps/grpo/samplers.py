@@ -13,8 +13,11 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from engines import TrainEngine
 from rollout import Completion, Episode, RolloutConfig, VllmConfig, VllmEngine
+from rollout.engine import Load, PauseMode
 from rollout.episodes.playing import together
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
+from rollout.sync import Manifest
+from rollout.sync.pieces import Bucket
 from seqpack.batches.batch import make_batch
 
 PROBES = 4
@@ -51,6 +54,46 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
 def vllm_engine(config: GrpoConfig, model: Path, version: int) -> VllmEngine:
     """vLLM, started from the weights in `model`; to be closed."""
     return VllmEngine(model, rollout_config(config), version)
+
+
+class SamplerElsewhere:
+    """What a rank has whose device belongs to the sampler of a rank before it: the version of its weights.
+
+    It takes none, and is asked nothing (`Session` deals tasks to those that have a sampler).
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = self._before = version
+
+    def load(self) -> Load:
+        """Nothing runs here."""
+        return Load(0, 0)
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Nothing is staged."""
+        del manifest
+        self._before = self.version
+
+    async def receive(self, bucket: Bucket) -> int:
+        """Nothing lacks."""
+        del bucket
+        return 0
+
+    async def commit(self, version: int) -> None:
+        """The sampler has these."""
+        self.version = version
+
+    async def abort(self) -> None:
+        """It has those from before."""
+        self.version = self._before
+
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Nothing runs."""
+        del mode
+
+    async def resume(self) -> None:
+        """Nothing waited."""
+        self._before = self.version
 
 
 class WeightsNotTakenError(RuntimeError):

@@ -1,5 +1,6 @@
 """For tests of schedules: whole small runs, watched by a log that knows nothing of the ledger."""
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from apps.common.checkpoints import last_checkpoint
 from apps.common.config_file import CONFIG_NAME
@@ -22,6 +23,7 @@ from apps.grpo.registry import recipes
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.step import StepResult
 from apps.grpo.testing import RECIPE
+from apps.quickstart.model import ensure_tiny_model, served_config
 from rollout.control.staleness import Train
 
 ONE = Schedule("one_step_off")
@@ -49,6 +51,19 @@ def served(run_dir: Path, layout: RolloutLayout, schedule: Schedule, **changes: 
         objective=replace(recipe.objective, off_policy="none" if schedule.mode == "sync" else "truncate"),
         cluster=Cluster(rollout=layout, schedule=schedule),
     )
+
+
+def shared_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
+    """Of a model whose heads two of vLLM's workers can share."""
+    config = served_config(vocab_size, pad_token_id, eos_token_id)
+    config.num_key_value_heads = config.linear_num_key_heads = config.linear_num_value_heads = 2
+    return config
+
+
+SHARED = replace(
+    recipes()["quickstart-vllm"], make_model=functools.partial(ensure_tiny_model, make_config=shared_config)
+)
+"""quickstart-vllm with that model."""
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class Session:
 
     async def answers(self, rows: Sequence[TaskRow]) -> list[Episode]:
         """This rank's part of a step: a group of answers to each of its prompts."""
-        mine = _mine(len(rows))
+        mine = self._mine(len(rows))
         groups = await self.playing([rows[i] for i in mine], mine, self.sampling, self.config.group_size)
         return [episode for group in groups for episode in group]
 
@@ -122,7 +122,7 @@ class Session:
         """One episode a task, on every rank, in order of the tasks."""
         config = self.config
         sampling = likeliest(config) if greedy else self.sampling
-        mine = _mine(len(rows))
+        mine = self._mine(len(rows))
         groups = self.asked(lambda: self.playing([rows[i] for i in mine], mine, sampling, 1))
         return sorted(gather_lists([group[0] for group in groups]), key=lambda episode: episode.group)
 
@@ -158,6 +158,12 @@ class Session:
                 for row, place in zip(rows, places, strict=True)
             ]
             return await together(jobs)
+
+    def _mine(self, count: int) -> range:
+        """Of `count` tasks those that are asked by this rank: none where another has the sampler."""
+        rank, world = rank_and_world()
+        each = self.config.cluster.rollout.ranks_each(world)
+        return range(rank // each, count, world // each) if rank % each == 0 else range(0)
 
 
 def hand_over(
@@ -219,8 +225,3 @@ def tool_format_of(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> st
         return detect_format(tokenizer)
     except ValueError:
         return None
-
-
-def _mine(count: int) -> range:
-    rank, world = rank_and_world()
-    return range(rank, count, world)

@@ -26,7 +26,7 @@ from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episodes import Decode, Shown, decoder, failure_note
 from apps.grpo.native_sampler import engine_config, native_engine
-from apps.grpo.samplers import vllm_engine
+from apps.grpo.samplers import SamplerElsewhere, vllm_engine
 from apps.grpo.samplers_ray import RaySamplers, RaySession, in_cluster
 from apps.grpo.schedule import InTurn, Schedule
 from apps.grpo.schedule_async import FullyAsync
@@ -120,12 +120,12 @@ def _session(
     tokenizer: PreTrainedTokenizerBase,
     runner: Runner,
     directory: Path,
-    sampler: RolloutEngine | RaySamplers,
+    sampler: RolloutEngine | RaySamplers | SamplerElsewhere,
 ) -> Session:
     chat = chat_of(config, tokenizer, directory)
     if isinstance(sampler, RaySamplers):
         return RaySession(config, tasks, chat, sampler, runner)
-    return Session(config, tasks, chat, sampler, runner)
+    return Session(config, tasks, chat, sampler, runner)  # type: ignore[arg-type]  # SamplerElsewhere is asked nothing
 
 
 def _warmed(
@@ -170,7 +170,7 @@ def _sampler(
     version: int,
     given: RolloutEngine | None,
     stack: ExitStack,
-) -> RolloutEngine | RaySamplers | None:
+) -> RolloutEngine | RaySamplers | SamplerElsewhere | None:
     """What this process samples with, closed by the stack; None where the schedule starts a process that samples."""
     if config.cluster.schedule.mode == "fully_async":
         return None
@@ -179,6 +179,9 @@ def _sampler(
     if given is not None:
         return given
     if config.cluster.rollout.engine == "vllm":
+        rank, world = rank_and_world()
+        if rank % config.cluster.rollout.ranks_each(world):
+            return SamplerElsewhere(version)
         return stack.enter_context(vllm_engine(config, model, version))
     return native_engine(config, model, tokenizer, version)
 

@@ -99,6 +99,10 @@ class RolloutLayout:
                 f"rollout ep must be 1 or tp x dp = {self.tp * self.dp}, got {self.ep}: set it to {self.tp * self.dp}"
             )
 
+    def ranks_each(self, ranks: int) -> int:
+        """Of `ranks` training ranks, those that sample through one engine, as it spans their devices."""
+        return min(self.tp * self.dp, ranks) if self.engine == "vllm" else 1
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -247,13 +247,14 @@ def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
     rollout = work.cluster.rollout
     size = rollout.tp * rollout.dp
     lines = [f"{rollout.engine}: tp {rollout.tp} x dp {rollout.dp}, ep {rollout.ep}"]
-    if work.rollout_ranks % size:
+    if work.rollout_ranks % size and not _on_processors(work, size):
         plan.problems.append(
             f"{work.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --cluster.rollout.tp "
             "or the number of nodes"
         )
     elif rollout.engine != "native":
-        lines[0] += f"; {work.rollout_ranks // size} replicas over {work.rollout_ranks} devices"
+        replicas = max(1, work.rollout_ranks // size)
+        lines[0] += f"; {replicas} replicas over {max(size, work.rollout_ranks)} devices"
     accepted = rollout.max_model_tokens
     if accepted is not None and accepted < work.longest:
         plan.problems.append(
@@ -265,6 +266,11 @@ def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
     if work.engine.routing_replay:
         lines.append(f"the sampler tells each token's experts (--engine.routing-replay): {_experts(work)}")
     plan.sections["Rollout"] = lines
+
+
+def _on_processors(work: Work, size: int) -> bool:
+    """Whether vLLM's workers, more of them than ranks, share a machine's processors."""
+    return work.engine.device in ("cpu", "auto") and work.cluster.rollout.engine == "vllm" and work.rollout_ranks < size
 
 
 def _experts(work: Work) -> str:

@@ -12,6 +12,7 @@ INSTEAD = {
     "cudagraph_capture_sizes": "use --cluster.rollout.cuda-graph-sizes",
     "data_parallel_size": "use --cluster.rollout.dp",
     "dtype": "use --cluster.rollout.dtype",
+    "distributed_executor_backend": "use --cluster.rollout.tp",
     "enable_chunked_prefill": "use --cluster.rollout.chunked-prefill",
     "enable_expert_parallel": "use --cluster.rollout.ep",
     "enable_prefix_caching": "use --cluster.rollout.prefix-cache",

@@ -48,7 +48,7 @@ def test_a_setting_without_effect_is_refused():
 
 def test_what_no_test_has_run_is_refused_with_the_reason():
     assert isinstance(VLLM["data_parallel"], No)
-    with pytest.raises(ValueError, match="data_parallel is not supported: .*several copies"):
+    with pytest.raises(ValueError, match=r"data_parallel is not supported: .*several copies"):
         refuse_unsupported(VllmConfig(data_parallel=2))
     refuse_unsupported(VllmConfig(tensor_parallel=2, expert_parallel=True))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 EXPERT_ROWS = 32
-"""On a CPU a worker's part of each expert is a multiple of this: vLLM fills up others, and then takes no new weights."""
+"""Of a worker's part of each expert on a CPU, or a multiple: vLLM fills others up, and then takes no new weights."""
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
