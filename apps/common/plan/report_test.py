@@ -180,9 +180,11 @@ def test_samplers_in_ray_run_in_every_schedule_beside_one_rank(flag, mode):
 def test_a_column_of_images_is_read_where_the_model_sees():
     seeing = replace(PLAIN, engine=replace(PLAIN.engine, vision="frozen"), cluster=Cluster(media=Media("images")))
     refuse_unready(seeing, {})
+    megatron = replace(seeing.engine, backend="megatron")
+    refuse_unready(replace(seeing, engine=megatron), {})
     for work, reason in (
         (replace(seeing, engine=PLAIN.engine), "the model is trained on text: set --engine.vision"),
-        (replace(seeing, engine=replace(seeing.engine, backend="megatron")), "text models only"),
+        (replace(seeing, engine=replace(megatron, vision="trained")), "the tower has no gradient under Megatron"),
     ):
         with pytest.raises(ValueError, match=reason):
             refuse_unready(work, {})

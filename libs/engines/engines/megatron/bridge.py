@@ -110,15 +110,15 @@ def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) 
         made = _Maker(sizes, place, chunk)
         first, last = stage == 0 and chunk == 0, stage == layout.pp - 1 and chunk == chunks - 1
         if first:
-            out.append(made.vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"))
+            out.append(made.vocabulary("embedding.word_embeddings.weight", f"{sizes.decoder}embed_tokens.weight"))
         for local, layer in enumerate(stage_layers(split, stage, chunk)):
-            out += made.layer(f"decoder.layers.{local}.", f"model.layers.{layer}.", sizes.layer_types[layer])
+            out += made.layer(f"decoder.layers.{local}.", f"{sizes.decoder}layers.{layer}.", sizes.layer_types[layer])
         if last:
-            out.append(made.whole("decoder.final_layernorm.weight", "model.norm.weight"))
+            out.append(made.whole("decoder.final_layernorm.weight", f"{sizes.decoder}norm.weight"))
             if not sizes.tied:
                 out.append(made.vocabulary("output_layer.weight", "lm_head.weight"))
             elif not first:  # a second copy: its gradient and the first one's are added up, the first is exported
-                copy = made.vocabulary("output_layer.weight", "model.embed_tokens.weight")
+                copy = made.vocabulary("output_layer.weight", f"{sizes.decoder}embed_tokens.weight")
                 out.append(replace(copy, speaks=False))
     return tuple(out)
 
@@ -126,11 +126,14 @@ def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) 
 def tensor_shapes(sizes: ModelSizes) -> dict[str, Shape]:
     """The shape of every tensor of the transformers model that a map speaks of."""
     hidden, heads = sizes.hidden, sizes.heads * sizes.head_dim
-    out: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, hidden), "model.norm.weight": (hidden,)}
+    out: dict[str, Shape] = {
+        f"{sizes.decoder}embed_tokens.weight": (sizes.vocab, hidden),
+        f"{sizes.decoder}norm.weight": (hidden,),
+    }
     if not sizes.tied:
         out["lm_head.weight"] = (sizes.vocab, hidden)
     for number, kind in enumerate(sizes.layer_types):
-        layer = f"model.layers.{number}."
+        layer = f"{sizes.decoder}layers.{number}."
         out |= {f"{layer}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
         if kind == "linear_attention":
             out |= {f"{layer}linear_attn.{name}": shape for name, shape in _delta_shapes(sizes).items()}

@@ -55,6 +55,7 @@ from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors,
 from engines.megatron.router import Balance, Router
 from engines.megatron.sizes import ModelSizes, refuse_unsupported_model, stage_sizes
 from engines.megatron.transformer_config import transformer_config
+from engines.megatron.vision import FrozenTower, taken_over, tower_shapes
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
 from engines.weights.disk import DiskTensors, DiskWeights
@@ -96,8 +97,8 @@ class MegatronExecutor:
         self.adds_loss = self.balance is not None
         self.compiled: Yes | No = MEGATRON["compiled_layers"]
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
-        sizes = ModelSizes.of(model.config)
-        self.shapes = with_adapters(tensor_shapes(sizes), model)
+        sizes = ModelSizes.of(model.config, family_of(model.config).sees(model))
+        self.shapes = with_adapters(tower_shapes(model) | tensor_shapes(sizes), model)
         self.adapters = Adapters(config.lora) if any(map(is_adapter, self.shapes)) else None
         set_trainable(model, trainable)
         scales = rate_scales(config, model, names) if trainable else {}
@@ -118,11 +119,15 @@ class MegatronExecutor:
                     module.balance = self.balance
             self.parameters = match(self.stages, self._add_adapters(held_by(sizes, groups.layout, groups.rank, split)))
             zero_padding(self.parameters)
+            self.tower = FrozenTower.of(model, Place.of(groups.layout, groups.rank), dtype, self.device)
             self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
             trained = [one for one in self.parameters if one.parameter.requires_grad]
             self.updates = Updates(config, self.chunks, trained, groups.world, scales) if trainable else None
             frozen = [one for one in self.parameters if not one.parameter.requires_grad]
-            self.frozen = [frozen_values(one, self._dtypes if trainable else {}) for one in frozen]
+            seeing = () if self.tower is None else self.tower.parameters
+            kept = self._dtypes if trainable else {}
+            self.seeing = [frozen_values(one, kept) for one in seeing]
+            self.frozen = [*(frozen_values(one, kept) for one in frozen), *self.seeing]
             self._fill(live_tensors(model) if disk is None else DiskTensors(disk))
             if self.updates is not None:
                 self.updates.publish()
@@ -140,9 +145,7 @@ class MegatronExecutor:
     def _fill(self, tensors: Mapping[str, Any]) -> None:
         """Give every part its values, and a frozen parameter those of its more exact copy."""
         fill(self._parts(), FirstValues(tensors, self.shapes, torch.initial_seed()))
-        for part, values in self.frozen:
-            if values.data_ptr() != part.values.data_ptr():
-                part.values.copy_(values)
+        taken_over(dict(self.frozen))
 
     def _wrapped(self) -> list[Any]:
         """The stages with megatron-core's gradient buffers, which are added up and never averaged."""
@@ -218,7 +221,10 @@ class MegatronExecutor:
             micro_batch = next(iterator)
             inputs = self.builder.inputs(micro_batch)
             packed = self._packed(inputs, counting)
-            output = chunk(inputs.input_ids.unsqueeze(0), None, None, packed_seq_params=packed)
+            features = None
+            if self.tower is not None and inputs.vision is not None:
+                features = self.tower.features(inputs.vision, inputs.input_ids.numel())
+            output = chunk(inputs.input_ids.unsqueeze(0), packed, features)
 
             def calculate_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 value = finish(micro_batch, self._scores(hidden, inputs, scoring))
@@ -329,7 +335,7 @@ class MegatronExecutor:
 
     def state(self) -> dict[str, Any]:
         """Return weights and moments by the names of the transformers model, under which FSDP2 saves them too."""
-        values = dict(self._parts() if self.updates is None else self.updates.updated())
+        values = dict(self._parts() if self.updates is None else [*self.updates.updated(), *self._seeing()])
         weights = _scorer_names(boxed(list(values), self.shapes, values.__getitem__))
         if self.updates is None:
             return {"model": weights}
@@ -342,8 +348,13 @@ class MegatronExecutor:
         if self.adapters is not None:
             check_base(state["model"][BASE], self._base(), self.config.model)
         if self.updates is not None:
+            taken_over(dict(self._seeing()))
             with adapted(self.device):
                 self.updates.take_loaded()
+
+    def _seeing(self) -> list[tuple[Part, Tensor]]:
+        """What is saved of a tower, with the weights: adapters are saved alone."""
+        return [] if self.adapters is not None else self.seeing
 
     def _base(self) -> Tensor:
         """u8[16]: which weights the adapters are for. They never change. Collective the first time."""
@@ -363,7 +374,8 @@ class MegatronExecutor:
 
     def _kept(self) -> list[Tensor]:
         own = [] if self.updates is None else self.updates.tensors()
-        every = [p.detach() for stage in self.stages for p in stage.parameters()] + own
+        modules = [*self.stages, *(() if self.tower is None else (self.tower.tower,))]
+        every = [p.detach() for module in modules for p in module.parameters()] + own
         return [tensor for tensor in every if tensor.device == self.device]
 
     def _gradients(self) -> list[Tensor]:

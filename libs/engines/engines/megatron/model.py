@@ -8,14 +8,25 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from engines.families.registry import family_of
+from engines.megatron.attention import PackedTokens
 from engines.megatron.sizes import ModelSizes
 from engines.megatron.spec import stage_spec
+from engines.megatron.vision import Features
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import Split, stage_layers
 
 
 class PackedGPT(GPTModel):
     """A virtual stage of a decoder. The last one gives normed hidden states: log-probs come from them in chunks."""
+
+    def forward(self, input_ids: Tensor, packed: PackedTokens, features: Features | None) -> Tensor:
+        """Run the stage; the first one embeds `input_ids` [1, T], with features in the places of their tokens."""
+        embedded = None
+        if self.pre_process and features is not None:
+            embedded = features.put(self.embedding(input_ids=input_ids, position_ids=None))
+        out: Tensor = super().forward(input_ids, None, None, decoder_input=embedded, packed_seq_params=packed)
+        return out
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Nothing: weights come from the bridge, the second copy of a tied embedding too."""
@@ -93,7 +104,7 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 def rotary_of(module: Any) -> torch.nn.Module:
     """The rotary embedding of a transformers model: its angles are a pure function of positions."""
-    rotary: torch.nn.Module = module.base_model.rotary_emb
+    rotary: torch.nn.Module = family_of(module.config).decoder(module).rotary_emb
     return rotary
 
 

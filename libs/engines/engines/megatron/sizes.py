@@ -67,14 +67,16 @@ class ModelSizes:
     experts: ExpertSizes | None
     padding: int | None
     """The token whose embedding gets no gradient from where it stands: `padding_idx` of torch's embedding."""
+    decoder: str = "model."
+    """What the names of the decoder's tensors begin with: its place in a vision-language model is another."""
 
     def vocab_rows(self, tp: int) -> int:
         """Rows of the embedding on each tensor-parallel rank: the last one's may be padded."""
         return -(-self.vocab // tp)
 
     @staticmethod
-    def of(config: Any) -> "ModelSizes":
-        """Read a transformers config that `supported` said Yes to."""
+    def of(config: Any, seeing: bool = False) -> "ModelSizes":
+        """Read a transformers config that `supported` said Yes to; `seeing`: of its vision-language model."""
         text = config.get_text_config()
         layers = int(text.num_hidden_layers)
         types = tuple(getattr(text, "layer_types", None) or ["full_attention"] * layers)
@@ -110,6 +112,7 @@ class ModelSizes:
             delta=delta,
             experts=experts,
             padding=getattr(text, "pad_token_id", None),
+            decoder="model.language_model." if seeing else "model.",
         )
 
 
