@@ -18,6 +18,7 @@ from apps.grpo.shrink import shrink, supplied
 from apps.grpo.testing import RECIPE
 from engines.families.registry import family_of
 from engines.media.reader import ImageReader
+from rollout.vllm.spread import spread_refusal
 
 RECIPES = recipes()
 SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
@@ -111,6 +112,8 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
     config = transformers_config(shape, 0, 1)
     assert config.get_text_config().model_type == real.model_type
     family_of(config).check_config(config)
+    layout = small.cluster.rollout
+    assert spread_refusal(config.get_text_config().to_dict(), layout.tp, layout.ep > 1, cpu=True) is None
 
 
 @pytest.mark.parametrize("name", SEEDS)

@@ -29,7 +29,7 @@ def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
     """The same architecture in small: each stage has a whole pattern of layers, each tensor-parallel rank two heads.
 
     Ratios stay: query heads to key heads, value heads to key heads of a delta net. Head sizes are those that vLLM has
-    kernels for on a CPU.
+    kernels for on a CPU, and its experts have rows for two of its workers.
     """
     kv_heads = min(shape.kv_heads, 2 * tp)
     linear_keys = min(shape.linear_key_heads, 2 * tp)
@@ -47,7 +47,7 @@ def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
         intermediate=min(96, shape.intermediate),
         experts=min(8, shape.experts),
         experts_per_token=min(2, shape.experts_per_token),
-        expert_intermediate=min(32, shape.expert_intermediate),
+        expert_intermediate=min(64, shape.expert_intermediate),
         shared_expert_intermediate=min(32, shape.shared_expert_intermediate),
         linear_key_heads=linear_keys,
         linear_value_heads=linear_keys * values_each,
