@@ -13,7 +13,7 @@ def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cp
 
     `by_experts`: each worker has whole experts, in place of a part of every one.
     """
-    experts = config.get("num_experts") or 0
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0  # Qwen3's is saved by its newer name
     if by_experts and not experts:
         return "the model has no experts: leave expert_parallel off"
     for name in HEADS:

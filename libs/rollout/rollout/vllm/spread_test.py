@@ -28,6 +28,7 @@ MIXTURE = HYBRID | {"num_experts": 6, "moe_intermediate_size": 64}
         (MIXTURE | {"moe_intermediate_size": 65}, 2, False, False, "moe_intermediate_size 65 .*equal parts"),
         (MIXTURE | {"moe_intermediate_size": 65}, 1, False, True, None),
         (MIXTURE | {"moe_intermediate_size": 16}, 2, True, True, None),
+        (HYBRID | {"num_local_experts": 6}, 4, True, True, "6 experts can't be shared by 4"),
         (MIXTURE, 4, True, True, "6 experts can't be shared by 4"),
     ],
 )
