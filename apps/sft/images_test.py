@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 from apps.common.pictures import pictures_of
 from apps.common.tokens import load_tokenizer
 from apps.common.trained import tensors_of
-from apps.quickstart.shapes import picture_problems, stretched
+from apps.quickstart.shapes import draw, picture_problems, stretched
 from apps.quickstart.vision import IMAGE, ensure_seeing_model
 from apps.sft.data import load_conversations
 from apps.sft.main import configure, run
@@ -236,6 +236,27 @@ def test_a_picture_that_is_gone_is_missed_where_tokens_were_kept(model, tmp_path
     file.unlink()
     with pytest.raises(ValueError, match=r"a\.jsonl, row 8: there is no image .*one\.png"):
         load(model, path)
+
+
+def test_another_picture_of_as_many_bytes_in_the_same_file_is_noticed(model, tmp_path):
+    """What was tokenised is used again while pictures are as they were, and made anew when a file has changed."""
+    rows, file = in_a_column("bare"), tmp_path / "one.bmp"  # as many bytes for as many pixels
+    rows[7]["images"] = [str(file)]
+    path, drawn = write(tmp_path / "a.jsonl", rows), draw(problems()[7].drawn)
+    drawn.resize((32, 128)).save(file)
+    first, size = load(model, path), file.stat().st_size
+    (store,) = tmp_path.rglob("*.arrow")
+    kept = store.stat().st_mtime_ns
+    assert_same(load(model, path).train, first.train)
+    assert store.stat().st_mtime_ns == kept  # read, not written
+    drawn.resize((64, 64)).save(file)
+    assert file.stat().st_size == size
+    found = load(model, path)
+    assert store.stat().st_mtime_ns > kept
+    store.unlink()
+    anew = load(model, path)
+    for got, want in ((found.train, anew.train), (found.held_out, anew.held_out)):
+        assert_same(got, want)
 
 
 def test_rows_with_images_are_left_out_where_they_are_too_long_and_others_cut(model, tmp_path):

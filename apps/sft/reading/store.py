@@ -28,6 +28,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("types", pa.list_(pa.int8())),
         ("images", pa.list_(pa.string())),
+        ("stamps", pa.list_(pa.string())),
     ]
 )
 
@@ -40,6 +41,20 @@ class Entry:
     key: str
     encoded: Encoded | None
     reason: str | None = None
+    stamps: tuple[str, ...] = ()
+    """Of each image, which bytes its tokens were made from (`stamp_of`)."""
+
+
+def stamp_of(image: str) -> str:
+    """Size and time of change of an image's file, which another picture does not share; "" of a `data:` URI.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if image.startswith("data:"):
+        return ""
+    facts = Path(image).stat()
+    return f"{facts.st_size} {facts.st_mtime_ns}"
 
 
 def write_store(path: Path, entries: Iterable[Entry]) -> None:
@@ -118,6 +133,12 @@ class Store:
         types, found = (self._batches[batch].column(name)[at].as_py() for name in ("types", "images"))
         return types, found
 
+    def stamps(self, number: int) -> list[str]:
+        """Which bytes of these images were tokenised, one a picture; see `stamp_of`."""
+        batch, at = divmod(number, ROWS_A_BATCH)
+        found: list[str] = self._batches[batch].column("stamps")[at].as_py()
+        return found
+
     @cached_property
     def _batches(self) -> list[Any]:
         with pa.memory_map(str(self.path)) as source:
@@ -145,5 +166,6 @@ def _batch(entries: list[Entry]) -> Any:
         [list(e.mask) for e in encoded],
         [list(e.types) for e in encoded],
         [list(e.images) for e in encoded],
+        [list(entry.stamps) for entry in entries],
     ]
     return pa.record_batch([pa.array(c, field.type) for c, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)

@@ -4,6 +4,7 @@
    and versions that turn rows into tokens. Where a store of that name is there, nothing else is done.
 2. Rows are read as a stream and dealt to processes in parts; no more than a few parts a process are under way at once,
    and results are written in the order of the rows.
+3. A store whose images' files have other sizes or times of change than when they were read is made anew.
 
 What is no matter of a row's tokens (longest length, split, mixture) is decided later, from the store.
 """
@@ -32,7 +33,7 @@ from apps.sft import samples
 from apps.sft.reading import conversations, examples, row_images
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, Example, read_examples
-from apps.sft.reading.store import SCHEMA, Entry, Store, write_store
+from apps.sft.reading.store import SCHEMA, Entry, Store, stamp_of, write_store
 from apps.sft.samples import PictureError, UnprovenMaskError, encode_messages, encode_text
 from chat_tools.rendering import render as rendering
 from rollout.pictures import Pictures
@@ -69,7 +70,7 @@ class Encoder:
                 example.trained_from,
                 self.pictures,
             )
-            return Entry(example.row, example.key, encoded)
+            return Entry(example.row, example.key, encoded, stamps=tuple(map(stamp_of, encoded.images)))
         except UnprovenMaskError as error:
             # Token and message numbers differ from row to row, the reason does not.
             reason = f"its mask can't be proven: {re.sub(r'[0-9]+', 'N', str(error))}"
@@ -103,23 +104,29 @@ def tokenise(
     if isinstance(next(read_examples(path, columns)), Conversation):
         check_chat_template(tokenizer)
     store = folder / f"{path.stem[:40]}-{fingerprint(path, columns, tokenizer, stop_tokens, pictures)}.arrow"
-    if not store.is_file():
+    if not store.is_file() or not _has_its_images(path, Store(store)):
         if processes is None:
             processes = len(os.sched_getaffinity(0)) if path.stat().st_size > PARALLEL_BYTES else 1
         encoder = Encoder(path, tokenizer, stop_tokens, pictures)
         rows = read_examples(path, columns)
         write_store(store, map(encoder.entry, rows) if processes == 1 else _in_processes(encoder, rows, processes))
-        return Store(store)
-    return _with_files(path, Store(store))
+    return Store(store)
 
 
-def _with_files(path: Path, store: Store) -> Store:
-    """The store of a file that was tokenised before; ValueError for an image's file that is no longer there."""
+def _has_its_images(path: Path, store: Store) -> bool:
+    """Whether the images of a file that was tokenised before are those that it was tokenised with.
+
+    Raises:
+        ValueError: an image's file is no longer there.
+    """
     for number in map(int, np.flatnonzero(store.shown)):
-        for image in store.images(number)[1]:
-            if not image.startswith("data:") and not Path(image).is_file():
-                raise ValueError(f"{path}, row {store.rows[number]}: there is no image {image}")
-    return store
+        for image, stamp in zip(store.images(number)[1], store.stamps(number), strict=True):
+            try:
+                if stamp_of(image) != stamp:
+                    return False
+            except FileNotFoundError:
+                raise ValueError(f"{path}, row {store.rows[number]}: there is no image {image}") from None
+    return True
 
 
 def fingerprint(

@@ -38,7 +38,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moments on the host": ("dense", {"optimizer_on_host": True}),
     "adapters": ("dense", {"lora": LoraConfig(rank=3)}),
     "images": ("vision", {"vision": "trained", "max_tokens_per_rank": 40}),
+    "tower frozen": ("vision", {"vision": "frozen", "max_tokens_per_rank": 40}),
+    "bfloat16 moments": ("dense", {"moments_dtype": "bfloat16"}),
+    "bfloat16 masters": ("dense", {"master_dtype": "bfloat16", "dtype": "float32"}),
+    "bfloat16": ("dense", {"dtype": "bfloat16"}),
 }
+TOLERANCES = {"bfloat16 masters": (2e-3, 0.03), "bfloat16": (2e-3, 0.03)}
+"""Relative of losses and norms, and of all else, where other sums are rounded to bfloat16 (2^-9 = 0.002 each)."""
 ON_TWO = ("dense", "experts", "adapters")
 ADAPTERS = (("one", "adapters"), ("four", "adapters"))
 LOADED_BY_TWO = (*((name, "dense") for name in ("one", "two", "copies", "four")), *ADAPTERS)
@@ -224,13 +230,14 @@ def test_copies_of_shards_give_the_steps_of_one_process(found, ranks, name):
     (rows, grads, trained, scores, _), (others, other_grads, also, other_scores, _) = (
         found[0][number]["runs"][name] for number in (1, ranks)
     )
+    close, far = TOLERANCES.get(name, (2e-6, 1e-5))
     for left, right in zip(rows, others, strict=True):
         for key in ("loss", "grad_norm", "lr", *({"auxiliary_loss"} & left.keys())):
-            assert math.isclose(right[key], left[key], rel_tol=2e-6), (key, left[key], right[key])
+            assert math.isclose(right[key], left[key], rel_tol=close), (key, left[key], right[key])
     assert all(row["grad_norm"] > 0.1 for row in rows), "it is clipped, so that the norm matters to the weights"
-    same(grads, other_grads, 1e-5, "gradient")
-    same(trained, also, 1e-5, "weight")
-    torch.testing.assert_close(other_scores, scores, atol=1e-5, rtol=0)
+    same(grads, other_grads, far, "gradient")
+    same(trained, also, far, "weight")
+    torch.testing.assert_close(other_scores, scores, atol=far, rtol=0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
