@@ -1,6 +1,6 @@
 """The sampler of a run, as `--cluster.rollout` asks for it, and the proof that it has the trainer's weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,16 @@ from apps.grpo.session import Session
 from engines import TrainEngine
 from rollout import Completion, Episode, RolloutConfig, VllmConfig, VllmEngine
 from rollout.engine import Load, PauseMode
+from rollout.episodes.batch import TYPES
 from rollout.episodes.playing import together
+from rollout.episodes.segment import Segment
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from rollout.sync import Manifest
 from rollout.sync.pieces import Bucket
 from seqpack.batches.batch import make_batch
 
+Media = Mapping[str, Any] | None
+"""What a prompt shows, as `RolloutEngine.generate` takes it."""
 PROBES = 4
 """Prompts of the step that are asked again after a hand-over."""
 PROBE_TOKENS = 16
@@ -109,35 +113,50 @@ def prove_weights(session: Session, engine: TrainEngine, episodes: Sequence[Epis
     Raises:
         WeightsNotTakenError: they are further apart than the sampler's arithmetic explains.
     """
-    prompts = probes_of(episodes)
-    if not prompts or session.config.engine.vision != "off":  # probes are text
+    prompts, media = probes_of(episodes), probes_media(episodes)
+    if not prompts:
         return {}
     if isinstance(session.sampler, VllmEngine):
-        told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler))]
+        told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler, media))]
+    elif session.config.engine.vision != "off":  # the native sampler's are in this process
+        return {}
     else:
         told = session.probed(prompts)
-    return hold_samplers(engine, prompts, gather_lists(told), session.sampler.version)
+    return hold_samplers(engine, prompts, gather_lists(told), session.sampler.version, media)
 
 
 def probes_of(episodes: Sequence[Episode]) -> list[list[int]]:
     """The first prompts of some of the groups."""
+    return [list(segment.ids[: segment.loss_mask.index(True)]) for segment in _probed(episodes)]
+
+
+def probes_media(episodes: Sequence[Episode]) -> list[Media]:
+    """What those prompts show; None of a prompt of text."""
+    return [segment.media or None for segment in _probed(episodes)]
+
+
+def _probed(episodes: Sequence[Episode]) -> list[Segment]:
     firsts = {episode.group: episode.segments[0] for episode in episodes if episode.segments}
-    prompts = [list(segment.ids[: segment.loss_mask.index(True)]) for segment in firsts.values() if segment.sampled]
-    return prompts[:PROBES]
+    return [segment for segment in firsts.values() if segment.sampled and _seen_at_once(segment)][:PROBES]
+
+
+def _seen_at_once(segment: Segment) -> bool:
+    """Whether all its images stand before the first token that was sampled."""
+    return segment.media is None or len(segment.media[TYPES]) <= segment.loss_mask.index(True)
 
 
 async def probe(
-    session: Session, prompts: Sequence[Sequence[int]], dtype: str, vllm: VllmEngine | None
+    session: Session, prompts: Sequence[Sequence[int]], dtype: str, vllm: VllmEngine | None, media: Sequence[Media] = ()
 ) -> dict[str, Any]:
     """What a session's sampler, which computes in `dtype`, says of itself, as JSON: answers to the prompts, its dtype
     and, of vLLM, what the last hand-over cost."""
-    answers = await answered(session, prompts)
+    answers = await answered(session, prompts, media)
     metrics = {} if vllm is None else transfer_metrics(vllm)
     return {"answers": [plain_answer(answer) for answer in answers], "dtype": dtype, "metrics": metrics}
 
 
-async def answered(session: Session, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-    """A short answer to each probe, as training's answers are sampled."""
+async def answered(session: Session, prompts: Sequence[Sequence[int]], media: Sequence[Media] = ()) -> list[Completion]:
+    """A short answer to each probe, as training's answers are sampled; `media`: what each shows, nothing of text."""
     sampling = session.config.sampling
     how = replace(
         sampling,
@@ -145,11 +164,16 @@ async def answered(session: Session, prompts: Sequence[Sequence[int]]) -> list[C
         stop_token_ids=(*sampling.stop_token_ids, *session.chat.stop_ids),
         seed=0,
     )
-    return await together([session.sampler.generate(prompt, how) for prompt in prompts])
+    shown = media or [None] * len(prompts)
+    return await together([session.sampler.generate(p, how, m) for p, m in zip(prompts, shown, strict=True)])
 
 
 def hold_samplers(
-    engine: TrainEngine, prompts: Sequence[Sequence[int]], told: Sequence[dict[str, Any]], version: int
+    engine: TrainEngine,
+    prompts: Sequence[Sequence[int]],
+    told: Sequence[dict[str, Any]],
+    version: int,
+    media: Sequence[Media] = (),
 ) -> dict[str, float]:
     """Hold what each sampler told (`probe`) to the trainer's present weights, which all have as `version`; collective.
 
@@ -162,7 +186,8 @@ def hold_samplers(
     if not told:
         return {}
     answers = [[read_answer(answer) for answer in one["answers"]] for one in told]
-    samples = [_sample(prompt, answer) for one in answers for prompt, answer in zip(prompts, one, strict=True)]
+    shown = media_columns(media or [None] * len(prompts))
+    samples = [_sample(*probe) for one in answers for probe in zip(prompts, one, shown, strict=True)]
     scores = engine.forward(make_batch(samples))["log_probs"].unbind()
     found: list[dict[str, float]] = []
     for number, (one, mine) in enumerate(zip(told, answers, strict=True)):
@@ -223,7 +248,13 @@ def transfer_metrics(sampler: VllmEngine) -> dict[str, float]:
     }
 
 
-def _sample(prompt: Sequence[int], answer: Completion) -> dict[str, Any]:
+def media_columns(media: Sequence[Media]) -> list[dict[str, Any]]:
+    """What each prompt shows as a batch has it: all rows have the same keys, those of text with nothing in them."""
+    empty = {key: torch.as_tensor(value)[:0] for one in media for key, value in (one or {}).items()}
+    return [{key: torch.as_tensor((one or {}).get(key, none)) for key, none in empty.items()} for one in media]
+
+
+def _sample(prompt: Sequence[int], answer: Completion, shown: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a batch as the trainer scores it."""
     ids = torch.tensor([*prompt, *answer.ids], dtype=torch.int64)
     mask = torch.arange(len(ids)) >= len(prompt)
@@ -231,11 +262,19 @@ def _sample(prompt: Sequence[int], answer: Completion) -> dict[str, Any]:
     sampled[mask] = torch.tensor(answer.log_probs)
     experts = answer.extras.get(ROUTED_EXPERTS)
     replay = {} if experts is None else {ROUTED_EXPERTS: experts.resized(len(ids)).tensor()}
-    return replay | {
-        "input_ids": ids,
-        "position_ids": torch.arange(len(ids)),
-        "loss_mask": mask,
-        "rollout_log_probs": sampled,
-        "reward": 0.0,
-        "group": 0,
-    }
+    seen = dict(shown)
+    if TYPES in seen:
+        own = seen[TYPES].to(torch.int64)
+        seen[TYPES] = torch.cat([own, own.new_zeros(len(ids) - len(own))])  # the rest is text
+    return (
+        replay
+        | seen
+        | {
+            "input_ids": ids,
+            "position_ids": torch.arange(len(ids)),
+            "loss_mask": mask,
+            "rollout_log_probs": sampled,
+            "reward": 0.0,
+            "group": 0,
+        }
+    )

@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from apps.quickstart.model import made_once, set_time_steps, tiny_config
+from apps.quickstart.model import MakeConfig, made_once, set_time_steps, tiny_config
 from apps.quickstart.shapes import CELL, CELLS
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
 
@@ -32,16 +32,19 @@ def seeing_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def ensure_seeing_model(directory: Path, seed: int) -> Path:
+def ensure_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
     """`save_seeing_model`, unless the directory is there already; a kill leaves all of it or nothing."""
-    return made_once(directory, lambda temporary: save_seeing_model(temporary, seed))
+    return made_once(directory, lambda temporary: save_seeing_model(temporary, seed, make_config))
 
 
-def save_seeing_model(directory: Path, seed: int) -> Path:
-    """Write an untrained model with its tokenizer and the settings of its images, as a Hugging Face directory."""
+def save_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
+    """Write an untrained model with its tokenizer and the settings of its images, as a Hugging Face directory.
+
+    `make_config`: of its text part.
+    """
     tokenizer = seeing_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (PAD, TURN_END)}
-    text = tiny_config(len(tokenizer), ids[PAD], ids[TURN_END])
+    text = make_config(len(tokenizer), ids[PAD], ids[TURN_END])
     config = Qwen3_5Config(
         text_config=text.to_dict(), tie_word_embeddings=True, **vision_fields(tokenizer, text.hidden_size)
     )

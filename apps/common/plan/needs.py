@@ -51,6 +51,10 @@ RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
 ADMIT = Yes("apps/grpo/native_sampler_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
 RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
+ASYNC_IMAGES = No(
+    "no test has proven the tower of a vLLM in a sampling process: use --cluster.schedule.mode one_step_off"
+)
+SPREAD_IMAGES = No("no test has run images through vLLM over several workers")
 RAY_IMAGES = No("no test has run images in Ray's samplers: leave --cluster.rollout.ray-workers at 0")
 DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
 NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
@@ -76,7 +80,9 @@ def needs_of(work: Work) -> list[Need]:
         found += _ray_samplers(work)
     if work.engine.vision != "off" and work.app == "grpo":
         sampler = RolloutConfig(backend=work.cluster.rollout.engine)
-        found.append(Need("images shown to the sampler", sampler_supports(sampler, "media")))
+        spread = work.cluster.rollout.engine == "vllm" and work.cluster.rollout.tp > 1
+        answer = SPREAD_IMAGES if spread else sampler_supports(sampler, "media")
+        found.append(Need("images shown to the sampler", answer))
     if work.engine.routing_replay:
         found += _replay(work)
     if work.reference_policy:
@@ -165,6 +171,9 @@ def _schedule(work: Work) -> list[Need]:
     pools = work.cluster.pools
     if pools.nodes + pools.rollout_nodes > 1:
         return [Need("ray", RAY)]
+    seeing = work.engine.vision != "off" and work.cluster.rollout.engine == "vllm"
+    if seeing and work.cluster.schedule.mode == "fully_async":
+        return [Need("images shown to vLLM, fully asynchronous", ASYNC_IMAGES)]
     if work.cluster.schedule.mode == "fully_async" and work.processes > 1:
         return [Need("one rank that trains", ONE_RANK)]
     return []

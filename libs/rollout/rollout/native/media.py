@@ -77,14 +77,23 @@ def seen_prompt(model: Any, prompt_ids: Sequence[int], media: Mapping[str, Any])
     """
     if tower_of(model) is None:
         raise ValueError(f"{type(model).__name__} has no vision tower: it samples from text alone, leave media out")
+    prompt = SeenPrompt(prompt_ids)
+    numbers = model.model.visual.patch_embed.proj.weight[0].numel()
+    prompt.media = checked_media(len(prompt_ids), media, numbers, _merge_size(model))
+    return prompt
+
+
+def checked_media(length: int, media: Mapping[str, Any], numbers: int, merge_size: int) -> Media:
+    """What a prompt of so many tokens shows to a tower whose patches have `numbers` and are merged by `merge_size`
+    along each side. ValueError as for `seen_prompt`.
+    """
     unknown = sorted(set(media) - _KEYS)
     if unknown or TYPES not in media:
         raise ValueError(f"media are {', '.join(sorted(_KEYS))}, got {', '.join(sorted(media)) or 'nothing'}")
     types = torch.as_tensor(media[TYPES], dtype=torch.int64)
-    if types.dim() != 1 or len(types) > len(prompt_ids):
-        raise ValueError(f"{TYPES} has shape {tuple(types.shape)} for a prompt of {len(prompt_ids)} tokens")
+    if types.dim() != 1 or len(types) > length:
+        raise ValueError(f"{TYPES} has shape {tuple(types.shape)} for a prompt of {length} tokens")
     patches, grids = {}, {}
-    numbers = model.model.visual.patch_embed.proj.weight[0].numel()
     for kind, (pixels, grid) in KINDS.items():
         if (pixels in media) != (grid in media):
             raise ValueError(f"media hold one of {pixels} and {grid}: they come together")
@@ -92,10 +101,8 @@ def seen_prompt(model: Any, prompt_ids: Sequence[int], media: Mapping[str, Any])
             patches[kind] = torch.as_tensor(media[pixels])
             grids[kind] = torch.as_tensor(media[grid], dtype=torch.int64)
             _check_patches(pixels, patches[kind], grids[kind], numbers)
-    sequence_positions(types, grids.get(IMAGE), grids.get(VIDEO), _merge_size(model))
-    prompt = SeenPrompt(prompt_ids)
-    prompt.media = Media(tuple(types.tolist()), patches, grids, _digest(types, patches, grids))
-    return prompt
+    sequence_positions(types, grids.get(IMAGE), grids.get(VIDEO), merge_size)
+    return Media(tuple(types.tolist()), patches, grids, _digest(types, patches, grids))
 
 
 class SeenInputs(NamedTuple):

@@ -82,19 +82,23 @@ def tiny_mixture(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any
     return model
 
 
-def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0) -> PreTrainedModel:
-    """The same with a vision tower: patches of 2 x 2 pixels and 2 frames, four of them a token; image token 44."""
+def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """`tiny_model` with a vision tower: patches of 2 x 2 pixels and 2 frames, four of them a token; image token 44.
+
+    `changes` are its text part's.
+    """
+    text = _SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes
     tower = {
         "depth": 2,
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_heads": 2,
         "patch_size": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
     }
     config = Qwen3_5Config(
-        text_config=_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers},
+        text_config=text,
         vision_config=tower,
         tie_word_embeddings=True,
         image_token_id=44,

@@ -20,7 +20,7 @@ VLLM: dict[str, Yes | No] = {
     "seeded_requests": Yes("vllm/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
     "prefix_sharing": Yes("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
     "prefix_continuation": Yes("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
-    "media": No("no test has run images through vLLM: conversations with them are refused when they are opened"),
+    "media": Yes("vllm/images_test.py::test_log_probs_are_those_of_the_stock_module"),
     "routed_experts": Yes("vllm/experts_test.py::test_the_experts_told_are_those_of_its_log_probs"),
     "sleep": No("vLLM refuses it on a CPU; on a CUDA device vllm/sleep_gpu_test.py has not run yet"),
     "tensor_parallel": Yes("vllm/workers_test.py::test_log_probs_are_those_of_the_module_before_and_after_an_update"),

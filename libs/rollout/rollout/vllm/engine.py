@@ -28,6 +28,7 @@ from rollout.sync.pieces import Bucket, Piece
 from rollout.vllm.capability import VLLM, refuse_unsupported
 from rollout.vllm.config import text_config
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal
+from rollout.vllm.images import shown_in, sight_of
 from rollout.vllm.process import VllmProcess
 from rollout.vllm.requests import Request, Requests
 from rollout.vllm.weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, copy_rate, tied_head
@@ -52,6 +53,7 @@ class VllmEngine:
         described = text_config(model)
         tied = tied_head(model, described)
         self._described = described
+        self._sight = sight_of(model) if config.vllm.tensor_parallel == 1 else None  # no test has run both
         self._config = config
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
@@ -100,6 +102,7 @@ class VllmEngine:
             "weights": [slot.plain() for slot in self._weights.slots],
             "tied": tied,
             "experts": config.routed_experts,
+            "sight": None if self._sight is None else self._sight.plain(),
         }
         self._process.wire.send({"start": start})
         first = self._weights.files[0].tensors
@@ -177,14 +180,14 @@ class VllmEngine:
             ValueError: as in the protocol; a seed where vLLM reads prompts in parts on a CPU.
             RuntimeError: vLLM's process is gone.
         """
-        if media:
-            raise ValueError(f"media can't be sampled from: {_reason(VLLM['media'])}")
         check_request(prompt_ids, sampling, self.facts["vocab_size"], self.facts["max_length"])
         if self.facts["device"] == "cpu" and (why := prompt_refusal(self._described, len(prompt_ids))):
             raise ValueError(why)
         seed = self._seed(sampling)
         loop = asyncio.get_running_loop()
-        request = Request(next(self._numbers), tuple(prompt_ids), sampling, seed, on_tokens, loop, loop.create_future())
+        shown = shown_in(self._sight, prompt_ids, media) if media else None
+        answer = loop.create_future()
+        request = Request(next(self._numbers), tuple(prompt_ids), sampling, seed, on_tokens, loop, answer, shown=shown)
         with self._open.opened(request, request_id, deadline):
             try:
                 self._requests.add(request)
@@ -342,9 +345,9 @@ class VllmEngine:
 
     # -- the wire --------------------------------------------------------------------------------------------------
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         with contextlib.suppress(OSError):  # the reader sees it too, and tells everyone
-            self._process.wire.send(message)
+            self._process.wire.send(message, tail)
 
     def _read(self) -> None:
         """Hand on what the server says, until it says no more."""
@@ -372,7 +375,3 @@ def _answer_load(loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[float]
 
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle)
-
-
-def _reason(answer: Yes | No) -> str:
-    return answer.reason if isinstance(answer, No) else ""

@@ -204,7 +204,7 @@ def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(engine):
         ([], ANSWER, None, "empty prompt"),
         ([VOCAB], ANSWER, None, "outside the model's vocabulary of 300"),
         ([3] * 1530, ANSWER, None, "max_length=1536"),
-        ([3], ANSWER, {"pixel_values": 1}, "media can't be sampled from"),
+        ([3, 4], ANSWER, {"pixel_values": 1}, "vLLM's model sees nothing here"),
         ([3], ANSWER, None, "a prompt of one token ends vLLM's process"),
     ],
 )

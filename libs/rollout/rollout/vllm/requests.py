@@ -7,14 +7,17 @@ that are asked in a few turns of the loop go in one message, so that a group beg
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine import Completion, OnTokens, Sampling, StopReason
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from rollout.requests import settle
+from rollout.vllm.images import Image, Shown
 
+Send = Callable[..., None]
+"""(message, bytes behind it)."""
 Told = Sequence[Any]
 """[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server tells it."""
 
@@ -35,9 +38,10 @@ class Request:
     versions: list[int] = field(default_factory=list)
     ending: StopReason = "abort"
     experts: RoutedExperts | None = None
+    shown: Shown | None = None
 
-    def plain(self) -> list[Any]:
-        """As a message holds it."""
+    def plain(self, images: Mapping[str, int]) -> list[Any]:
+        """As a message holds it; `images`: where the message has each image, by name."""
         s = self.sampling
         how = {
             "max_tokens": s.max_new_tokens,
@@ -47,7 +51,10 @@ class Request:
             "stop_token_ids": list(s.stop_token_ids),
             "seed": self.seed,
         }
-        return [self.number, list(self.prompt), how]
+        asked = [self.number, list(self.prompt), how]
+        if self.shown is None:
+            return asked
+        return [*asked, [images[one.name] for one in self.shown.images], self.shown.places, self.shown.positions]
 
     def take(self, ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Append what a step gave. What `on_tokens` raises ends the request."""
@@ -72,14 +79,25 @@ class Request:
             self.answer.set_exception(error)
 
 
+def ask_message(requests: Iterable[Request]) -> tuple[dict[str, Any], list[memoryview]]:
+    """What asks for them, and the patches of their images behind it; an image that several show goes once."""
+    requests = list(requests)
+    images: dict[str, Image] = {one.name: one for r in requests if r.shown is not None for one in r.shown.images}
+    places = {name: place for place, name in enumerate(images)}
+    message: dict[str, Any] = {"ask": [request.plain(places) for request in requests]}
+    if images:
+        message["images"] = [[one.name, one.grid, one.patches.shape[1]] for one in images.values()]
+    return message, [one.patches.numpy().data.cast("B") for one in images.values()]
+
+
 class Requests:
-    """All requests that are not answered. `send` puts a message on the wire.
+    """All requests that are not answered. `send` puts a message, and bytes behind it, on the wire.
 
     Invariants: a request waits (nobody was asked), or is asked until the server says it ended or it is dropped; while
     held, nothing is asked.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._lock = threading.Lock()
         self._asked: dict[int, Request] = {}
@@ -113,7 +131,7 @@ class Requests:
                 return
             begun, self._waiting = self._waiting, {}
             self._asked |= begun
-            self._send({"ask": [request.plain() for request in begun.values()]})
+            self._send(*ask_message(begun.values()))
 
     def end(self, request: Request, reason: StopReason) -> None:
         """Have a request answered with what it has."""

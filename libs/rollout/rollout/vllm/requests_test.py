@@ -4,9 +4,11 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
 from rollout.engine import Sampling
-from rollout.vllm.requests import Request, Requests
+from rollout.vllm.images import Image, Shown
+from rollout.vllm.requests import Request, Requests, ask_message
 
 
 class Played:
@@ -14,13 +16,24 @@ class Played:
 
     def __init__(self):
         self.sent = []
-        self.table = Requests(self.sent.append)
+        self.tails = []
+        self.table = Requests(self.send)
+
+    def send(self, message, tail=()):
+        self.sent.append(message)
+        self.tails.append(tail)
 
     def ask(self, number, on_tokens=None):
         loop = asyncio.get_running_loop()
         sampling = Sampling(max_new_tokens=9, top_k=3, top_p=0.5, temperature=0.7, stop_token_ids=(4,))
         request = Request(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future())
         self.table.add(request)
+        return request
+
+    def show(self, *images):
+        """A request with images, the first at token 3, the others behind it."""
+        request = self.ask(9)
+        request.shown = Shown(images, tuple(range(3, 3 + len(images))), "digest")
         return request
 
     def asked(self):
@@ -40,6 +53,23 @@ def told(played, *step, version=7):
     thread = threading.Thread(target=played.table.told, args=([[*one, None] for one in step], version))
     thread.start()
     thread.join()
+
+
+def test_an_image_that_several_requests_show_goes_once():
+    one, other = (Image(name, (1, 2, 2), torch.full((4, 3), float(i))) for i, name in enumerate("ab"))
+
+    async def run():
+        played = Played()
+        requests = [played.show(one), played.show(other, one), played.ask(10)]
+        for number, request in enumerate(requests):
+            request.number = number
+        message, tail = ask_message(requests)
+        assert [entry[3:] for entry in message["ask"]] == [[[0], (3,), "digest"], [[1, 0], (3, 4), "digest"], []]
+        assert message["images"] == [["a", (1, 2, 2), 3], ["b", (1, 2, 2), 3]]
+        assert [part.nbytes for part in tail] == [48, 48]
+        assert "images" not in ask_message(requests[2:])[0]
+
+    asyncio.run(run())
 
 
 def test_requests_of_a_few_turns_go_in_one_message_as_the_server_reads_them():

@@ -1,6 +1,7 @@
 """Messages between an engine and its server: JSON behind its length, on a socket that the two were born with.
 
-Nothing listens: the socket is one end of a pair, handed over when the server is started. Weights do not pass here.
+Nothing listens: the socket is one end of a pair, handed over when the server is started. Weights do not pass here. What
+is large and no text, the patches of images, follows a message as bytes of a number that it tells (`TAIL`).
 """
 
 import contextlib
@@ -8,11 +9,15 @@ import json
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
 LONGEST = 1 << 28
 """Bytes of a message; a longer one is a mistake."""
+TAIL = "tail"
+"""In a message that is sent: the bytes that follow it; in one that is received: the bytes themselves."""
+LONGEST_TAIL = 1 << 34
 
 
 class Wire:
@@ -22,13 +27,18 @@ class Wire:
         self._end = end
         self._sending = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one message whole. OSError: the other end is gone."""
-        data = json.dumps(message, separators=(",", ":")).encode()
+    def send(self, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
+        """Send one message whole, and bytes after it. OSError: the other end is gone."""
+        size = sum(part.nbytes for part in tail)
+        if size > LONGEST_TAIL:
+            raise ValueError(f"{size} bytes behind a message are over the {LONGEST_TAIL} that the wire takes")
+        data = json.dumps(message | ({TAIL: size} if tail else {}), separators=(",", ":")).encode()
         if len(data) > LONGEST:
             raise ValueError(f"a message of {len(data)} bytes is over the {LONGEST} that the wire takes")
         with self._sending:
             self._end.sendall(_LENGTH.pack(len(data)) + data)
+            for part in tail:
+                self._end.sendall(part)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
         """The next message; None once the other end is gone, or says nothing for so long."""
@@ -40,7 +50,14 @@ class Wire:
         if length > LONGEST:
             raise ValueError(f"a message of {length} bytes is announced, over the {LONGEST} that the wire takes")
         data = self._read(length)
-        return None if data is None else json.loads(data)
+        if data is None:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        if TAIL in message:
+            if not 0 <= message[TAIL] <= LONGEST_TAIL:
+                raise ValueError(f"{message[TAIL]} bytes are announced, over the {LONGEST_TAIL} that the wire takes")
+            message[TAIL] = self._read(message[TAIL])
+        return None if message.get(TAIL, b"") is None else message
 
     def close(self) -> None:
         """Close this end; whoever receives, here or there, is told None."""
@@ -48,15 +65,15 @@ class Wire:
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
-    def _read(self, count: int) -> bytes | None:
-        parts: list[bytes] = []
-        while count:
+    def _read(self, count: int) -> bytearray | None:
+        data = bytearray(count)
+        left = memoryview(data)
+        while left:
             try:
-                part = self._end.recv(min(count, 1 << 20))
+                got = self._end.recv_into(left)
             except OSError:
                 return None
-            if not part:
+            if not got:
                 return None
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+            left = left[got:]
+        return data

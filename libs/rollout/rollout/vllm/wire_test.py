@@ -72,3 +72,33 @@ def test_who_sends_to_nobody_hears_of_it():
     with pytest.raises(OSError):
         one.send({})
     one.close()
+
+
+def test_bytes_follow_a_message_whole():
+    one, other = pair()
+    parts = [bytes([number]) * 300_000 for number in range(3)]
+    thread = threading.Thread(target=one.send, args=({"images": 3}, [memoryview(part) for part in parts]))
+    thread.start()
+    assert other.receive() == {"images": 3, "tail": b"".join(parts)}
+    thread.join()
+    one.send({"next": 1})
+    assert other.receive() == {"next": 1}
+    one.close()
+    other.close()
+
+
+def test_half_of_what_follows_is_the_end_and_too_much_is_refused(monkeypatch):
+    one, other = socket.socketpair()
+    one.sendall(b'\0\0\0\x0a{"tail":9}' + b"1234")
+    one.close()
+    assert Wire(other).receive() is None
+    other.close()
+    one, other = socket.socketpair()
+    monkeypatch.setattr(wire, "LONGEST_TAIL", 8)
+    with pytest.raises(ValueError, match="9 bytes behind a message"):
+        Wire(one).send({}, [memoryview(b"123456789")])
+    one.sendall(b'\0\0\0\x0a{"tail":9}')
+    with pytest.raises(ValueError, match="9 bytes are announced"):
+        Wire(other).receive()
+    one.close()
+    other.close()

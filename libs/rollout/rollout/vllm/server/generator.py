@@ -26,6 +26,8 @@ Told = tuple[int, list[int], list[float], str | None, list[Any] | None]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
 tokens where they are told."""
 
+UNTIED = {"tie_word_embeddings": False}
+
 
 class Generator:
     """Requests in, tokens out, one step at a time.
@@ -33,7 +35,7 @@ class Generator:
     Args:
         start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
             `weights` (slots of a file of weights, see `rollout.vllm.weights`), `tied` (other names of some of them),
-            `experts` (whether it is told which experts tokens went to).
+            `experts` (whether it is told which experts tokens went to), `sight` (how the model sees, or None).
 
     Raises:
         ValueError: vLLM can't do what is asked; the text says why.
@@ -45,11 +47,18 @@ class Generator:
         if why := _refusal(start["config"], arguments):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
         register_text_models()
+        self._sight = start["sight"]
+        seeing = {}
+        if self._sight is not None:
+            from rollout.vllm.server import images  # a model of text needs none of what it imports
+
+            images.replace_processors()
+            seeing = images.ARGUMENTS
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
-                **arguments,
+                **(seeing | arguments),
                 load_format="dummy",
-                hf_overrides={"tie_word_embeddings": False},
+                hf_overrides=UNTIED if self._sight is None else UNTIED | {"text_config": UNTIED},
                 worker_extension_cls="rollout.vllm.server.worker.FileWeights",
                 logprobs_mode="processed_logprobs",
                 skip_tokenizer_init=True,
@@ -61,6 +70,8 @@ class Generator:
         self._slots, self._tied = start["weights"], start["tied"]
         self._prefix_cache = arguments["enable_prefix_caching"]
         self._names: dict[int, str] = {}
+        if self._sight is not None:
+            self._check_sight()
         self._experts = ToldExperts() if start["experts"] else None
         if self._experts is not None:
             self._engine.collective_rpc("note_experts")
@@ -88,8 +99,31 @@ class Generator:
         result: bool = self._engine.has_unfinished_requests()
         return result
 
-    def add(self, number: int, ids: list[int], sampling: dict[str, Any]) -> None:
-        """Take up a request."""
+    def _check_sight(self) -> None:
+        found = self._engine.collective_rpc("tell_sight")[0]
+        if found != self._sight:
+            raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._sight}")
+
+    def _prompt(self, ids: list[int], shown: Sequence[Any], places: list[int], positions: str) -> Any:
+        """A prompt with images. ValueError: vLLM gives its tokens other positions than the trainer."""
+        grids = [one.grid for one in shown]
+        if self._engine.collective_rpc("digest_positions", args=(ids, grids, places))[0] != positions:
+            raise ValueError(f"vLLM gives the tokens of images of the grids {grids} other positions than the trainer")
+        from rollout.vllm.server.images import seen_prompt
+
+        return seen_prompt(ids, shown, places, self._sight["merge_size"])
+
+    def add(
+        self,
+        number: int,
+        ids: list[int],
+        sampling: dict[str, Any],
+        shown: Sequence[Any] = (),
+        places: Sequence[int] = (),
+        positions: str = "",
+    ) -> None:
+        """Take up a request. ValueError: vLLM does not take it."""
+        prompt = self._prompt(ids, shown, list(places), positions) if shown else {"prompt_token_ids": ids}
         params = SamplingParams(
             **sampling,
             logprobs=0,
@@ -98,7 +132,7 @@ class Generator:
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,
         )
-        self._names[number] = self._engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        self._names[number] = self._engine.add_request(str(number), prompt, params)
 
     def end(self, number: int) -> Told | None:
         """Drop a request, and what it is told; None where it is done."""
@@ -148,6 +182,8 @@ class Generator:
             raise RuntimeError("; ".join(problems))
         if (self._prefix_cache or recompute) and not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM keeps what older weights computed of its prompts")
+        if self._sight is not None:
+            self._engine.reset_encoder_cache()  # what the older tower saw
 
 
 def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,8 @@ thread reads the socket; at its end it ends the process at once, whatever the ma
 | from the engine | |
 | --- | --- |
 | `start` | settings, once; answered by `ready` or `refused` |
-| `ask` | requests: [number, ids, sampling] each |
+| `ask` | requests: [number, ids, sampling] each, and of images: where `images` has them, places, positions' digest |
+| `images` | beside `ask`: [name, grid, numbers of a patch] each, and the patches in the bytes behind the message |
 | `end` | numbers of requests to end; each is answered with what it has |
 | `load` | read weights from a file of them, once awake where it says `wake`; answered by `loaded` |
 | `sleep` | give the device's memory back; answered by `loaded` too |
@@ -34,7 +35,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rollout.vllm.wire import Wire
+from rollout.vllm.wire import TAIL, Wire
 
 
 def serve(descriptor: int) -> None:
@@ -73,6 +74,15 @@ def _watch(workers: Sequence[BaseProcess]) -> None:
     os._exit(1)
 
 
+def _pictures(message: dict[str, Any]) -> list[Any]:
+    """The images behind a message; none of most."""
+    if "images" not in message:
+        return []
+    from rollout.vllm.server.images import pictures_of  # vLLM, which the first message starts
+
+    return list(pictures_of(message["images"], message[TAIL]))
+
+
 class _Server:
     """The main thread's part."""
 
@@ -103,9 +113,11 @@ class _Server:
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "ask" in message:
-            for number, ids, sampling in message["ask"]:
+            pictures = _pictures(message)
+            for number, ids, sampling, *seen in message["ask"]:
                 try:
-                    self._generator.add(number, ids, sampling)
+                    shown = [[pictures[place] for place in seen[0]], *seen[1:]] if seen else []
+                    self._generator.add(number, ids, sampling, *shown)
                 except ValueError as error:
                     self._wire.send({"not_asked": number, "error": str(error)})
         elif "end" in message:

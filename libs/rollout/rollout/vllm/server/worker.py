@@ -14,13 +14,14 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from rollout.vllm.server.routes import NotedExperts
+from rollout.vllm.server.sight import SeeingWorker
 
 RELOADING = "vllm.model_executor.model_loader.reload"
-HARMLESS = ("RotaryEmbedding",)
+HARMLESS = ("RotaryEmbedding", "MRotaryEmbedding")
 """Layers that hold nothing but what follows from their sizes."""
 
 
-class FileWeights(NotedExperts):
+class FileWeights(NotedExperts, SeeingWorker):
     """Mixed into vLLM's worker by its `worker_extension_cls`."""
 
     model_runner: Any

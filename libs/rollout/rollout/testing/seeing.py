@@ -1,0 +1,98 @@
+"""For tests of vLLM with images: a model that sees and that vLLM serves on a CPU, prompts for it, and its log-probs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout.engine import Completion
+from rollout.native.media import followed, seen_inputs, seen_prompt
+from rollout.testing.model import SERVED, tiny_seeing_model
+
+IMAGE, START, END = 44, 46, 47
+NUMBERS = 3 * 2 * 2 * 2
+Prompt = tuple[list[int], dict[str, Any]]
+"""Tokens, and what they show."""
+
+
+def served_seeing(seed: int = 0) -> PreTrainedModel:
+    """A tiny hybrid that sees, whose delta nets remember for a while and whose tower matters."""
+    model = tiny_seeing_model(300, seed=seed, **SERVED)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-2)
+            if "visual.merger.linear_fc2.weight" in name:
+                parameter.normal_(0, 0.5)
+    return model
+
+
+def shown(seed: int, *grids: tuple[int, int, int], before: Prompt = ([], {})) -> Prompt:
+    """A prompt with images of these grids between stretches of text; `before`: what came earlier, with its images."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def text(length: int) -> list[int]:
+        return torch.randint(50, 290, (length,), generator=rng).tolist()
+
+    ids, media = list(before[0]), before[1]
+    types = [*media.get("mm_token_type_ids", ()), *[0] * (len(ids) - len(media.get("mm_token_type_ids", ())))]
+    first = text(3)
+    ids, types = [*ids, *first], [*types, *[0] * len(first)]
+    for t, h, w in grids:
+        count = t * h * w // 4
+        rest = text(2)
+        ids += [START, *[IMAGE] * count, END, *rest]
+        types += [0, *[1] * count, 0, 0, 0]
+    patches = torch.randn(sum(t * h * w for t, h, w in grids), NUMBERS, generator=rng)
+    old = ([media["pixel_values"]], [media["image_grid_thw"]]) if media else ([], [])
+    return ids, {
+        "pixel_values": torch.cat([*old[0], patches]),
+        "image_grid_thw": torch.cat([*old[1], torch.tensor(grids, dtype=torch.int64).view(-1, 3)]),
+        "mm_token_type_ids": types,
+    }
+
+
+def before_image_token(ids: Sequence[int]) -> Sequence[int]:
+    """The sampled tokens up to and with the first that is the image token: stock transformers takes it for an image."""
+    return ids[: ids.index(IMAGE) + 1] if IMAGE in ids else ids
+
+
+@torch.no_grad()
+def forced_seeing(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
+    """The log-probs of `ids` after the prompt, by the stock module's own forward pass, one sequence at a time."""
+    tokens, media = prompt
+    row = torch.tensor([[*tokens, *ids[:-1]]])
+    model.model.rope_deltas = None
+    given: Mapping[str, Any] = {}
+    if media:
+        types = torch.zeros_like(row)
+        types[0, : len(media["mm_token_type_ids"])] = torch.tensor(media["mm_token_type_ids"])
+        given = {k: v for k, v in media.items() if k != "mm_token_type_ids"} | {"mm_token_type_ids": types}
+    logits = model(input_ids=row, **given, use_cache=False).logits[0, len(tokens) - 1 :]
+    result: Tensor = logits.float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return result
+
+
+@torch.no_grad()
+def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
+    """The same where image tokens of type 0 are text: the stock module on the embeddings of the native engine."""
+    tokens, media = prompt
+    row = torch.tensor([[*tokens, *ids[:-1]]])
+    seen = followed(seen_prompt(model, tokens, media), ids[:-1])
+    given = seen_inputs(model, row, torch.ones_like(row), [seen])
+    logits = model(inputs_embeds=given.embeddings, position_ids=given.positions, use_cache=False).logits
+    logits = logits[0, len(tokens) - 1 :].float()
+    result: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return result
+
+
+def seeing_distances(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
+    """Of each sampled token's log-prob from the stock module's."""
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = before_image_token(completion.ids)
+        told = torch.tensor(completion.log_probs[: len(ids)])
+        found.append((told - forced_seeing(model, prompt, ids)).abs())
+    return torch.cat(found)
