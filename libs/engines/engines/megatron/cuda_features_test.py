@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.launch import ensure_group
-from engines.megatron.cuda_cases import LENGTHS, MODELS
 from engines.megatron.groups import release
+from engines.testing.megatron_curves import LENGTHS, MODELS
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO
 from seqpack.batches.batch import jagged
@@ -47,7 +47,7 @@ def made(model: str):
     return tiny_model(kind, scale=1.0, **{**FUSED_SIZES, **changes})
 
 
-def engine(kind: str, backend: str, dtype: str, **options: Any):
+def engine(kind: str, backend: Any, dtype: Any, **options: Any):
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     usual: dict[str, Any] = {"device": DEVICE, "lr": 1e-3, "eps": 1e-2, "max_tokens_per_rank": 1024}
     config = EngineConfig(backend=backend, dtype=dtype, **usual | options)

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
-from engines.megatron.cuda_cases import LENGTHS, MODELS, curve
 from engines.megatron.groups import release
+from engines.testing.megatron_curves import LENGTHS, MODELS, curve
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from engines.launch import ensure_group, launch
-from engines.megatron.cuda_cases import LAYOUTS, MODELS, curve, layout_curves
+from engines.testing.megatron_curves import LAYOUTS, MODELS, curve, layout_curves
 from objectives import GRPO
 
 WORLD = 2

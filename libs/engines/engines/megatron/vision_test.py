@@ -1,6 +1,7 @@
 """Images under Megatron: every layout of four gloo ranks gives the steps, scores, weights and files of one process."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ from objectives import GRPO, SFT
 from seqpack import make_batch
 
 OBJECTIVE = GRPO(off_policy="mask")
-OPTIONS = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 40, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 40, "weight_decay": 0.1}
 STEPS = (text_only, samples, samples)
-BALANCED = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.05}
-CASES = [
+BALANCED: dict[str, Any] = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.05}
+CASES: list[tuple[str, dict[str, Any]]] = [
     ("vision", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("vision", {"pipeline_parallel": 2, "context_parallel": "static:2"}),
     ("vision", {"tensor_parallel": 2, "context_parallel": "dynamic", "max_tokens_per_rank": 24}),

@@ -42,10 +42,12 @@ def test_small_heads_of_many_rows_stand_in_one_product(monkeypatch):
     inner = newest._fused
     monkeypatch.setattr(newest, "_fused", lambda *a: fused.append(a[0].dtype) or inner(*a))
     many = newest.FUSED_ROWS
-    attend_newest(*case(many, 4, 2, 16, 5), None, 1.0)
-    attend_newest(*case(many, 4, 2, 16, 5, torch.float32), None, 1.0)
+    for dtype in (torch.float64, torch.float32):
+        q, kv = case(many, 4, 2, 16, 5, dtype)
+        attend_newest(q, kv, None, 1.0)
     assert fused == [torch.float64, torch.float32]
-    attend_newest(*case(many - 1, 4, 2, 16, 5), None, 1.0)
-    attend_newest(*case(many, 4, 2, 64, 5), None, 1.0)
-    attend_newest(*case(many, 4, 2, 16, 5, torch.bfloat16), None, 1.0)  # whose scores it would round
+    few, wide = case(many - 1, 4, 2, 16, 5), case(many, 4, 2, 64, 5)
+    rounded = case(many, 4, 2, 16, 5, torch.bfloat16)  # whose scores it would round
+    for q, kv in (few, wide, rounded):
+        attend_newest(q, kv, None, 1.0)
     assert len(fused) == 2

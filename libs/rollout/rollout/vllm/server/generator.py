@@ -109,6 +109,7 @@ class Generator:
         grids = [one.grid for one in shown]
         if self._engine.collective_rpc("digest_positions", args=(ids, grids, places))[0] != positions:
             raise ValueError(f"vLLM gives the tokens of images of the grids {grids} other positions than the trainer")
+        # It takes names of vLLM that not every release has.
         from rollout.vllm.server.images import seen_prompt
 
         return seen_prompt(ids, shown, places, self._sight["merge_size"])

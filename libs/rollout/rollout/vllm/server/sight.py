@@ -26,8 +26,10 @@ class SeeingWorker:
 
     def digest_positions(self, ids: list[int], grids: list[list[int]], places: list[int]) -> str:
         """The digest of the positions that the model gives a prompt's tokens."""
+        # Not every release has these names; a worker that shows no images does without them.
         from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+        # This module takes more of them.
         from rollout.vllm.server.images import Picture, item_of, place_of
 
         model = self.model_runner.model
