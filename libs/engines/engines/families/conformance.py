@@ -155,7 +155,7 @@ def _engine(model: Any, packed: PackedBatch, builder: InputBuilder, adapt: bool)
     auxiliary = None
     if scores.routing is not None and scorer.router is not None:
         counts = RouterCounts(scores.routing.chosen, scores.routing.rows)
-        auxiliary = scorer.router.loss(scores.routing.probability, counts)
+        auxiliary = scorer.router.loss(scores.routing.terms, counts)
     _objective(scores.log_probs, auxiliary).backward()
     return _Result(scores.log_probs.detach(), None if auxiliary is None else auxiliary.detach(), _gradients(model))
 
