@@ -10,6 +10,7 @@ from apps.common.plan.memory import GIB, fsdp_bytes, held_by_stage, megatron_byt
 from apps.common.plan.model_shape import ModelShape, count_parameters
 from apps.common.plan.needs import Need, has_experts, needs_of
 from apps.common.plan.peak import peak_of
+from apps.common.plan.step_time import PEAK, SHARE, StepWork, training_seconds
 from apps.common.plan.work import Work
 from engines.capability import No
 from engines.parallel.stages import split_layers
@@ -64,6 +65,8 @@ def make_plan(work: Work) -> Plan:
         _stages(plan, work, grid, layers, batches)
     if shape is not None and grid is not None and layers is not None:
         _memory(plan, work, shape, grid, layers)
+        if batches is not None:
+            _time(plan, work, shape, grid, batches)
     if work.app == "grpo":
         _rollout(plan, work, shape)
         _schedule(plan, work)
@@ -241,6 +244,32 @@ def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[
             f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
             f"{memory:g} GiB: lower --engine.max-tokens-per-rank, recompute layers, or {fewer}"
         )
+
+
+def _time(plan: Plan, work: Work, shape: ModelShape, grid: Grid, batches: BatchPlan) -> None:
+    if work.engine.device not in PEAK:
+        if work.engine.device == "npu":
+            plan.sections["Time"] = ["not estimated: nothing was measured on an NPU"]
+        return
+    again = work.app == "grpo" and work.mini_batches * work.epochs > 1
+    step = StepWork(
+        sequences=batches.sequences,
+        length=work.longest,
+        ranks=work.ranks,
+        epochs=work.epochs,
+        forwards=again + work.reference_policy,
+        recompute=work.engine.gradient_checkpointing,
+        stages=grid.pp,
+        chunks=work.engine.virtual_pipeline_parallel,
+        micro_batches=min(batches.micro_batches),
+    )
+    seconds = training_seconds(shape, step, work.engine.device)
+    reached = f"{SHARE:.0%} of {PEAK[work.engine.device] / 1e12:.0f} TFLOPS a device"
+    plan.sections["Time"] = [
+        f"{seconds:.0f} s of training's arithmetic a step, were all sequences at full length",
+        f"at {reached}, as a dense 0.67B model reached on one H200; experts were not measured",
+        "not counted: communication, offloading, sampling, the hand-over of weights",
+    ]
 
 
 def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
