@@ -8,6 +8,7 @@ stay, so that a second start goes on where the first was stopped. Where the hub 
 own variables (HF_ENDPOINT, HF_TOKEN, HF_HOME).
 """
 
+import filecmp
 import hashlib
 import os
 import re
@@ -123,14 +124,15 @@ def _fetch(repository: str, config: Prepare) -> Path:
 
 
 def _write(rows: datasets.Dataset, path: Path) -> Path:
-    """Write a split, the whole file or none; one of as many rows is left as it is."""
+    """Write a split, the whole file or none; one that holds the same is left as it is."""
     if not len(rows):
         raise ValueError(f"the split {path.stem} has no rows")
-    if path.is_file() and len(datasets.Dataset.from_parquet(str(path), keep_in_memory=True)) == len(rows):
-        return path
     partial = path.with_suffix(".writing")
     rows.to_parquet(str(partial))
-    os.replace(partial, path)
+    if path.is_file() and filecmp.cmp(partial, path, shallow=False):
+        partial.unlink()
+    else:
+        os.replace(partial, path)
     return path
 
 

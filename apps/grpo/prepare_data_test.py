@@ -42,6 +42,15 @@ def test_a_directory_of_files_becomes_one_file_a_split(tmp_path):
     assert (prompts[3].messages[0]["content"], prompts[3].reference) == ("What is 3+3?", "Twice.\n#### 6")
 
 
+def test_a_correction_reaches_the_file(tmp_path):
+    """Of a source whose rows are as many as before, and others."""
+    (tmp_path / "raw").mkdir()
+    config = Prepare(str(tmp_path / "raw"), tmp_path / "out")
+    for answer in ("wrong", "right"):
+        (tmp_path / "raw" / "train.jsonl").write_bytes(lines([{"question": "1+1?", "answer": answer}]))
+        assert pq.read_table(prepare(config)["train"])["answer"].to_pylist() == [answer]
+
+
 def test_a_second_start_leaves_whole_files_and_replaces_others(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "train.jsonl").write_bytes(lines(gsm8k(30)))
