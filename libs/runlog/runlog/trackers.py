@@ -8,6 +8,7 @@ which stands in `tracker.json` of the run folder.
 import importlib
 import importlib.util
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,10 +85,19 @@ class _Mlflow:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            self._client.log_metric(self._id, _mlflow_name(name), value, step=step)
 
     def finish(self, ok: bool) -> None:
         self._client.set_terminated(self._id, status="FINISHED" if ok else "FAILED")
+
+
+def _mlflow_name(name: str) -> str:
+    """A metric's name as any of MLflow's stores takes it, so that none ends a run.
+
+    A dot stands for each slash: a store of files can't hold `reward` beside `reward/std`. What MLflow refuses in names
+    (a user's reward part may be called anything) is an underscore.
+    """
+    return re.sub(r"[^\w\-. :]", "_", name.replace("/", "."))
 
 
 def _start_mlflow(project: str, run_dir: Path, config: Mapping[str, str], known: str | None) -> tuple[Tracker, str]:

@@ -107,6 +107,25 @@ def log_records(data):
             at += 32768 - at % 32768
 
 
+@installed("mlflow")
+def test_mlflow_takes_the_names_of_a_run_and_of_anybodys_reward_parts(tmp_path):
+    """The file store of mlflow-skinny: one name may be the beginning of another, and a part may be called anything."""
+    import mlflow
+
+    tracker = start_tracker("mlflow", "project", tmp_path, CONFIG)
+    names = ["reward", "reward/std", "reward/environment/Guess", "reward/environment/Guess/share", "reward: a-b"]
+    parts = ["right (exact)", "a=b", "", ".", "..", "a//b", " ", "\u00e4 \u2264 1%", "x\ny"]
+    for step, name in enumerate([*names, *(f"reward/part/{part}" for part in parts)], 1):
+        tracker.metrics(step, {name: step / 2})
+    tracker.finish(True)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    told = run.data.metrics
+    assert [told[n.replace("/", ".")] for n in names] == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert told["reward.part.right _exact_"] == 3.0
+    assert len(told) == len(names) + len(parts)
+
+
 @installed("wandb")
 def test_wandb(tmp_path):
     from wandb.proto import wandb_internal_pb2
