@@ -53,9 +53,9 @@ def start_tracker(name: str, project: str, run_dir: Path, config: Mapping[str, s
     """
     check_tracker(name)
     path = run_dir / TRACKER
-    known = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else {}
-    tracker, run_id = _STARTERS[name](project, run_dir, config, known.get(name))
-    path.write_text(json.dumps({**known, name: run_id}) + "\n", encoding="utf-8")
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # by the other trackers too
+    tracker, run_id = _STARTERS[name](project, run_dir, config, told.get(name) if resume else None)
+    path.write_text(json.dumps({**told, name: run_id}) + "\n", encoding="utf-8")
     return tracker
 
 

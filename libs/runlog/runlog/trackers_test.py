@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from runlog import trackers
 from runlog.run import RunLog
 from runlog.trackers import TRACKERS, check_tracker, start_tracker
 
@@ -67,6 +68,26 @@ def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
         fail()
     assert broken.ended is False
+
+
+def test_a_resumed_run_goes_on_with_each_of_its_trackers(tmp_path, monkeypatch):
+    asked = []
+
+    def starter(name):
+        def start(project, run_dir, config, known):
+            asked.append((name, known))
+            return Recorder(), known or f"{name}-{len(asked)}"
+
+        return start
+
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(trackers._STARTERS, name, starter(name))
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: True)
+    for resume in (False, True, True, False):
+        for name in ("wandb", "mlflow"):
+            start_tracker(name, "project", tmp_path, CONFIG, resume)
+    once = [("wandb", "wandb-1"), ("mlflow", "mlflow-2")]
+    assert asked == [("wandb", None), ("mlflow", None), *once, *once, ("wandb", None), ("mlflow", None)]
 
 
 def two_runs(name, run_dir):
