@@ -1,7 +1,7 @@
 """Metrics as curves: which there are, what they are called, how long ones are thinned."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,13 @@ KINDS = (
     ),
     Kind("Held-out reward, {}", ("eval/reward/{}",), "greedy answers", marks=True),
     Kind("Held-out loss", ("eval/loss", "held_out_loss"), "nats a token", marks=True),
-    Kind("Reward spread", ("reward/std",), "mean deviation within groups"),
+    Kind("Reward spread", ("reward/std",), "mean deviation within groups", always=True),
     Kind("Reward, {}", ("reward/environment/{}",), "mean of its episodes"),
     Kind("Reward part, {}", ("reward/part/{}",), "mean of the step's episodes"),
-    Kind("Entropy", ("entropy",), "nats a token"),
-    Kind("Response length", ("response/length",), "sampled tokens an episode"),
-    Kind("Truncated", ("response/truncated",), "share of episodes that a limit ended", percent=True),
-    Kind("Failed", ("response/failed",), "share of episodes", percent=True),
+    Kind("Entropy", ("entropy",), "nats a token", always=True),
+    Kind("Response length", ("response/length",), "sampled tokens an episode", always=True),
+    Kind("Truncated", ("response/truncated",), "share of episodes that a limit ended", percent=True, always=True),
+    Kind("Failed", ("response/failed",), "share of episodes", percent=True, always=True),
     Kind("Calls of {}", ("tool/{}/calls",), "an episode"),
     Kind("Errors of {}", ("tool/{}/errors",), "share of its calls", percent=True),
     Kind("Timeouts of {}", ("tool/{}/timeouts",), "share of its calls", percent=True),
@@ -121,17 +121,17 @@ def noisy(values: Sequence[float]) -> bool:
 
 def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
     """The report's charts: known kinds first, in their order, then the others by name. A metric that never changes is
-    left out, but for the kinds that are always shown.
+    left out, but for the kinds that are always shown (`unchanged` has them).
     """
     made = []
     for name, (steps, values) in series(metrics).items():
         kind = kind_of(name)
-        if len(set(values)) < 2 and not (kind and kind.always):
+        if _is_flat(kind, values):
             continue
         xs, ys = thin(steps, values, max_points)
         marks = kind.marks if kind else name.startswith("eval/")
         percent = kind is not None and kind.percent
-        word = _percent if percent else shown
+        word = _worded(kind)
         made.append(
             {
                 "name": name,
@@ -149,6 +149,30 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
             }
         )
     return sorted(made, key=_place)
+
+
+def unchanged(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What `charts` leaves out as it never changed: title and value, known kinds first and then the others by name.
+
+    A tool whose every call fails never changes, and people look for it.
+    """
+    found = {name: values for name, (_, values) in series(metrics).items() if _is_flat(kind_of(name), values)}
+    rows = []
+    for name, values in found.items():
+        kind = kind_of(name)
+        title = (kind.titled(name) if kind else None) or name
+        rows.append((KINDS.index(kind) if kind else len(KINDS), title, _worded(kind)(values[-1])))
+    return [(title, value) for _, title, value in sorted(rows)]
+
+
+def _is_flat(kind: Kind | None, values: Sequence[float]) -> bool:
+    """Whether a metric has no chart as it never changed."""
+    return len(set(values)) < 2 and not (kind and kind.always)
+
+
+def _worded(kind: Kind | None) -> Callable[[float], str]:
+    """How values of a kind are written."""
+    return _percent if kind is not None and kind.percent else shown
 
 
 def _place(chart: Mapping[str, Any]) -> tuple[bool, int, str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runlog.curves import charts, headline, kind_of, noisy, smooth, thin
+from runlog.curves import charts, headline, kind_of, noisy, smooth, thin, unchanged
 
 RUN = [
     {"step": s, "time": 1000.0 + 2 * s, "reward": s / 10, "loss": 1.0, "train/kl": 0.1 * s, "constant": 3, "odd": s % 3,
@@ -28,6 +28,17 @@ def test_a_name_with_a_prefix_is_known_by_its_last_part():
 def test_a_part_of_the_name_is_in_the_title():
     rows = [{"step": s, "tool/search/errors": 0.1 * s, "reward/part/format": s, "tool//errors": s} for s in range(3)]
     assert [c["title"] for c in charts(rows, 9)] == ["Reward part, format", "Errors of search", "tool//errors"]
+
+
+def test_what_people_look_at_first_is_there_though_it_never_changes():
+    """Every episode cut off, at every step; each call of a tool an error."""
+    rows = [{"step": s, "response/truncated": 1.0, "entropy": 0.0, "reward": s, "tool/search/errors": 1.0,
+             "tool/search/calls": 2.0, "eval/reward/Guess": 1, "b": 1, "a": 0} for s in range(3)]  # fmt: skip
+    made = charts(rows, 9)
+    assert [(c["title"], c["last"]) for c in made] == [("Reward", "2"), ("Entropy", "0"), ("Truncated", "100.0 %")]
+    told = [("Held-out reward, Guess", "1"), ("Calls of search", "2"), ("Errors of search", "100.0 %")]
+    assert unchanged(rows) == [*told, ("a", "0"), ("b", "1")]
+    assert unchanged(RUN) == [("Loss", "1"), ("constant", "3")]
 
 
 def test_rounding_is_no_curve_to_put_in_front():

@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError('the report needs jinja2: pip install "tessera-runlog[report]"') from error
 
 from runlog import store
-from runlog.curves import charts, headline
+from runlog.curves import charts, headline, series, unchanged
 from runlog.episodes import view
 from runlog.sampling import HELD_OUT, TRAINING, draw_groups
 from runlog.timeline import read_timeline, timeline_svg
@@ -27,6 +27,7 @@ PAGE_BYTES = 1_000_000
 HELD_OUT_SHARE = 0.3  # of the room for episodes
 CHART_SHARE = 0.35  # of the page
 FEWEST_POINTS = 20
+MOST_UNCHANGED = 200  # metrics that never changed, in a table
 CUTS = ((1200, 20_000), (300, 4_000), (60, 500), (8, 60))  # tokens and characters of an episode that stay
 
 
@@ -119,10 +120,14 @@ def _page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((assets / "report.html.j2").read_text(encoding="utf-8"))
+    flat = unchanged(metrics)
     return template.render(
         title=title or run_dir.resolve().name,
         tiles=headline(metrics, logged),
         episodes=logged,
+        unchanged=flat[:MOST_UNCHANGED],
+        more_unchanged=max(0, len(flat) - MOST_UNCHANGED),
+        no_room=len(series(metrics)) - len(flat) - len(data["charts"]),
         config=flat_config(_config(run_dir)),
         data=_script_json(data),
         timeline=timeline_svg(read_timeline(run_dir)),

@@ -98,6 +98,29 @@ def test_the_page_stays_under_a_megabyte(tmp_path, metrics, episodes):
     assert bool(data["episodes"]) == bool(data["episodes_logged"])
 
 
+@pytest.mark.parametrize(
+    ("flat", "curved", "says"),
+    [
+        (3, 3, ["3 that never changed", "<td>7</td>"]),
+        (250, 3, ["250 that never changed", "and 50 more"]),
+        (0, 1500, ["more curves found no room here"]),
+        (0, 3, []),
+    ],
+)
+def test_the_page_says_which_curves_are_not_there(tmp_path, flat, curved, says):
+    with RunLog(tmp_path, tensorboard=False) as log:
+        for step in range(1, 51):
+            numbers = {f"flat{i:03}": 7 for i in range(flat)} | {f"metric{i}": (step + i) % 17 for i in range(curved)}
+            log.metrics(step, numbers | {"reward": step % 5})
+    path = write_report(tmp_path)
+    assert path.stat().st_size <= 1_000_000
+    text = path.read_text(encoding="utf-8")
+    for words in says:
+        assert words in text
+    for words in ("never changed", "found no room"):
+        assert (words in text) == any(words in said for said in says)
+
+
 def test_siblings_are_shown_together_and_held_out_episodes_too(tmp_path):
     def episodes(step):
         group = [worded("w", 40, group=step, log_probs=[-0.1] * 40) for _ in range(8)]
