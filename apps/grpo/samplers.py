@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from rollout.episodes.batch import TYPES
 from rollout.episodes.playing import together
 from rollout.episodes.segment import Segment
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
+from rollout.failure import EpisodeFailed
 from rollout.sync import Manifest
 from rollout.sync.pieces import Bucket
 from seqpack.batches.batch import make_batch
 
 Media = Mapping[str, Any] | None
 """What a prompt shows, as `RolloutEngine.generate` takes it."""
+EXPERTS_OF_COPIES = "each of several copies of a model has all of its experts, over its own tp workers"
 PROBES = 4
 """Prompts of the step that are asked again after a hand-over."""
 PROBE_TOKENS = 16
@@ -34,8 +37,14 @@ not bounded: where two answers are nearly equal, bfloat16 moves single tokens by
 
 
 def rollout_config(config: GrpoConfig) -> RolloutConfig:
-    """The settings of the sampler that the configuration names, where it is vLLM."""
+    """The settings of the sampler that the configuration names, where it is vLLM.
+
+    Raises:
+        ValueError: experts are to be spread over copies of the model.
+    """
     layout = config.cluster.rollout
+    if layout.ep not in (1, layout.tp):
+        raise ValueError(f"{EXPERTS_OF_COPIES}: set --cluster.rollout.ep to tp = {layout.tp}")
     return RolloutConfig(
         backend="vllm",
         max_length=layout.max_model_tokens or config.max_episode_tokens,
@@ -148,15 +157,21 @@ def _seen_at_once(segment: Segment) -> bool:
 async def probe(
     session: Session, prompts: Sequence[Sequence[int]], dtype: str, vllm: VllmEngine | None, media: Sequence[Media] = ()
 ) -> dict[str, Any]:
-    """What a session's sampler, which computes in `dtype`, says of itself, as JSON: answers to the prompts, its dtype
-    and, of vLLM, what the last hand-over cost."""
-    answers = await answered(session, prompts, media)
+    """What a session's sampler, which computes in `dtype`, says of itself, as JSON: answers to the prompts (of each
+    copy of the model that vLLM has), its dtype and, of vLLM, what the last hand-over cost."""
+    answers = await answered(session, prompts, media, vllm)
     metrics = {} if vllm is None else transfer_metrics(vllm)
     return {"answers": [plain_answer(answer) for answer in answers], "dtype": dtype, "metrics": metrics}
 
 
-async def answered(session: Session, prompts: Sequence[Sequence[int]], media: Sequence[Media] = ()) -> list[Completion]:
-    """A short answer to each probe, as training's answers are sampled; `media`: what each shows, nothing of text."""
+async def answered(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    media: Sequence[Media] = (),
+    vllm: VllmEngine | None = None,
+) -> list[Completion]:
+    """A short answer to each probe, as training's answers are sampled; `media`: what each shows, nothing of text. Of
+    several copies of the model all answers of the first, then those of the second, and so on."""
     sampling = session.config.sampling
     how = replace(
         sampling,
@@ -164,8 +179,20 @@ async def answered(session: Session, prompts: Sequence[Sequence[int]], media: Se
         stop_token_ids=(*sampling.stop_token_ids, *session.chat.stop_ids),
         seed=0,
     )
-    shown = media or [None] * len(prompts)
-    return await together([session.sampler.generate(p, how, m) for p, m in zip(prompts, shown, strict=True)])
+    probes = list(zip(prompts, media or [None] * len(prompts), strict=True))
+    if vllm is None or vllm.config.data_parallel == 1:
+        return await together([session.sampler.generate(prompt, how, shown) for prompt, shown in probes])
+
+    async def of_copy(copy: int) -> list[Completion]:
+        ask = partial(vllm.generate, copy=copy)
+        try:
+            return await together([ask(prompt, how, shown) for prompt, shown in probes])
+        except EpisodeFailed:
+            if copy in vllm.copies:
+                raise
+            return []  # it died meanwhile, and answers nobody any more
+
+    return [answer for answers in await together(map(of_copy, vllm.copies)) for answer in answers]
 
 
 def hold_samplers(
@@ -175,7 +202,8 @@ def hold_samplers(
     version: int,
     media: Sequence[Media] = (),
 ) -> dict[str, float]:
-    """Hold what each sampler told (`probe`) to the trainer's present weights, which all have as `version`; collective.
+    """Hold what each sampler, and each copy of its model, told (`probe`) to the trainer's present weights; collective.
+    All have these as `version`.
 
     The metrics are those of the sampler that is furthest off. Weights that are stale by one small step are within
     bfloat16 of the new ones; those that stay so are soon found.
@@ -185,6 +213,11 @@ def hold_samplers(
     """
     if not told:
         return {}
+    told = [
+        one | {"answers": one["answers"][first : first + len(prompts)]}
+        for one in told
+        for first in range(0, len(one["answers"]), len(prompts))
+    ]
     answers = [[read_answer(answer) for answer in one["answers"]] for one in told]
     shown = media_columns(media or [None] * len(prompts))
     samples = [_sample(*probe) for one in answers for probe in zip(prompts, one, shown, strict=True)]
@@ -241,7 +274,8 @@ def transfer_metrics(sampler: VllmEngine) -> dict[str, float]:
     transfer = sampler.transfer
     if transfer is None:
         return {}
-    return {
+    lost = {} if sampler.config.data_parallel == 1 else {"rollout/lost_copies": float(len(sampler.lost_copies))}
+    return lost | {
         "weights/pause_ms": 1000 * transfer.paused_s,
         "weights/staging_ms": 1000 * transfer.staged_s,
         "weights/link_share": transfer.link_share,

@@ -64,3 +64,7 @@ def test_the_trainers_own_weights_pass_and_others_do_not(kind):
     assert hold_samplers(engine, PROMPTS, [now, now], 3)["weights/probe/abs"] < 1e-5
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 3"):
         hold_samplers(engine, PROMPTS, [now, good, now], 3)
+    copies = {**now, "answers": [*fresh, *good["answers"]]}  # of one sampler, whose second copy of the model is stale
+    with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 2 of 3"):
+        hold_samplers(engine, PROMPTS, [now, copies], 3)
+    assert hold_samplers(engine, PROMPTS, [{**now, "answers": [*fresh, *fresh]}], 3)["weights/probe/abs"] < 1e-5

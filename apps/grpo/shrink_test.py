@@ -124,7 +124,10 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(name, tmp_p
         run_shrunk(config, MANY)
     assert "--cluster.rollout.tp 2: No(" not in str(refusal.value)
     small, recipe, _ = shrunk(config, MANY)
-    assert ("--cluster.rollout.dp 2: No(" in str(refusal.value)) == (small.cluster.rollout.dp > 1)
+    assert "--cluster.rollout.dp 2: No(" not in str(refusal.value)
+    layout = small.cluster.rollout
+    over_copies = f"--cluster.rollout.ep {layout.ep}: No(each copy of the model in vLLM"
+    assert (over_copies in str(refusal.value)) == (layout.ep > layout.tp) == (name == "qwen3-235b-a22b-async-npu")
     if small.engine.vision != "off":
         assert "images shown to the sampler: No(" in str(refusal.value)
         assert "vision: No(text models only" not in str(refusal.value)

@@ -25,9 +25,11 @@ def test_the_sampler_gets_what_the_flags_say():
     found = rollout_config(config)
     assert found.max_batch == 8
     assert (found.vllm.dtype, found.vllm.arguments) == ("bfloat16", {"block_size": 32, "kv_cache_dtype": "auto"})
-    sizes = rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8, chunked_prefill=True))).vllm
+    sizes = rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=2, chunked_prefill=True))).vllm
     assert (sizes.tensor_parallel, sizes.data_parallel, sizes.expert_parallel) == (2, 4, True)
     assert (sizes.split_prompts, sizes.prefix_cache) == (True, False)
+    with pytest.raises(ValueError, match=r"each of several copies .* all of its experts.*ep to tp = 2"):
+        rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8)))
 
 
 def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(monkeypatch, tmp_path):

@@ -45,9 +45,11 @@ class RolloutLayout:
     engine: Sampler = "native"
     """"native" samples with the training framework itself; "openai", a server, can't take a run's weights."""
     tp: int = 1
+    """Workers that share each matrix."""
     dp: int = 1
+    """Copies of the model in one engine."""
     ep: int = 1
-    """Experts are spread over tp x dp ranks or not at all."""
+    """Whole experts are dealt to the tp workers of each copy, to all tp x dp workers, or to none (1)."""
     memory_share: float = 0.0
     """Share of device memory that the engine takes for weights and cache; 0 leaves it to the engine."""
     max_model_tokens: int | None = None
@@ -94,10 +96,9 @@ class RolloutLayout:
             raise ValueError(f"memory_share must lie in [0, 1), got {self.memory_share}")
         if any(size < 1 for size in self.cuda_graph_sizes):
             raise ValueError(f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}")
-        if self.ep not in (1, self.tp * self.dp):
-            raise ValueError(
-                f"rollout ep must be 1 or tp x dp = {self.tp * self.dp}, got {self.ep}: set it to {self.tp * self.dp}"
-            )
+        if self.ep not in (1, self.tp, self.tp * self.dp):
+            sizes = f"1, tp = {self.tp} or tp x dp = {self.tp * self.dp}"
+            raise ValueError(f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}")
 
     def ranks_each(self, ranks: int) -> int:
         """Of `ranks` training ranks, those that sample through one engine, as it spans their devices."""

@@ -37,6 +37,9 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.cuda_graph_sizes": No("no test has run vLLM on a CUDA device"),
     "rollout.admit": No("vLLM lets requests begin as it sees fit: leave it out"),
 }
+EXPERTS_OF_COPIES = No(
+    "each copy of the model in vLLM (--cluster.rollout.dp) has all of its experts, over its own workers: set ep to tp"
+)
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
 OFFLOAD = Yes("apps/grpo/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
@@ -141,7 +144,9 @@ def _cluster_need(work: Work, path: str) -> Need:
     if path == "offload":
         return Need(feature, OFFLOAD if work.cluster.schedule.mode == "sync" else OVERLAP)
     if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith("rollout.ray_"):
-        return Need(feature, _vllm(path))
+        layout = work.cluster.rollout
+        over_copies = path == "rollout.ep" and layout.ep > layout.tp
+        return Need(feature, EXPERTS_OF_COPIES if over_copies else _vllm(path))
     if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):
         return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))
     if path.startswith("rollout.ray_"):

@@ -201,7 +201,6 @@ def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):
 
 
 VLLM = {
-    "dp": "several copies",
     "memory_share": "share of an accelerator's memory",
     "chunked_prefill": "has a seed",
     "prefix_cache": "has a seed",

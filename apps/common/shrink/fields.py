@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from apps.common.flags import changed, flag
-from apps.common.plan.cluster import Cluster
+from apps.common.plan.cluster import Cluster, RolloutLayout
 from engines import EngineConfig
 from engines.config import parse_context_parallel
 from engines.parallel.choice import shards_of
@@ -166,10 +166,17 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.pools.device_memory_gib", "device", None),
         Change("cluster.rollout.tp", "ranks", tp),
         Change("cluster.rollout.dp", "ranks", dp),
-        Change("cluster.rollout.ep", "ranks", tp * dp if rollout.ep > 1 else 1),
+        Change("cluster.rollout.ep", "ranks", _spread_experts(rollout, tp, dp)),
         Change("cluster.rollout.memory_share", "device", 0.0),
         Change("cluster.rollout.cuda_graph_sizes", "device", ()),
     ]
+
+
+def _spread_experts(rollout: RolloutLayout, tp: int, dp: int) -> int:
+    """Over the workers of a copy, over those of all, or not at all, as in the whole run."""
+    if rollout.ep == 1:
+        return 1
+    return tp if rollout.ep == rollout.tp else tp * dp
 
 
 def _with(config: C, values: dict[str, Any]) -> C:

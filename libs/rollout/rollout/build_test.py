@@ -1,7 +1,6 @@
 """Configurations are checked when they are made, and what is built is what was asked for."""
 
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from rollout.capability import BACKENDS, NATIVE, supports
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine, Sampling
 from rollout.testing.model import tiny_model
-from rollout.vllm.config import VllmConfig
 from seqpack.capability import No
 
 BAD = {
@@ -59,9 +57,6 @@ def test_what_is_not_there_is_refused_with_the_reason():
     assert supports(RolloutConfig(backend="openai"), "cancel")
     assert not supports(RolloutConfig(backend="openai"), "two_phase_weights")
     assert supports(RolloutConfig(backend="vllm"), "cancel")
-    assert not supports(RolloutConfig(backend="vllm"), "data_parallel")
-    with pytest.raises(ValueError, match="data_parallel is not supported"):
-        build_rollout(RolloutConfig(backend="vllm", vllm=VllmConfig(data_parallel=2)), Path())
     with pytest.raises(ValueError, match="reads a model's directory"):
         build_rollout(RolloutConfig(backend="vllm"), tiny_model(48))
     with pytest.raises(ValueError, match="hand build_rollout its model"):

@@ -60,5 +60,3 @@ def refuse_unsupported(config: RolloutConfig) -> None:
     answer = supports(config, config.backend)
     if isinstance(answer, No):
         raise ValueError(f"{config.backend} is not supported: {answer.reason}")
-    if config.backend == "vllm":
-        vllm.refuse_unsupported(config.vllm)

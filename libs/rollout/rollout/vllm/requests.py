@@ -1,23 +1,25 @@
 """The requests of a vLLM engine: who waits, who was asked, what each has so far.
 
 Requests live on the event loop of whoever asked; the thread that reads the wire hands each loop what is its own. Those
-that are asked in a few turns of the loop go in one message, so that a group begins in one step.
+that are asked in a few turns of the loop go in one message to each copy of the model, so that a group begins in one
+step; a request goes to the copy that has the fewest, or to the one that it names.
 """
 
 import asyncio
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.engine import Completion, OnTokens, Sampling, StopReason
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
+from rollout.failure import EpisodeFailed
 from rollout.requests import settle
 from rollout.vllm.images import Image, Shown
 
 Send = Callable[..., None]
-"""(message, bytes behind it)."""
+"""(copy, message, bytes behind it)."""
 Told = Sequence[Any]
 """[number, ids, log-probs, why it ended or None, experts or None] of one request, as the server tells it."""
 
@@ -39,6 +41,8 @@ class Request:
     ending: StopReason = "abort"
     experts: RoutedExperts | None = None
     shown: Shown | None = None
+    copy: int | None = None
+    """The one that it names, or has been asked of."""
 
     def plain(self, images: Mapping[str, int]) -> list[Any]:
         """As a message holds it; `images`: where the message has each image, by name."""
@@ -91,14 +95,15 @@ def ask_message(requests: Iterable[Request]) -> tuple[dict[str, Any], list[memor
 
 
 class Requests:
-    """All requests that are not answered. `send` puts a message, and bytes behind it, on the wire.
+    """All requests that are not answered. `send` puts a message, and bytes behind it, on the wire of a copy.
 
     Invariants: a request waits (nobody was asked), or is asked until the server says it ended or it is dropped; while
     held, nothing is asked.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, copies: int = 1) -> None:
         self._send = send
+        self._living = list(range(copies))
         self._lock = threading.Lock()
         self._asked: dict[int, Request] = {}
         self._waiting: dict[int, Request] = {}
@@ -112,7 +117,11 @@ class Requests:
             return len(self._asked), len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Ask, in a few turns of the loop, or once nothing is held any more. RuntimeError: the process is gone."""
+        """Ask, in a few turns of the loop, or once nothing is held any more.
+
+        Raises:
+            RuntimeError: the last process is gone.
+        """
         with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -130,8 +139,23 @@ class Requests:
             if self._held or not self._waiting:
                 return
             begun, self._waiting = self._waiting, {}
-            self._asked |= begun
-            self._send(*ask_message(begun.values()))
+            for copy, mine in self._dealt(begun.values()).items():
+                self._send(copy, *ask_message(mine))
+
+    def _dealt(self, begun: Iterable[Request]) -> dict[int, list[Request]]:
+        """Who is asked of which copy, each of the one that has the fewest by then; who names a dead one hears of it."""
+        dealt: defaultdict[int, list[Request]] = defaultdict(list)
+        counts = Counter(request.copy for request in self._asked.values())
+        for request in begun:
+            if request.copy is None:
+                request.copy = min(self._living, key=counts.__getitem__)
+            self._asked[request.number] = request
+            if request.copy in self._living:
+                counts[request.copy] += 1
+                dealt[request.copy].append(request)
+            else:
+                _post(request.loop, self._close, request, EpisodeFailed(f"copy {request.copy} is gone", retryable=True))
+        return dealt
 
     def end(self, request: Request, reason: StopReason) -> None:
         """Have a request answered with what it has."""
@@ -139,7 +163,7 @@ class Requests:
         with self._lock:
             waited = self._waiting.pop(request.number, None)
             if request.number in self._asked:
-                self._send({"end": [request.number]})
+                self._send(request.copy, {"end": [request.number]})
         if waited is not None:
             request.finish(reason)
 
@@ -148,7 +172,7 @@ class Requests:
         with self._lock:
             self._waiting.pop(request.number, None)
             if self._asked.pop(request.number, None) is not None:
-                self._send({"end": [request.number]})
+                self._send(request.copy, {"end": [request.number]})
         self._tell_quiet()
 
     async def hold(self, abort: bool) -> None:
@@ -157,8 +181,10 @@ class Requests:
         with self._lock:
             self._held = True
             self._quiet.append(quiet)
-            if abort and self._asked:
-                self._send({"end": list(self._asked)})
+            if abort:
+                for copy in {request.copy for request in self._asked.values()}:
+                    mine = [number for number, request in self._asked.items() if request.copy == copy]
+                    self._send(copy, {"end": mine})
         self._tell_quiet()
         done = False
         try:
@@ -190,8 +216,16 @@ class Requests:
         if request is not None:
             _post(request.loop, self._close, request, error)
 
+    def fail_copy(self, copy: int, error: EpisodeFailed) -> None:
+        """One of several processes is gone: who was asked of it hears so, and nobody is from now on."""
+        with self._lock:
+            self._living.remove(copy)
+            lost = [request for request in self._asked.values() if request.copy == copy]
+        for request in lost:
+            _post(request.loop, self._close, request, error)
+
     def fail_all(self, error: RuntimeError) -> None:
-        """The process is gone: everyone who waits hears of it, and whoever asks from now on."""
+        """The last process is gone: everyone who waits hears of it, and whoever asks from now on."""
         with self._lock:
             self._lost = error
             lost = [*self._asked.values(), *self._waiting.values()]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
+from rollout.failure import EpisodeFailed
 from rollout.vllm.images import Image, Shown
 from rollout.vllm.requests import Request, Requests, ask_message
 
@@ -14,19 +15,19 @@ from rollout.vllm.requests import Request, Requests, ask_message
 class Played:
     """A table, the messages that it sent, and requests made by number."""
 
-    def __init__(self):
+    def __init__(self, copies=1):
         self.sent = []
-        self.tails = []
-        self.table = Requests(self.send)
+        self.to = []
+        self.table = Requests(self.send, copies)
 
-    def send(self, message, tail=()):
+    def send(self, copy, message, tail=()):
+        self.to.append(copy)
         self.sent.append(message)
-        self.tails.append(tail)
 
-    def ask(self, number, on_tokens=None):
+    def ask(self, number, on_tokens=None, copy=None):
         loop = asyncio.get_running_loop()
         sampling = Sampling(max_new_tokens=9, top_k=3, top_p=0.5, temperature=0.7, stop_token_ids=(4,))
-        request = Request(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future())
+        request = Request(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future(), copy=copy)
         self.table.add(request)
         return request
 
@@ -35,6 +36,13 @@ class Played:
         request = self.ask(9)
         request.shown = Shown(images, tuple(range(3, 3 + len(images))), "digest")
         return request
+
+    def dealt(self):
+        """Who was asked of which copy, and ended there."""
+        return [
+            (copy, *([entry[0] for entry in message["ask"]] if "ask" in message else ("end", *message["end"])))
+            for copy, message in zip(self.to, self.sent, strict=True)
+        ]
 
     def asked(self):
         return [[entry[0] for entry in message["ask"]] for message in self.sent if "ask" in message]
@@ -231,5 +239,62 @@ def test_what_the_server_refuses_is_raised_where_it_was_asked():
         played.table.refused(0, ValueError("no such stop token"))
         with pytest.raises(ValueError, match="no such stop token"):
             await request.answer
+
+    asyncio.run(run())
+
+
+def test_a_request_goes_to_the_copy_that_has_the_fewest_or_that_it_names():
+    async def run():
+        played = Played(copies=3)
+        for number in range(4):
+            played.ask(number)
+        played.ask(4, copy=2)
+        await turns()
+        assert played.dealt() == [(0, 0, 3), (1, 1), (2, 2, 4)]
+        told(played, [0, [3], [-1.0], "stop"], [3, [3], [-1.0], "stop"])
+        await turns()
+        for number in (5, 6, 7):
+            played.ask(number)
+        await turns()
+        assert played.dealt()[3:] == [(0, 5, 6), (1, 7)]
+
+    asyncio.run(run())
+
+
+def test_who_is_ended_is_ended_where_it_was_asked():
+    async def run():
+        played = Played(copies=2)
+        one, _, other = [played.ask(number) for number in range(3)], played.ask(3), played.ask(4)
+        await turns()
+        played.table.end(one[1], "abort")
+        played.table.drop(other)
+        holding = asyncio.create_task(played.table.hold(abort=True))
+        await turns()
+        assert played.dealt()[2:] == [(1, "end", 1), (0, "end", 4), (0, "end", 0, 2), (1, "end", 1, 3)]
+        holding.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_dead_copys_requests_may_be_asked_again_and_go_to_the_others():
+    async def run():
+        played = Played(copies=2)
+        requests = [played.ask(number) for number in range(4)]
+        await turns()
+        failing = threading.Thread(target=played.table.fail_copy, args=(1, EpisodeFailed("copy 1 is gone", True)))
+        failing.start()
+        failing.join()
+        for request in requests[1::2]:
+            with pytest.raises(EpisodeFailed, match="copy 1 is gone") as failed:
+                await request.answer
+            assert failed.value.retryable
+        assert not any(request.answer.done() for request in requests[::2])
+        played.ask(4)
+        named = played.ask(5, copy=1)
+        await turns()
+        assert played.dealt()[2:] == [(0, 4)]
+        with pytest.raises(EpisodeFailed, match="copy 1 is gone"):
+            await named.answer
+        assert played.table.counts() == (3, 0)
 
     asyncio.run(run())

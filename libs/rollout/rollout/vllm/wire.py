@@ -42,7 +42,10 @@ class Wire:
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
         """The next message; None once the other end is gone, or says nothing for so long."""
-        self._end.settimeout(seconds)
+        try:
+            self._end.settimeout(seconds)
+        except OSError:  # closed here, by another thread
+            return None
         head = self._read(_LENGTH.size)
         if head is None:
             return None

@@ -46,6 +46,13 @@ def test_threads_do_not_mix_their_messages():
     other.close()
 
 
+def test_who_reads_an_end_that_was_closed_here_is_told_so():
+    one, other = pair()
+    one.close()
+    assert one.receive() is None
+    other.close()
+
+
 def test_half_a_message_is_the_end():
     one, other = socket.socketpair()
     one.sendall(b"\0\0\0\x0a{}")

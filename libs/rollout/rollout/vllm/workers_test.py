@@ -94,8 +94,8 @@ def test_all_workers_keep_the_old_weights_where_one_does_not_take_the_new(engine
     usual = engine._load_message
     own = f"/proc/self/task/{engine.facts['workers'][1 - rank]}/root"  # the other's alone
 
-    def seen_by_one(call, before):
-        message = usual(call, before)
+    def seen_by_one(before):
+        message = usual(before)
         path = message["path"].replace("/proc/self/", f"{own}/proc/{engine.pid}/")
         return message if before is None else message | {"path": path}
 

@@ -11,6 +11,7 @@ thread reads the socket; at its end it ends the process at once, whatever the ma
 | `end` | numbers of requests to end; each is answered with what it has |
 | `load` | read weights from a file of them, once awake where it says `wake`; answered by `loaded` |
 | `sleep` | give the device's memory back; answered by `loaded` too |
+| `go` | make steps again, after a `load` that said `wait` |
 
 | from the server | |
 | --- | --- |
@@ -90,6 +91,8 @@ class _Server:
         self._wire = wire
         self._inbox = inbox
         self._version = 0
+        self._waits = False
+        """For the other copies of the model, which have not all got so far."""
 
     def run(self, first: dict[str, Any]) -> None:
         """Start as the first message says, then serve for ever."""
@@ -105,7 +108,7 @@ class _Server:
             threading.Thread(target=_watch, args=(self._generator.workers,), daemon=True).start()
         self._wire.send({"ready": self._generator.facts()})
         while True:
-            while not self._generator.busy or not self._inbox.empty():
+            while self._waits or not self._generator.busy or not self._inbox.empty():
                 self._obey(self._inbox.get())
             told = self._generator.step()
             if told:
@@ -127,13 +130,16 @@ class _Server:
         elif "sleep" in message:
             begun = time.perf_counter()
             self._generator.sleep()
-            self._wire.send({"loaded": message["sleep"], "seconds": time.perf_counter() - begun})
+            self._wire.send({"loaded": message["sleep"]["call"], "seconds": time.perf_counter() - begun})
+        elif "go" in message:
+            self._waits = False
         else:
             self._load(message["load"])
 
     def _load(self, load: dict[str, Any]) -> None:
         """Read weights; where that fails, those from before again, ahead of any further step."""
         begun = time.perf_counter()
+        self._waits = False
         if load.get("wake"):
             self._generator.wake()
         try:
@@ -144,5 +150,5 @@ class _Server:
                 self._generator.load(load["before"], load["recompute"])
             self._wire.send({"loaded": load["call"], "error": str(error)})
             return
-        self._version = load["version"]
+        self._version, self._waits = load["version"], load["wait"]
         self._wire.send({"loaded": load["call"], "seconds": time.perf_counter() - begun})

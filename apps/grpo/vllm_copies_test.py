@@ -1,0 +1,78 @@
+"""Runs whose vLLM has two copies of the model: each one's weights are proven, and a run goes on without a dead one."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo import samplers
+from apps.grpo.main import run
+from apps.grpo.samplers import WeightsNotTakenError
+from apps.grpo.schedule_testing import SHARED, rows, served
+from rollout import VllmEngine
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+COPIES = RolloutLayout("vllm", dp=2)
+
+
+def assert_proven(run_dir, lost):
+    logged = rows(run_dir)[1:]
+    assert [row["weights/version"] for row in logged] == [1, 2, 3]
+    assert [row["rollout/failed_episodes"] for row in logged] == [0, 0, 0]
+    assert [row["rollout/lost_copies"] for row in logged] == lost
+    assert max(row["weights/probe/abs"] for row in logged) < 0.03
+
+
+@pytest.mark.parametrize(("mode", "processes"), [("sync", 2), ("one_step_off", 1), ("fully_async", 1)])
+def test_every_steps_weights_are_proven_to_be_in_both_copies(tmp_path, monkeypatch, mode, processes):
+    asked, usual = set(), VllmEngine.generate
+
+    def generate(self, *arguments, copy=None, **options):
+        asked.add(copy)
+        return usual(self, *arguments, copy=copy, **options)
+
+    monkeypatch.setattr(VllmEngine, "generate", generate)
+    run(served(tmp_path, COPIES, Schedule(mode), processes=processes), SHARED)
+    assert_proven(tmp_path, [0, 0, 0])
+    if (mode, processes) == ("one_step_off", 1):  # the others ask in processes of their own
+        assert asked == {None, 0, 1}
+
+
+def test_a_run_goes_on_without_a_copy_that_is_killed_while_it_samples(tmp_path, monkeypatch):
+    """In its second step; the episodes that it was at are played again."""
+    usual, found = VllmEngine.generate, []
+
+    def kill(sampler):
+        if sampler.version == 1 and not found:
+            found.append(sampler.pids[1])
+            os.kill(sampler.pids[1], signal.SIGKILL)
+
+    async def generate(self, *arguments, copy=None, **options):
+        if copy is None:
+            asyncio.get_running_loop().call_soon(kill, self)
+        return await usual(self, *arguments, copy=copy, **options)
+
+    monkeypatch.setattr(VllmEngine, "generate", generate)
+    run(served(tmp_path, COPIES, Schedule("sync")), SHARED)
+    assert found
+    assert_proven(tmp_path, [0, 1, 1])
+
+
+def test_a_copy_that_keeps_older_weights_stops_the_run(tmp_path, monkeypatch):
+    """Its answers alone are those of other weights."""
+    usual = samplers.answered
+
+    async def answered(session, prompts, media=(), vllm=None):
+        answers = await usual(session, prompts, media, vllm)
+        assert len(answers) == 2 * len(prompts)
+        stale = [replace(one, log_probs=tuple(p - 1 for p in one.log_probs)) for one in answers]
+        return [*answers[: len(prompts)], *stale[len(prompts) :]]
+
+    monkeypatch.setattr(samplers, "answered", answered)
+    with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 2"):
+        run(served(tmp_path, COPIES, Schedule("sync")), SHARED)

@@ -1,0 +1,125 @@
+"""What copies are told and when, with servers that the test plays: weights in all or none, a dead copy is left out."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+import rollout.vllm.copies
+from rollout.vllm.config import VllmConfig
+from rollout.vllm.copies import Copies
+from rollout.vllm.process import own_devices
+from rollout.vllm.wire import Wire
+
+
+class PlayedProcess:
+    """A process whose other end of the wire the test holds."""
+
+    made: list["PlayedProcess"]
+
+    def __init__(self, config, descriptors, copy):
+        ours, theirs = socket.socketpair()
+        self.wire, self.far, self.copy = Wire(ours), Wire(theirs), copy
+        self.pid = 100 + copy
+        self.made.append(self)
+
+    def last_words(self):
+        return f"words of {self.copy}"
+
+    def close(self):
+        self.far.close()
+
+    def hears(self):
+        return self.far.receive(5)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Two copies that listen, their processes, and what was heard of them."""
+    monkeypatch.setattr(rollout.vllm.copies, "VllmProcess", PlayedProcess)
+    PlayedProcess.made = []
+    copies = Copies(VllmConfig(data_parallel=2, start_seconds=5), ())
+    heard, lost, gone = [], [], [threading.Event(), threading.Event()]
+    copies.listen(heard.append, lambda copy, words: (lost.append((copy, words)), gone[copy].set()))
+    yield copies, PlayedProcess.made, lost, gone
+    copies.close()
+
+
+async def heard_by(process):
+    return await asyncio.to_thread(process.hears)
+
+
+def answer(process, message, **found):
+    process.far.send({"loaded": message["load"]["call"], **found})
+
+
+def test_all_wait_until_the_last_has_the_weights_and_then_go_together(played):
+    copies, (one, other), *_ = played
+
+    async def run():
+        call = asyncio.create_task(copies.call("load", {"path": "p"}, in_step=True))
+        first, second = await heard_by(one), await heard_by(other)
+        assert first == second
+        assert (first["load"]["path"], first["load"]["wait"]) == ("p", True)
+        answer(one, first, seconds=3.0)
+        await asyncio.sleep(0.1)
+        assert not call.done()
+        answer(other, second, seconds=2.0)
+        assert await call == 3.0
+        assert "go" in await heard_by(one)
+        assert "go" in await heard_by(other)
+
+    asyncio.run(run())
+
+
+def test_where_one_does_not_take_them_none_goes_on(played):
+    copies, (one, other), *_ = played
+
+    async def run():
+        call = asyncio.create_task(copies.call("load", {}, in_step=True))
+        first, second = await heard_by(one), await heard_by(other)
+        answer(one, first, seconds=1.0)
+        answer(other, second, error="too large")
+        with pytest.raises(RuntimeError, match=r"^copy 1 of 2: too large$"):
+            await call
+        copies.tell("load", {"path": "old"})
+        assert (await heard_by(one))["load"]["path"] == "old"  # and no word before it
+        assert not (await heard_by(other))["load"]["wait"]
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_a_copy_that_dies_meanwhile(played):
+    copies, (one, other), lost, gone = played
+
+    async def run():
+        call = asyncio.create_task(copies.call("load", {}, in_step=True))
+        first, _ = await heard_by(one), await heard_by(other)
+        other.far.close()
+        await asyncio.to_thread(gone[1].wait, 5)
+        assert lost == [(1, "words of 1")]
+        assert (copies.living, copies.dead) == ([0], {1: "words of 1"})
+        assert not call.done()
+        answer(one, first, seconds=1.0)
+        assert await call == 1.0
+        again = asyncio.create_task(copies.call("load", {}))
+        await heard_by(one)  # go
+        await heard_by(one)
+        one.far.close()
+        with pytest.raises(RuntimeError, match="words of 0"):
+            await again
+        with pytest.raises(RuntimeError, match="words of"):
+            await copies.call("load", {})
+
+    asyncio.run(run())
+
+
+def test_each_copy_sees_devices_of_its_own():
+    config = VllmConfig(tensor_parallel=2, data_parallel=2)
+    given = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert own_devices(config, given, 0) == {"CUDA_VISIBLE_DEVICES": "4,5", "ASCEND_RT_VISIBLE_DEVICES": "0,1"}
+    assert own_devices(config, given, 1) == {"CUDA_VISIBLE_DEVICES": "6,7", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}
+    assert own_devices(VllmConfig(tensor_parallel=2), given, 0) == {}
+    with pytest.raises(ValueError, match="2 copies of 2 devices need 4, CUDA_VISIBLE_DEVICES names 3"):
+        own_devices(config, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 0)
