@@ -1,12 +1,15 @@
 """Answers in mathematics: the same number is the same answer, however it is written; hostile ones end in time."""
 
 import asyncio
+import builtins
+import contextlib
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout.environments.environment import Reply, Score
@@ -14,6 +17,7 @@ from rollout.environments.task import score_of
 from rollout.failure import EpisodeFailed
 from rollout.rewards import math_answer as module
 from rollout.rewards.math_answer import MAX_CHARACTERS, MathChecker, math_answer
+from rollout.rewards.math_worker import equal
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,62 @@ def test_a_hostile_answer_ends_in_time_and_harms_nobody(hostile):
     assert not made.equal("18", hostile)
     assert made.equal("0.5", r"\frac{1}{2}")
     made.close()
+
+
+CODE = "__import__('os').getpid()"
+PIECES = [
+    CODE,
+    *"10.,ex_{}%()';=&!^Ei[]: $|~*-+/@",
+    "lambda:0",
+    "os.system",
+    "0x1",
+    "1j",
+    "1e1",
+    '"',
+    "\u0661",
+    "\u00b2",
+]
+PIECES += [
+    rf"\{name}" for name in ("frac", "text{", "mathrm{", "operatorname{", "times", "pi", "log", "sqrt", "left", "in")
+]
+PIECES += [
+    r"\lim_{",
+    r"\to",
+    r"\begin{matrix}",
+    r"\end{matrix}",
+    r"\{",
+    r"\}",
+    r"\%",
+    r"\$",
+    r"\\",
+    r"^\circ",
+    r"\infty",
+]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join))
+@example(CODE)
+@example(rf"\text{{{CODE}}}")
+@example(rf"x_{{{CODE}}}")
+@example(rf"1.5e{CODE}")
+@example("18.00")
+def test_of_what_a_model_wrote_digits_alone_are_evaluated(text):
+    """sympy makes numbers by `eval`: what reaches it is a number, or a name of its own."""
+    equal("1", "1e1")  # what is loaded at the first use evaluates names of its own
+    evaluated = []
+
+    def listen(source, *arguments):
+        evaluated.append(source)
+        return real(source, *arguments)
+
+    real = builtins.eval
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Exception):
+        patch.setattr(builtins, "eval", listen)
+        equal("1", text)
+    assert [
+        s for s in evaluated if not re.fullmatch(r"(Integer|Float) \('?[0-9.]+' ?\)|Integer \([0-9]+ \)|E ", s)
+    ] == []
 
 
 def test_a_runaway_ends_although_nobody_listens_any_more():

@@ -2,7 +2,8 @@
 
 It is a process of its own since comparing what a model wrote can take for ever or all memory (`9^{9^{9^9}}`), in code
 that no thread can interrupt: math-verify's own time limits are signals, for the main thread alone, and are off here.
-LaTeX is parsed by a grammar; math-verify's other extraction, which ends in `eval`, is not used.
+LaTeX is parsed by a grammar; math-verify's other extraction, which evaluates an answer as Python, is not used. Of what
+a model wrote sympy evaluates the digits of its numbers (`Float ('0.5')`), and no other text (a test listens).
 
 1. What is imported and warmed up once is forked: the child answers requests until the input ends.
 2. The kernel ends a child that has computed for too long or needs too much memory, whoever still listens.
