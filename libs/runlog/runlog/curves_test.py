@@ -41,6 +41,13 @@ def test_what_people_look_at_first_is_there_though_it_never_changes():
     assert unchanged(RUN) == [("Loss", "1"), ("constant", "3")]
 
 
+def test_an_environments_share_is_no_reward():
+    rows = [{"step": 1, "reward/environment/Guess/share": 0.75, "reward/environment/Guess": 0.5,
+             "eval/reward/Guess/share": 0.5, "eval/reward/Guess": 0.25}]  # fmt: skip
+    told = [("Held-out share of Guess", "50.0 %"), ("Held-out reward, Guess", "0.25")]
+    assert unchanged(rows) == [*told, ("Share of Guess", "75.0 %"), ("Reward, Guess", "0.5")]
+
+
 def test_rounding_is_no_curve_to_put_in_front():
     rows = [{"step": s, "loss": 1e-13 * (-1) ** s, "kl": 0.01 * s, "lr": 1e-7 * s} for s in range(3)]
     assert [(c["name"], c["rounding"]) for c in charts(rows, 9)] == [("kl", False), ("lr", False), ("loss", True)]
