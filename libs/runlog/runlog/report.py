@@ -6,7 +6,7 @@ page as text nodes alone. Sizes are bounded whatever the run's length, and the p
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,16 @@ def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int)
 def _groups_within(
     groups: Sequence[Sequence[tuple[int, dict[str, Any]]]], room: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """The views of the first groups for which there is room, and their bytes; a first group that is too large is cut
-    shorter and shorter."""
+    """The views of the first groups, and their bytes, until there is no more room.
+
+    The group with which it ends is shown too, cut shorter: were it left out, long groups would be shown less often than
+    there are (which are the first so many may hang on those alone: a stopping rule, and Wald's equation holds).
+    """
     shown: list[dict[str, Any]] = []
     used = 0
     for rows in groups:
-        cuts: Iterator[tuple[int, int]] = iter(CUTS if not shown else CUTS[:1])
-        for tokens, characters in cuts:
-            views = [view(row, number, tokens, characters) for number, row in rows]
+        for cut in CUTS:
+            views = [view(row, number, *cut) for number, row in rows]
             size = _size(views)
             if used + size <= room:
                 break
@@ -105,6 +107,8 @@ def _groups_within(
             break
         shown += views
         used += size
+        if cut != CUTS[0]:
+            break
     return shown, used
 
 

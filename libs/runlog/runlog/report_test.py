@@ -1,13 +1,14 @@
 """The report as a file: self-contained, bounded, hostile text harmless. What it does in a browser: browser_test."""
 
 import json
+import random
 import re
 from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
 
-from runlog.report import flat_config, write_report
+from runlog.report import _groups_within, flat_config, write_report
 from runlog.run import RunLog
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)> &lt; \u2028 ]]>"
@@ -132,6 +133,20 @@ def test_siblings_are_shown_together_and_held_out_episodes_too(tmp_path):
     assert {number for (_, split), number in counts.items() if split == "training"} == {8}
     assert {split for _, split in counts} == {"training", "held-out"}
     assert [e["id"] for e in shown] == sorted(e["id"] for e in shown)
+
+
+def test_long_groups_are_shown_as_often_as_short_ones():
+    """Whatever there is room for: half of the groups are long, and half of those that many pages show."""
+    row = {"step": 1, "reward": 1.0, "messages": []}
+    kinds = {"long": ["word"] * 1100, "short": ["word"] * 20}
+    rng, found = random.Random(0), Counter()
+    for _ in range(400):
+        groups = [[(n, row | {"expected": k, "tokens": kinds[k]})] for n, k in enumerate(kinds)] * 10
+        rng.shuffle(groups)
+        shown, used = _groups_within(groups, 20_000)  # room for two long ones
+        assert used <= 20_000
+        found.update(view["expected"] for view in shown)
+    assert 0.45 < found["long"] / found.total() < 0.55
 
 
 def test_a_run_without_metrics_is_refused(tmp_path):
