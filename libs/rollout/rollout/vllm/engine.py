@@ -293,7 +293,9 @@ class VllmEngine:
             ValueError: they are not whole, or of another version; the old ones stay.
             RuntimeError: vLLM did not take them; it has the old ones again, or its process is gone.
         """
+        begun = time.perf_counter()
         self._weights.commit(version)
+        self._staged_s += time.perf_counter() - begun
         taken = False
         try:
             paused = await self._read_weights(fall_back=True)
@@ -335,10 +337,11 @@ class VllmEngine:
         return await self._copies.call("load", self._load_message(before) | {"wake": wake}, in_step=fall_back)
 
     def _load_message(self, before: int | None) -> dict[str, Any]:
-        files = self._weights.files
+        path, digests = self._weights.told(self._weights.in_use)
         return {
-            "path": f"/proc/self/fd/{files[self._weights.in_use].descriptor}",
-            "before": None if before is None else f"/proc/self/fd/{files[before].descriptor}",
+            "path": path,
+            "digests": digests,
+            "before": None if before is None else self._weights.told(before),
             "version": self.version,
             "recompute": self._config.on_commit == "recompute",
         }

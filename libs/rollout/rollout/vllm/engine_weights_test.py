@@ -136,6 +136,24 @@ def test_what_is_staged_changes_nothing_and_what_is_wrong_is_refused(restored, m
     assert_agrees(served(), PROMPTS, sample(restored, PROMPTS))
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(restored, model, monkeypatch, name):
+    """One bit, on the way between the two processes; the old weights answer."""
+    version, usual = restored.version, restored._load_message
+
+    def damage(before):
+        message = usual(before)
+        if before is not None:
+            restored._weights.files[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
+        return message
+
+    monkeypatch.setattr(restored, "_load_message", damage)
+    with pytest.raises(RuntimeError, match=f"{name} is not what was staged$"):
+        update(restored, changed(model))
+    assert restored.version == version
+    assert_agrees(served(), PROMPTS, sample(restored, PROMPTS))
+
+
 def test_a_tied_head_may_arrive_under_its_own_name(restored, model):
     new = changed(model)
     found = [

@@ -1,5 +1,7 @@
 """Weights on their way to vLLM: two files in memory that both processes see, one in use, the other for what comes.
 
+Every tensor has a digest, which each worker of vLLM computes again of what it reads.
+
 1. `prepare` and `receive` write into the file that is not in use, with all checks of `rollout.sync`.
 2. `commit` turns the two around; vLLM then reads the other file.
 3. `abort` turns them back; the old weights are whole in their file until the next transfer begins.
@@ -26,6 +28,7 @@ except ImportError as error:
 
 from rollout.sync.pieces import BucketPiece
 from rollout.sync.staging import WeightStaging
+from rollout.vllm.digest import digest_of
 
 _ALIGN = 64
 
@@ -69,11 +72,24 @@ class WeightFile:
         self.nbytes = max((slot.start + slot.nbytes for slot in slots), default=0)
         self.descriptor = os.memfd_create("tessera-weights")
         os.ftruncate(self.descriptor, max(self.nbytes, 1))
+        self._digests: dict[str, int] | None = None
         self._map = mmap.mmap(self.descriptor, max(self.nbytes, 1))
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensors = {
             slot.name: whole[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape) for slot in slots
         }
+
+    def note_digests(self) -> None:
+        """Compute what `digests` tells from now on."""
+        self._digests = {name: digest_of(tensor) for name, tensor in self.tensors.items()}
+
+    @property
+    def digests(self) -> dict[str, int]:
+        """Of each tensor, when it was last noted; else as it is now."""
+        if self._digests is None:
+            self.note_digests()
+        assert self._digests is not None
+        return self._digests
 
     def close(self) -> None:
         """Let the descriptor go; the memory follows with the last view of it."""
@@ -100,6 +116,11 @@ class SharedWeights(WeightStaging):
         """Of one set of weights."""
         return self.files[0].nbytes
 
+    def told(self, place: int) -> tuple[str, dict[str, int]]:
+        """The path of a file, as this process and its children see it, and the digests of its tensors."""
+        file = self.files[place]
+        return f"/proc/self/fd/{file.descriptor}", file.digests
+
     def close(self) -> None:
         """Let both files go."""
         for file in self.files:
@@ -116,6 +137,7 @@ class SharedWeights(WeightStaging):
         for name, value in values.items():
             if value.data_ptr() != spare[name].data_ptr():  # it came under its other name
                 spare[name].copy_(value)
+        self.files[1 - self.in_use].note_digests()
         self.in_use = 1 - self.in_use
 
     def _swap_back(self, values: dict[str, Tensor]) -> None:

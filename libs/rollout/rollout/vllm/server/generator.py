@@ -171,14 +171,16 @@ class Generator:
         """Take the memory again. What is in it is nobody's until weights are loaded."""
         self._engine.wake_up()
 
-    def load(self, path: str, recompute: bool) -> None:
-        """Take the weights of a file. What was computed of shared prompts is stale then, and dropped; `recompute` has
-        running requests read their tokens again too.
+    def load(self, path: str, digests: dict[str, int], recompute: bool) -> None:
+        """Take the weights of a file, each tensor of its digest. What was computed of shared prompts is stale then, and
+        dropped; `recompute` has running requests read their tokens again too.
 
         Raises:
-            RuntimeError: vLLM left a parameter as it was, in one of its workers.
+            RuntimeError: the file is damaged, or vLLM left a parameter as it was, in one of its workers.
         """
-        answers = self._engine.collective_rpc("load_file", args=(_seen_by_workers(path), self._slots, self._tied))
+        answers = self._engine.collective_rpc(
+            "load_file", args=(_seen_by_workers(path), self._slots, self._tied, digests)
+        )
         if problems := [f"{_worker(rank, answers)}{why}" for rank, why in enumerate(answers) if why is not None]:
             raise RuntimeError("; ".join(problems))
         if (self._prefix_cache or recompute) and not self._engine.reset_prefix_cache(reset_running_requests=True):

@@ -143,11 +143,12 @@ class _Server:
         if load.get("wake"):
             self._generator.wake()
         try:
-            self._generator.load(load["path"], load["recompute"])
+            self._generator.load(load["path"], load["digests"], load["recompute"])
         except RuntimeError as error:
             traceback.print_exc()
             if load["before"] is not None:
-                self._generator.load(load["before"], load["recompute"])
+                path, digests = load["before"]
+                self._generator.load(path, digests, load["recompute"])
             self._wire.send({"loaded": load["call"], "error": str(error)})
             return
         self._version, self._waits = load["version"], load["wait"]

@@ -3,7 +3,7 @@
 import logging
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from rollout.vllm.server.proof import damaged, stale_experts, stale_heads
 from rollout.vllm.server.routes import NotedExperts
 from rollout.vllm.server.sight import SeeingWorker
 
@@ -37,44 +41,54 @@ class FileWeights(NotedExperts, SeeingWorker):
         for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
             path.unlink(missing_ok=True)
 
-    def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str]) -> str | None:
+    def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> str | None:
         """Replace the weights by those of a file; why that failed, or None where all are the new ones.
 
         It answers with what went wrong and does not raise it: vLLM reads no other worker's answer after an error, and
         would take those for answers to the next call.
 
         `slots`: (name, dtype, shape, first byte) of each tensor. `tied`: further names and the tensors they stand for;
-        vLLM's packed copy of a tied head would otherwise stay as it was, without a word.
+        vLLM's packed copy of a tied head would otherwise stay as it was, without a word. `digests`: of each tensor.
         """
         try:
-            self._load_file(path, slots, tied)
+            self._load_file(path, slots, tied, digests)
         except (ValueError, RuntimeError, AssertionError, KeyError) as error:
             traceback.print_exc()
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str]) -> None:
-        """Do so. RuntimeError: vLLM left a parameter as it was."""
+    def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> None:
+        """Do so. RuntimeError: the file is damaged, or vLLM left a parameter as it was."""
         end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
         file = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            named = {}
-            for name, kind, shape, start in slots:
-                dtype = getattr(torch, kind)
-                named[name] = file[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            yield from named.items()
-            yield from ((name, named[other]) for name, other in tied.items())
-
+        named: dict[str, Tensor] = {}
+        for name, kind, shape, start in slots:
+            dtype = getattr(torch, kind)
+            named[name] = file[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        _refuse(damaged(named, digests))
+        named |= {name: named[other] for name, other in tied.items()}
         with _warnings() as told:
-            self.model_runner.reload_weights(weights_iterator=tensors())
+            self.model_runner.reload_weights(weights_iterator=iter(named.items()))
         stale = [text for text in told if not text.startswith(HARMLESS)]
         if stale:
             raise RuntimeError(f"vLLM did not take all weights: {'; '.join(stale)}")
         if current_platform.is_cpu():
             from rollout.vllm.server.cpu_experts import pack_experts  # of a vLLM for CPUs alone
 
+            _refuse(stale_experts(self._of_kind(RoutedExperts), named, get_tensor_model_parallel_rank()))
             pack_experts(self.model_runner.model)
+        _refuse(stale_heads(self._of_kind(ParallelLMHead), named))
+
+    def _of_kind(self, kind: type) -> Iterator[tuple[str, Any]]:
+        return (pair for pair in self.model_runner.model.named_modules() if isinstance(pair[1], kind))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """RuntimeError names the first of them."""
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise RuntimeError(f"{'; '.join(problems[:3])}{more}")
 
 
 @contextmanager
