@@ -90,6 +90,13 @@ def test_two_samplers_take_each_steps_weights(tmp_path):
     assert max(row["log_prob_difference"] for row in rows(tmp_path)[1:]) < 0.03
 
 
+def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path):
+    """Sampling overlaps with training: a step's answers are by the weights before its own."""
+    run(in_ray(tmp_path, 2, Schedule("one_step_off")))
+    assert_proven(tmp_path, 3)
+    assert [row["schedule/staleness"] for row in rows(tmp_path)[1:]] == [0, 1, 1]
+
+
 @pytest.mark.parametrize(("name", "which", "whom"), [("commit", 2, "actor"), ("sample", 3, "vllm")])
 def test_one_that_is_killed_is_replaced(tmp_path, monkeypatch, name, which, whom):
     pools = kill_once(monkeypatch, name, which, whom)
