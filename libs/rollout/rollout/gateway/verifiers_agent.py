@@ -43,6 +43,8 @@ from rollout.episodes.episode import Episode
 from rollout.failure import EpisodeFailed
 from rollout.gateway.agents import AgentTask, Seat
 
+_MAY_PASS = frozenset({"HarnessError", "ToolsetError", "SandboxError", "InterceptionError", "TunnelError"})
+"""verifiers' names for trouble of programs, tool servers and connections, not of a task's own code."""
 MAX_CALLS = 64  # rounds of tool calls in one turn, after which a loop that does not end is ended
 
 
@@ -259,7 +261,11 @@ class _PolicyAgent(vf.Agent):
 
 
 def _score(played: Sequence[Any]) -> Score:
-    """The mean of the trainable traces' rewards. EpisodeFailed where one of them failed, or none was played."""
+    """The mean of the trainable traces' rewards. EpisodeFailed where none was played.
+
+    RuntimeError or, where trying again may help, OSError: one of them failed. It is no EpisodeFailed, so that a limit
+    whose refusal broke the rollout ends the episode as a limit does (`rollout.gateway.agents`).
+    """
     traces = [trace for trace in played if trace.agent.trainable]
     if not traces:
         raise EpisodeFailed("verifiers played no trainable agent", retryable=False)
@@ -267,7 +273,8 @@ def _score(played: Sequence[Any]) -> Score:
     if broken is not None:
         last = broken.errors[-1] if broken.errors else None
         reason = "for no stated reason" if last is None else f"{last.type}: {last.message}"
-        raise EpisodeFailed(f"verifiers: the rollout failed, {reason}"[:2000], retryable=False)
+        kind = OSError if last is not None and last.type in _MAY_PASS else RuntimeError
+        raise kind(f"verifiers: the rollout failed, {reason}"[:2000])
     parts: dict[str, float] = {}
     for trace in traces:
         for name, reward in trace.rewards.items():

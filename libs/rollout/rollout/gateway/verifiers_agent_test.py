@@ -50,13 +50,14 @@ def calls_the_tool(text):
     return f"It is {results[-1]}." if results else CALL.format(re.findall(r"3\+(\d)\?", text)[-1])
 
 
-def play(agent, says, size=1, row=0, serve=False):
+def play(agent, says, size=1, row=0, serve=False, **limits):
     """The engine, and the episodes of one task."""
     engine = ScriptedEngine(lambda prompt, turn: encode(says(TOKENIZER.decode(prompt)) + "<|im_end|>"))
 
     async def run():
         async with TokenGateway(engine, Chat(TOKENIZER)) as gateway:
             options = {"size": size, "row": agent.rows()[row], "sampling": Sampling(seed=1, max_new_tokens=400)}
+            options |= limits
             if serve:
                 async with agent.serving():
                     return await run_agents(agent, gateway, **options)
@@ -187,6 +188,51 @@ def test_what_breaks_in_verifiers_is_a_failure_and_no_zero() -> None:
     _, (episode,) = play(agent, lambda text: "hello")
     assert (episode.score, episode.end) == (None, "failed")
     assert "no answer key" in episode.error
+
+
+@pytest.mark.parametrize("harness", [InProcessHarness, ProgramHarness])
+@pytest.mark.parametrize("limit", ["max_turns", "max_tokens"])
+def test_a_limit_is_truncation_and_no_failure(harness, limit) -> None:
+    """The gateway refuses the turn after the call, which breaks the rollout; its tokens are trained.
+
+    verifiers' own program sees that the context is full, and ends in order: verifiers scores what there is.
+    """
+    agent = VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness)
+    engine, _ = play(agent, calls_the_tool)
+    first = len(engine.prompts[0]) + len(encode(engine_says(engine, engine.prompts[0])))
+    most = {"max_turns": 1, "max_tokens": first + 1}[limit]
+    engine, (episode,) = play(agent, calls_the_tool, cut_off_reward=-1.0, **{limit: most})
+    scored = 0.0 if (harness, limit) == (ProgramHarness, "max_tokens") else -1.0
+    assert (episode.error, episode.end, episode.reward) == (None, limit, scored)
+    assert episode.segments[0].sampled
+    check_tokens(engine, [episode])
+
+
+class Unserved(vf.Task):
+    """A task whose tools can't be served at first."""
+
+    asked = 0
+
+    @classmethod
+    def toolsets(cls, config):
+        cls.asked += 1
+        if cls.asked == 1:
+            raise ConnectionResetError("the tools' server went away")
+        return []
+
+
+class UnservedTasks(vf.Taskset):
+    """One of them."""
+
+    def load(self):
+        yield Unserved(vf.TaskData(prompt="hi"))
+
+
+def test_tools_that_cannot_be_served_are_tried_again() -> None:
+    Unserved.asked = 0
+    agent = VerifiersAgent(UnservedTasks(vf.TasksetConfig(id="unserved")))
+    _, (episode,) = play(agent, lambda text: "hello")
+    assert (episode.error, episode.end, episode.attempt) == (None, "done", 1)
 
 
 def test_a_call_of_no_tool_is_the_models_news() -> None:
