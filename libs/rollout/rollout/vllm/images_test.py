@@ -73,6 +73,19 @@ def test_log_probs_are_those_of_the_stock_module(engine, sampling):
     assert_agrees(served_seeing(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
 
 
+def test_each_copy_of_a_model_is_shown_its_own_requests_images(directory):
+    """Dealt out: images that several requests show go to each copy that is asked of one."""
+
+    async def ask_all(engine):
+        prompts = PROMPTS * 2
+        return prompts, await asyncio.gather(
+            *[engine.generate(ids, ANSWER, media or None) for ids, media in prompts],
+        )
+
+    with VllmEngine(directory, config(data_parallel=2)) as engine:
+        assert_agrees(served_seeing(), *asyncio.run(ask_all(engine)))
+
+
 def test_an_image_token_of_text_stays_text(engine):
     """As a model samples one, and goes on from it in the next turn."""
     ids, media = SEEN[0]
