@@ -38,6 +38,8 @@ OBEYED = {
     "rollout.tp": Change(2, VLLM),
     "rollout.dp": Change(2, VLLM),
     "rollout.ep": Change(2, VLLM | {"rollout.tp": 2}),
+    "rollout.chunked_prefill": Change(True, VLLM),
+    "rollout.prefix_cache": Change(True, VLLM),
     "rollout.admit": Change("any_step"),
     "rollout.ray_workers": Change(1),
     "rollout.ray_cpus": Change(2.0, RAY),
@@ -51,8 +53,6 @@ REFUSED = {
     "pools.placement": Change("separate"),
     "pools.rollout_nodes": Change(1),
     "rollout.memory_share": Change(0.5, VLLM),
-    "rollout.chunked_prefill": Change(True, VLLM),
-    "rollout.prefix_cache": Change(True, VLLM),
     "rollout.cuda_graph_sizes": Change((1, 2), VLLM),
     "media.images_column": Change("images"),
 }

@@ -59,6 +59,9 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,
+            drop_seeds=layout.chunked_prefill or layout.prefix_cache,  # each request of a run has one
+            memory_share=layout.memory_share or None,
+            graph_sizes=layout.cuda_graph_sizes,
             arguments=vllm_arguments(layout.vllm),
         ),
     )

@@ -27,9 +27,12 @@ def test_the_sampler_gets_what_the_flags_say():
     assert (found.vllm.dtype, found.vllm.arguments) == ("bfloat16", {"block_size": 32, "kv_cache_dtype": "auto"})
     sizes = rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=2, chunked_prefill=True))).vllm
     assert (sizes.tensor_parallel, sizes.data_parallel, sizes.expert_parallel) == (2, 4, True)
-    assert (sizes.split_prompts, sizes.prefix_cache) == (True, False)
+    assert (sizes.split_prompts, sizes.prefix_cache, sizes.drop_seeds) == (True, False, True)
     with pytest.raises(ValueError, match=r"each of several copies .* all of its experts.*ep to tp = 2"):
         rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8)))
+    assert (found.vllm.split_prompts, found.vllm.drop_seeds, found.vllm.memory_share) == (False, False, None)
+    device = rollout_config(with_layout(RolloutLayout("vllm", memory_share=0.5, cuda_graph_sizes=(2, 1)))).vllm
+    assert (device.memory_share, device.graph_sizes) == (0.5, (2, 1))
 
 
 def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(monkeypatch, tmp_path):

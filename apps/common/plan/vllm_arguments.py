@@ -9,6 +9,7 @@ from rollout.vllm.arguments import OWNED
 FLAG = "--cluster.rollout.vllm"
 INSTEAD = {
     "aux_output_config": "use --engine.routing-replay",
+    "compilation_config": "use --cluster.rollout.cuda-graph-sizes",
     "cudagraph_capture_sizes": "use --cluster.rollout.cuda-graph-sizes",
     "data_parallel_size": "use --cluster.rollout.dp",
     "dtype": "use --cluster.rollout.dtype",

@@ -77,6 +77,10 @@ class RolloutConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} is a {kind.__name__}, got {getattr(self, name)!r}")
+        if self.routed_experts and self.vllm.graph_sizes:
+            raise ValueError(
+                "routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes"
+            )
         for item in fields(self):
             usual = _NESTED[item.name]() if item.name in _NESTED else item.default
             if item.name in _WITHOUT_EFFECT[self.backend] and getattr(self, item.name) != usual:

@@ -28,7 +28,14 @@ class VllmConfig:
     prefix_cache: bool = False
     """Keep what was computed of prompts that begin alike; prompts are read in parts then."""
     split_prompts: bool = False
-    """Read a long prompt in several steps. Where prompts are read in parts, requests can't have a seed (on a CPU)."""
+    """Read a long prompt in several steps, of `RolloutConfig.prefill_tokens` tokens each, while other requests get on.
+    Where prompts are read in parts, requests can't have a seed (on a CPU)."""
+    drop_seeds: bool = False
+    """Leave a request's seed out where it can't have one, in place of refusing it: such runs don't repeat."""
+    memory_share: float | None = None
+    """Share of an accelerator's memory for weights and caches; None: vLLM's own. A CPU has `kv_cache_gib`."""
+    graph_sizes: tuple[int, ...] = ()
+    """Numbers of decoding requests whose step is captured as a CUDA graph and replayed; others run layer by layer."""
     sleep: bool = False
     """Be able to give the device's memory back between two rounds of sampling; vLLM refuses it on a CPU."""
     kv_cache_gib: int = 1
@@ -49,13 +56,19 @@ class VllmConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("expert_parallel", "prefix_cache", "split_prompts", "sleep"):
+        for name in ("expert_parallel", "prefix_cache", "split_prompts", "drop_seeds", "sleep"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
         if not 0 < self.start_seconds < float("inf"):
             raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
+        if self.drop_seeds and not self.reads_in_parts:
+            raise ValueError("drop_seeds has no effect where prompts are read at once: leave it out")
+        if self.memory_share is not None and not 0 < self.memory_share < 1:
+            raise ValueError(f"memory_share must lie between 0 and 1, got {self.memory_share!r}")
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.graph_sizes):
+            raise ValueError(f"graph_sizes are whole numbers of at least 1, got {self.graph_sizes!r}")
         for name in self.arguments:
             if name in OWNED:
                 raise ValueError(f"arguments can't hold {name!r}: {OWNED[name]}")
@@ -68,6 +81,18 @@ class VllmConfig:
     def reads_in_parts(self) -> bool:
         """Whether a prompt may be read in more than one step; a hybrid's kept prompts need it."""
         return self.prefix_cache or self.split_prompts
+
+
+def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:
+    """Engine arguments that are for accelerators: memory, and graphs of steps that only decode, uncompiled."""
+    found: dict[str, Any] = {"enforce_eager": not config.graph_sizes}
+    if config.graph_sizes:
+        sizes = sorted(set(config.graph_sizes))
+        graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        found["compilation_config"] = graphs
+    if config.memory_share is not None:
+        found["gpu_memory_utilization"] = config.memory_share
+    return found
 
 
 def text_config(model: Path) -> dict[str, Any]:

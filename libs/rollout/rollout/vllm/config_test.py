@@ -6,7 +6,7 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.vllm.arguments import OWNED
-from rollout.vllm.config import VllmConfig, text_config
+from rollout.vllm.config import VllmConfig, accelerator_arguments, text_config
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal, refusal
 from rollout.vllm.process import environment, find_python
 
@@ -19,6 +19,9 @@ BAD = {
     "prefix_cache": [None, 1],
     "sleep": [None, 1],
     "split_prompts": ["no"],
+    "drop_seeds": [True, "yes"],
+    "memory_share": [0.0, 1.0, -1],
+    "graph_sizes": [(0,), (True,), (1.5,)],
     "kv_cache_gib": [0, 0.5],
     "threads": [0, -1],
     "start_seconds": [0, float("inf"), float("nan")],
@@ -47,6 +50,15 @@ def test_a_setting_without_effect_is_refused():
 def test_experts_are_not_spread_over_one_worker():
     with pytest.raises(ValueError, match="expert_parallel has no effect on one worker"):
         VllmConfig(expert_parallel=True)
+
+
+def test_settings_of_an_accelerator_become_vllms_arguments():
+    assert accelerator_arguments(VllmConfig()) == {"enforce_eager": True}
+    found = accelerator_arguments(VllmConfig(memory_share=0.5, graph_sizes=(4, 1, 4)))
+    assert (found["gpu_memory_utilization"], found["enforce_eager"]) == (0.5, False)
+    assert found["compilation_config"]["cudagraph_capture_sizes"] == [1, 4]
+    with pytest.raises(ValueError, match="routed_experts are noted by Python"):
+        RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(graph_sizes=(1,)))
 
 
 HYBRID = {

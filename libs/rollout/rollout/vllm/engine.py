@@ -26,7 +26,7 @@ from rollout.requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.vllm.capability import VLLM
-from rollout.vllm.config import VllmConfig, text_config
+from rollout.vllm.config import VllmConfig, accelerator_arguments, text_config
 from rollout.vllm.copies import Copies
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal
 from rollout.vllm.images import shown_in, sight_of
@@ -86,10 +86,9 @@ class VllmEngine:
             "dtype": chosen_dtype(described, own.dtype),
             "max_model_len": longest,
             "max_num_seqs": config.max_batch,
-            "max_num_batched_tokens": max(config.prefill_tokens, longest, config.max_batch),
+            "max_num_batched_tokens": max(config.prefill_tokens, config.max_batch, 0 if own.split_prompts else longest),
             "enable_prefix_caching": own.prefix_cache,
             "enable_chunked_prefill": own.reads_in_parts,
-            "enforce_eager": True,
             "enable_sleep_mode": own.sleep,
             "tensor_parallel_size": own.tensor_parallel,
             "distributed_executor_backend": "mp" if own.tensor_parallel > 1 else "uni",
@@ -97,7 +96,7 @@ class VllmEngine:
             "seed": config.seed,
         }
         start = {
-            "engine": {**arguments, **own.arguments},
+            "engine": {**arguments, **accelerator_arguments(own), **own.arguments},
             "config": described,
             "weights": [slot.plain() for slot in self._weights.slots],
             "tied": tied,
@@ -260,10 +259,10 @@ class VllmEngine:
     def _seed(self, sampling: Sampling) -> int | None:
         """The seed that vLLM is given: every request has one, for runs that repeat, where vLLM can take one."""
         if self.facts["device"] == "cpu" and self._config.vllm.reads_in_parts:
-            if sampling.seed is not None:
+            if sampling.seed is not None and not self._config.vllm.drop_seeds:
                 raise ValueError(
                     "a seed can't be had where vLLM reads prompts in parts on a CPU, which ends its process: leave it "
-                    "out, or VllmConfig.prefix_cache and split_prompts off"
+                    "out, set VllmConfig.drop_seeds, or VllmConfig.prefix_cache and split_prompts off"
                 )
             return None
         if sampling.greedy:

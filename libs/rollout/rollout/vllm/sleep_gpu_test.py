@@ -31,7 +31,7 @@ SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
 """Which the kernels of a GPU take."""
-ARGUMENTS = {"gpu_memory_utilization": 0.2, "additional_config": {"gdn_prefill_backend": "triton"}}
+ARGUMENTS = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """Triton's delta nets: those of FlashInfer are compiled on the spot."""
 
 
@@ -52,7 +52,7 @@ def test_ten_cycles_do_not_make_the_peak_grow(tmp_path):
     model = served(**SIZES)
     model.save_pretrained(tmp_path)
     awake, asleep, trained = [], [], []
-    started = config(sleep=True, arguments=ARGUMENTS)
+    started = config(sleep=True, memory_share=0.2, arguments=ARGUMENTS)
     with VllmEngine(tmp_path, started) as engine:
         asyncio.run(engine.sleep())
         for cycle in range(10):

@@ -46,6 +46,8 @@ class Generator:
         check_arguments(arguments, Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs))))
         if why := _refusal(start["config"], arguments):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
+        if current_platform.is_cpu():
+            _refuse_accelerator_arguments(arguments)
         register_text_models()
         self._sight = start["sight"]
         seeing = {}
@@ -203,3 +205,11 @@ def _worker(rank: int, answers: Sequence[Any]) -> str:
 def _seen_by_workers(path: str) -> str:
     """A descriptor of this process, as its children find it."""
     return path.replace("/proc/self/fd/", f"/proc/{os.getpid()}/fd/")
+
+
+def _refuse_accelerator_arguments(arguments: dict[str, Any]) -> None:
+    """ValueError: settings of an accelerator, where vLLM runs on a CPU."""
+    if "gpu_memory_utilization" in arguments:
+        raise ValueError("memory_share is of an accelerator's memory and this vLLM runs on a CPU: use kv_cache_gib")
+    if not arguments["enforce_eager"]:
+        raise ValueError("graph_sizes are of CUDA graphs and this vLLM runs on a CPU: leave them out")

@@ -1,0 +1,68 @@
+"""Settings that only an accelerator has: the share of its memory, and steps that are replayed as CUDA graphs."""
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+from rollout.engine import Sampling
+from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
+from rollout.vllm.engine import VllmEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or "TESSERA_VLLM_PYTHON" not in os.environ,
+        reason="needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM for it",
+    ),
+]
+SIZES = {
+    "hidden_size": 256,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+"""Which the kernels of a GPU take."""
+ARGUMENTS = {"additional_config": {"gdn_prefill_backend": "triton"}}
+NEAR, FAR = 0.2, 2.0
+"""As in sleep_gpu_test.py: bfloat16's own mean distance, and that of other weights."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    served(**SIZES).save_pretrained(folder)
+    return folder
+
+
+def used():
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / total
+
+
+def test_the_share_of_memory_is_what_it_takes(directory):
+    before = used()
+    for share in (0.2, 0.4):
+        with VllmEngine(directory, config(memory_share=share, arguments=ARGUMENTS)) as engine:
+            sample(engine, PROMPTS)
+            taken = used() - before
+        assert share - 0.1 < taken < share + 0.1
+
+
+def test_replayed_steps_sample_from_the_weights_in_use(directory):
+    """Graphs read the weights where they lie, so a hand-over reaches them; sizes between the captured are padded."""
+    model = served(**SIZES)
+    graphs = config(memory_share=0.2, graph_sizes=(1, 4, 16), arguments=ARGUMENTS)
+    with VllmEngine(directory, graphs) as engine:
+        for prompts in (PROMPTS[:1], PROMPTS[:3], PROMPTS):
+            answers = sample(engine, prompts, Sampling(max_new_tokens=8))
+            assert distances(model.cuda(), prompts, answers).mean() < NEAR
+        new = changed(served(**SIZES))
+        asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
+        answers = sample(engine, PROMPTS, Sampling(max_new_tokens=8))
+        assert distances(new.cuda(), PROMPTS, answers).mean() < NEAR
+        assert distances(model.cuda(), PROMPTS, answers).mean() > FAR
