@@ -40,7 +40,7 @@ from rollout.vllm.arguments import OWNED
         (lambda: RolloutLayout("vllm", vllm=("block_size=1", "block_size=2")), "names block_size twice"),
         (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
         (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
-        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "can't hold enforce_eager: no test has run"),
+        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --cluster.rollout.cuda"),
         (lambda: Schedule(mode="later"), "one of 'sync'"),
         (lambda: Schedule(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),

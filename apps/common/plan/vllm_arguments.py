@@ -19,6 +19,7 @@ INSTEAD = {
     "enable_prefix_caching": "use --cluster.rollout.prefix-cache",
     "enable_return_routed_experts": "use --engine.routing-replay",
     "enable_sleep_mode": "no run puts its sampler to sleep",
+    "enforce_eager": "use --cluster.rollout.cuda-graph-sizes",
     "gpu_memory_utilization": "use --cluster.rollout.memory-share",
     "max_model_len": "use --cluster.rollout.max-model-tokens",
     "max_num_batched_tokens": "use --cluster.rollout.max-batched-tokens",
