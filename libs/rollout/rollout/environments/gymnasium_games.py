@@ -37,8 +37,9 @@ class GymnasiumTask:
     order (known for the toy games, else numbers); a reply takes the one in its last square brackets, or the one
     that it is. Where actions are text, the reply's content is the action. `instructions` stand before the first
     observation (None: they say which actions there are). The reward is the sum of the rewards; with
-    `cut_off_reward`, that where a limit ended the episode. After `max_unread` replies in a row without an action
-    the episode is done. A call that takes longer than `timeout` seconds fails the episode, to be tried again.
+    `cut_off_reward`, that where a limit ended the episode, the run's or gymnasium's own (`truncated`). After
+    `max_unread` replies in a row without an action the episode is done. A call that takes longer than `timeout`
+    seconds fails the episode, to be tried again.
 
     Raises ValueError for an id that is not registered, and a bound below 1.
     """
@@ -81,6 +82,7 @@ class GymnasiumEnvironment:
         self._names: tuple[str, ...] = ()
         self._reward = 0.0
         self._unread = self._unread_in_a_row = 0
+        self._cut_off = False  # by a limit of gymnasium's (`truncated`)
 
     async def open(self, context: EpisodeContext) -> Opening:
         """Make and reset it, by the task's seed."""
@@ -113,7 +115,7 @@ class GymnasiumEnvironment:
     async def finish(self, end: End) -> Score:
         """The sum of the rewards."""
         reward = self._reward
-        if end != "done" and self._task.cut_off_reward is not None:
+        if (end != "done" or self._cut_off) and self._task.cut_off_reward is not None:
             reward = self._task.cut_off_reward
         return Score(reward, {"return": self._reward})
 
@@ -170,6 +172,7 @@ class GymnasiumEnvironment:
     def _act(self, action: Any) -> tuple[str, bool]:
         observation, reward, terminated, truncated, _ = self._env.step(action)
         self._reward += float(reward)
+        self._cut_off = bool(truncated and not terminated)
         return self._seen(observation), bool(terminated or truncated)
 
     def _seen(self, observation: Any) -> str:
