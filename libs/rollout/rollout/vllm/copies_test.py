@@ -66,7 +66,7 @@ def test_all_wait_until_the_last_has_the_weights_and_then_go_together(played):
         await asyncio.sleep(0.1)
         assert not call.done()
         answer(other, second, seconds=2.0)
-        assert await call == 3.0
+        assert await asyncio.wait_for(call, 5) == 3.0
         assert "go" in await heard_by(one)
         assert "go" in await heard_by(other)
 
@@ -82,7 +82,7 @@ def test_where_one_does_not_take_them_none_goes_on(played):
         answer(one, first, seconds=1.0)
         answer(other, second, error="too large")
         with pytest.raises(RuntimeError, match=r"^copy 1 of 2: too large$"):
-            await call
+            await asyncio.wait_for(call, 5)
         copies.tell("load", {"path": "old"})
         assert (await heard_by(one))["load"]["path"] == "old"  # and no word before it
         assert not (await heard_by(other))["load"]["wait"]
@@ -102,13 +102,13 @@ def test_nobody_waits_for_a_copy_that_dies_meanwhile(played):
         assert (copies.living, copies.dead) == ([0], {1: "words of 1"})
         assert not call.done()
         answer(one, first, seconds=1.0)
-        assert await call == 1.0
+        assert await asyncio.wait_for(call, 5) == 1.0
         again = asyncio.create_task(copies.call("load", {}))
         await heard_by(one)  # go
         await heard_by(one)
         one.far.close()
         with pytest.raises(RuntimeError, match="words of 0"):
-            await again
+            await asyncio.wait_for(again, 5)
         with pytest.raises(RuntimeError, match="words of"):
             await copies.call("load", {})
 
