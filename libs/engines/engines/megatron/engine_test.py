@@ -17,7 +17,6 @@ from engines.devices import adaptations
 from engines.execution.inputs import PackedInputs
 from engines.execution.micro_batches import MicroBatch
 from engines.families.torch_operations import choose_torch_operations
-from engines.launch import ensure_group
 from engines.log_probs import token_log_probs_reference
 from engines.megatron import groups
 from engines.megatron.adapted import adapted
@@ -27,6 +26,7 @@ from engines.megatron.layouts import LENGTHS, OPTIONS, PADDING, LayoutCase, engi
 from engines.megatron.moving import Moved
 from engines.parallel.layout import ParallelLayout
 from engines.testing.executors import weights
+from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.disk import DiskTensor
 from objectives import GRPO, SFT
@@ -35,15 +35,6 @@ from seqpack.batches.batch import jagged
 from seqpack.batches.schema import ROUTED_EXPERTS
 
 CASE = LayoutCase("Qwen3.5")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cpu")
-    yield
-    groups.release()
-    if made:
-        dist.destroy_process_group()
 
 
 def test_recomputed_layers_change_nothing():

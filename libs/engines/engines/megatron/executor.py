@@ -48,7 +48,7 @@ from engines.megatron.bridge import Held, Place, Shape, held_by, tensor_shapes
 from engines.megatron.groups import ensure_groups
 from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
-from engines.megatron.model import angles, build_stages, rotary_of
+from engines.megatron.model import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.moving import Moved
 from engines.megatron.optimizer import Updates
 from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
@@ -58,6 +58,7 @@ from engines.megatron.transformer_config import transformer_config
 from engines.megatron.vision import FrozenTower, taken_over, tower_shapes
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
+from engines.parallel.stages import Split
 from engines.weights.disk import DiskTensors, DiskWeights
 from engines.weights.model_weights import live_tensors
 from engines.weights.names import OWN_NAMES, DiskNames
@@ -104,19 +105,12 @@ class MegatronExecutor:
         scales = rate_scales(config, model, names) if trainable else {}
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
         self._digest: Tensor | None = None
-        rows = sizes.vocab_rows(groups.layout.tp)
-        start = groups.layout.coordinates(groups.rank).tp * rows
-        self.vocabulary = range(start, min(start + rows, sizes.vocab))
+        self.vocabulary = sizes.vocabulary_of(groups.layout.coordinates(groups.rank).tp, groups.layout.tp)
         options = parse_options(config.transformer_options)
         self.settings = transformer_config(sizes, groups.layout, dtype, stage_sizes(config), options)
         split = stage_sizes(config).split(len(sizes.layer_types), groups.layout.pp)
         with adapted(self.device):
-            self.stages = build_stages(sizes, groups.layout, self.settings, split, config.gradient_checkpointing)
-            for stage in self.stages:
-                stage.to(self.device)
-            for module in (module for stage in self.stages for module in stage.modules()):
-                if isinstance(module, Router):
-                    module.balance = self.balance
+            self.stages = self._built(sizes, split)
             self.parameters = match(self.stages, self._add_adapters(held_by(sizes, groups.layout, groups.rank, split)))
             zero_padding(self.parameters)
             self.tower = FrozenTower.of(model, Place.of(groups.layout, groups.rank), dtype, self.device)
@@ -133,6 +127,16 @@ class MegatronExecutor:
                 self.updates.publish()
         self.model = model.to("meta")
         self._moved = Moved()
+
+    def _built(self, sizes: ModelSizes, split: Split) -> list[PackedGPT]:
+        """Make this rank's stages on its device; their routers count for `balance`."""
+        stages = build_stages(sizes, self.groups.layout, self.settings, split, self.config.gradient_checkpointing)
+        for stage in stages:
+            stage.to(self.device)
+            for module in stage.modules():
+                if isinstance(module, Router):
+                    module.balance = self.balance
+        return stages
 
     def _add_adapters(self, held: tuple[Held, ...]) -> tuple[Held, ...]:
         """Return the map of this rank's parameters with those of its adapters, which the stages have then."""

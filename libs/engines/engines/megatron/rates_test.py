@@ -3,28 +3,17 @@
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from engines.launch import ensure_group
-from engines.megatron import groups
 from engines.megatron.layouts import LENGTHS, LayoutCase, engine_of, largest_difference
 from engines.testing.executors import weights
+from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch
 from objectives import SFT
 
 CASE = LayoutCase("Qwen3.5")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cpu")
-    yield
-    groups.release()
-    if made:
-        dist.destroy_process_group()
-
-
-def test_parameters_have_the_learning_rates_that_patterns_give_them():
+def test_parameters_have_the_learning_rates_that_patterns_give_them() -> None:
     """The weights of FSDP2's steps; rates that split what Megatron holds as one are refused."""
     rates = ("embed_tokens=3e-2", r"layers\.0\.=1e-3", "norm=0")
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.

@@ -74,6 +74,11 @@ class ModelSizes:
         """Rows of the embedding on each tensor-parallel rank: the last one's may be padded."""
         return -(-self.vocab // tp)
 
+    def vocabulary_of(self, rank: int, tp: int) -> range:
+        """The tokens whose rows tensor-parallel rank `rank` has, without padding."""
+        start = rank * self.vocab_rows(tp)
+        return range(start, min(start + self.vocab_rows(tp), self.vocab))
+
     @staticmethod
     def of(config: Any, seeing: bool = False) -> "ModelSizes":
         """Read a transformers config that `supported` said Yes to; `seeing`: of its vision-language model."""

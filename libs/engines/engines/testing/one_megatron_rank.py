@@ -1,0 +1,19 @@
+"""`engines.testing.one_rank` where engines are Megatron's: its process groups end with the file's last test too."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from engines.launch import ensure_group
+from engines.megatron import groups
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_megatron_rank() -> Iterator[None]:
+    """Make a gloo group of one rank where there is none."""
+    made = ensure_group("cpu")
+    yield
+    groups.release()
+    if made:
+        dist.destroy_process_group()
