@@ -26,8 +26,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("moe", EXPERTS, {}),
     "shared experts": ("moe", EXPERTS, {"expert_parallel": True}),
     "moments on the host": ("dense", {}, {"optimizer_on_host": True, "weights": "sharded"}),
+    "copies of shards": ("dense", {}, {"shard_ranks": True}),
+    "copies of shards, experts": ("moe", EXPERTS, {"shard_ranks": True}),
 }
-"""Kind of `tiny_model`, its sizes, the engine's settings; `expert_parallel` over all ranks."""
+"""Kind of `tiny_model`, its sizes, the engine's settings; `expert_parallel` over all ranks, two copies of shards."""
 # (loss, gradient norm): float32 is plain torch on the device, bfloat16 the fused kernels.
 BOUNDS = {"float32": (1e-6, 2e-5), "bfloat16": (2e-3, 5e-3)}
 ROUTED = {**BOUNDS, "bfloat16": (1e-2, 5e-2)}
@@ -40,7 +42,8 @@ def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], object
     """Two steps on all ranks of the process group."""
     model, sizes, settings = KINDS[kind]
     world = dist.get_world_size()
-    options = settings | ({"expert_parallel": world} if "expert_parallel" in settings else {})
+    sizes_of_groups = {"expert_parallel": world, "shard_ranks": max(1, world // 2)}
+    options = settings | {name: size for name, size in sizes_of_groups.items() if name in settings}
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     config = EngineConfig(
         device="cuda", dtype=dtype, lr=1e-3, eps=1e-2, max_tokens_per_rank=cap,  # type: ignore[arg-type]
