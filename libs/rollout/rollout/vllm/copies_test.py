@@ -41,7 +41,12 @@ def played(monkeypatch):
     PlayedProcess.made = []
     copies = Copies(VllmConfig(data_parallel=2, start_seconds=5), ())
     heard, lost, gone = [], [], [threading.Event(), threading.Event()]
-    copies.listen(heard.append, lambda copy, words: (lost.append((copy, words)), gone[copy].set()))
+
+    def ends(copy, words):
+        lost.append((copy, words))
+        gone[copy].set()
+
+    copies.listen(heard.append, ends)
     yield copies, PlayedProcess.made, lost, gone
     copies.close()
 
