@@ -1,14 +1,6 @@
 """The one exception that says: this episode can't be scored, and that is not the model's doing."""
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether what somebody's code raised is of a kind that passes: the machine's or the network's trouble.
-
-    OSError is: ConnectionError and TimeoutError among its kinds. Anything else would break again.
-    """
-    return isinstance(error, OSError)
-
-
 class EpisodeFailed(Exception):  # noqa: N818  it names the event, as CancelledError's kin do
     """An episode broke: its environment, a tool's backend or its reward is down. It is never a reward of zero.
 

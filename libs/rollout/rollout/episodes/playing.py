@@ -3,9 +3,9 @@
 1. The environment opens; its messages begin a conversation.
 2. Turn by turn: sample a reply, show it to the environment, add what it says (or go on from what it puts in place).
 3. However that ends, `finish(end)` scores it, and `close()` is called once.
-4. What an environment or a reward raises fails the episode and nobody else; `EpisodeFailed(retryable=True)` or an
-   OSError (a connection that broke, a time limit) has it played again with the same seed, so that a lost machine does
-   not choose among a model's answers.
+4. What an environment or a reward raises fails the episode and nobody else; it is played again with the same seed, so
+   that a lost machine does not choose among a model's answers, then reported. `EpisodeFailed(retryable=False)` is
+   reported at once.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from rollout.environments.sources import TaskRow
 from rollout.episodes.budget import TokenBudget
 from rollout.episodes.conversation import Conversation, TokensSpentError
 from rollout.episodes.episode import Episode
-from rollout.failure import EpisodeFailed, may_pass
+from rollout.failure import EpisodeFailed
 from rollout.seeds import derive_seed
 from rollout.tools.tally import ToolTally, summed_metrics
 from rollout.tools.tool import Tool
@@ -102,7 +102,7 @@ class _Play:
         except Exception as error:
             if limit is not None and isinstance(error, TimeoutError) and limit.expired():
                 raise _Late from None
-            raise EpisodeFailed(f"{what} raised {type(error).__name__}: {error}", may_pass(error)) from error
+            raise EpisodeFailed(f"{what} raised {type(error).__name__}: {error}", retryable=True) from error
         finally:
             self.environment_s += time.monotonic() - begun
 

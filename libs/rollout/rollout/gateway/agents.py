@@ -21,7 +21,7 @@ from rollout.environments.sources import TaskRow
 from rollout.episodes.budget import TokenBudget
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import score_together, together
-from rollout.failure import EpisodeFailed, may_pass
+from rollout.failure import EpisodeFailed
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
@@ -226,7 +226,7 @@ async def _asked(agent: Agent, seat: Seat, deadline: float | None) -> tuple[End,
     if error is not None:
         if limit is not None:  # the refusal of a request past the limit broke it
             return limit, None
-        raise EpisodeFailed(f"the agent raised {type(error).__name__}: {error}", may_pass(error)) from error
+        raise EpisodeFailed(f"the agent raised {type(error).__name__}: {error}", retryable=True) from error
     value = ended.value
     if isinstance(value, bool | int | float):
         value = _score(float(value))
