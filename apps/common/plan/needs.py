@@ -83,6 +83,8 @@ def needs_of(work: Work) -> list[Need]:
         spread = work.cluster.rollout.engine == "vllm" and work.cluster.rollout.tp > 1
         answer = SPREAD_IMAGES if spread else sampler_supports(sampler, "media")
         found.append(Need("images shown to the sampler", answer))
+    if work.engine.device == "npu" and work.cluster.rollout.engine == "vllm" and work.app == "grpo":
+        found.append(Need("vLLM beside NPUs", sampler_supports(RolloutConfig(backend="vllm"), "npu")))
     if work.engine.routing_replay:
         found += _replay(work)
     if work.reference_policy:

@@ -215,6 +215,9 @@ def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason(
         layout = replace(changed.rollout, engine="vllm")
         with pytest.raises(ValueError, match=reason):
             refuse_unready(replace(PLAIN, processes=4, cluster=Cluster(rollout=layout)), {})
+    beside = replace(PLAIN.engine, device="npu")
+    with pytest.raises(ValueError, match=r"vLLM beside NPUs.*no Ascend device was at hand"):
+        refuse_unready(replace(PLAIN, engine=beside, cluster=Cluster(rollout=RolloutLayout(engine="vllm"))), {})
     with pytest.raises(ValueError, match="has no request that replaces weights: train with backend native or vllm"):
         refuse_unready(replace(PLAIN, cluster=Cluster(rollout=RolloutLayout(engine="openai"))), {})
     supervised = replace(PLAIN, app="sft", cluster=Cluster(rollout=RolloutLayout(engine="vllm")))

@@ -4,10 +4,7 @@ from seqpack.capability import No, Yes
 
 VLLM: dict[str, Yes | No] = {
     "cpu": Yes("vllm/engine_test.py::test_log_probs_are_those_of_the_modules"),
-    "cuda": No(
-        "on an H200 (vLLM 0.26) it answered by the new weights after each of ten hand-overs, asleep in between; "
-        "vllm/sleep_gpu_test.py has not passed as a whole yet"
-    ),
+    "cuda": Yes("vllm/sleep_gpu_test.py::test_ten_cycles_do_not_make_the_peak_grow"),
     "npu": No("no Ascend device was at hand: nothing ran on one yet"),
     "cancel": Yes("vllm/engine_test.py::test_a_cancelled_request_answers_with_what_it_has"),
     "continuous_batching": Yes("vllm/engine_test.py::test_a_short_request_beside_long_ones"),
@@ -22,7 +19,7 @@ VLLM: dict[str, Yes | No] = {
     "prefix_continuation": Yes("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),
     "media": Yes("vllm/images_test.py::test_log_probs_are_those_of_the_stock_module"),
     "routed_experts": Yes("vllm/experts_test.py::test_the_experts_told_are_those_of_its_log_probs"),
-    "sleep": No("vLLM refuses it on a CPU; on a CUDA device vllm/sleep_gpu_test.py has not passed as a whole yet"),
+    "sleep": Yes("vllm/sleep_gpu_test.py::test_ten_cycles_do_not_make_the_peak_grow"),
     "tensor_parallel": Yes("vllm/workers_test.py::test_log_probs_are_those_of_the_module_before_and_after_an_update"),
     "data_parallel": Yes(
         "vllm/data_parallel_test.py::test_each_copy_has_the_modules_log_probs_before_and_after_an_update"

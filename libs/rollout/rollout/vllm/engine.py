@@ -150,6 +150,8 @@ class VllmEngine:
 
     def supports(self, feature: str) -> Yes | No:
         """Whether this engine has the feature; ValueError lists the features for an unknown name."""
+        if feature == "sleep" and self.facts["device"] == "cpu":
+            return No("vLLM refuses it on a CPU")
         return feature_of(VLLM, feature)
 
     def load(self) -> Load:
