@@ -1,4 +1,4 @@
-"""megatron-core 0.16 on devices that are not CUDA's: what of it asks for CUDA by name, answered by the device.
+"""megatron-core 0.16 and 0.19 on devices that are not CUDA's: what of it asks for CUDA by name, answered by the device.
 
 megatron-core places tensors on `torch.cuda.current_device()` and copies on CUDA's streams, whatever the model is on. On
 a CPU and on NPUs each of our calls into it runs inside `adapted(device)`, an adaptation
@@ -22,7 +22,7 @@ from torch import Tensor
 from engines.devices.adaptations import Adaptation, Patch, applied
 from engines.devices.choice import devices_of
 
-VERSIONS = ">=0.16,<0.17"
+VERSIONS = ">=0.16,<0.20,!=0.17.*,!=0.18.*"
 
 
 class _TorchOn(ModuleType):
@@ -101,6 +101,7 @@ def adaptation_to(device: torch.device) -> Adaptation:
         return [
             Patch(torch.cuda, "current_device", lambda: device),
             Patch(torch.cuda, "synchronize", wait),
+            Patch(torch.cuda, "current_stream", lambda *_: _NoStream()),
             Patch(schedules, "torch", _TorchOn(device)),
             Patch(mappings, "_gather_along_first_dim", _gather_of_one_size),
             Patch(mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_of_one_size),

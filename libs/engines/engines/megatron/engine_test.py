@@ -314,8 +314,8 @@ def test_what_is_swapped_on_a_cpu_is_put_back():
 
 
 def test_another_version_of_megatron_core_is_refused_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(adaptations, "_version_of", lambda package: "0.19.2")
-    with pytest.raises(ValueError, match=r"written for megatron-core >=0\.16,<0\.17, and 0\.19\.2 is installed"):
+    monkeypatch.setattr(adaptations, "_version_of", lambda package: "0.18.1")
+    with pytest.raises(ValueError, match=r"written for megatron-core >=0\.16,<0\.20,.*, and 0\.18\.1 is installed"):
         engine_of(CASE)
 
 

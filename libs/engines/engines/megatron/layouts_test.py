@@ -1,8 +1,11 @@
 """Every layout of four gloo ranks gives the steps, scores, weights and files of one FSDP2 process."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from engines import LocalBatch
 from engines.launch import ensure_group, launch
@@ -169,7 +172,8 @@ def test_bfloat16_follows_the_curve_of_fsdp2(alone, together):
 @pytest.mark.parametrize("bug", PLANTED)
 def test_the_silent_errors_of_megatron_would_be_seen(alone, together, bug):
     error = largest_difference(alone[0][MOE.model].trained, together[2][bug])
-    assert error < 1e-5 if bug == "no bug" else error > 1e-3
+    mended = bug == "expert gradients" and Version(version("megatron-core")) >= Version("0.19")  # it marks them itself
+    assert error < 1e-5 if mended or bug == "no bug" else error > 1e-3
 
 
 @pytest.mark.parametrize("model", EXACT)
