@@ -100,7 +100,7 @@ def test_raw_log_probs_are_noticed_and_do_for_the_whole_distribution_alone(serve
         (lambda event: {"error": {"message": "out of memory"}}, "broke off: out of memory"),
         (with_choice(finish_reason="stop"), "stop tokens of its own"),
         (with_choice(finish_reason="content_filter"), "'content_filter', which nobody asked for"),
-        (with_choice(logprobs={"token_logprobs": [float("-inf")]}), "must tell one each"),
+        (lambda event: impossible(event), "must tell one each"),
     ],
 )
 def test_a_stream_that_goes_wrong_is_an_error_and_no_answer(engine, served, change, problem):
@@ -110,13 +110,20 @@ def test_a_stream_that_goes_wrong_is_an_error_and_no_answer(engine, served, chan
     assert engine.load().running == 0
 
 
+def impossible(event):
+    """Tokens of probability 0, as many as the event has."""
+    choice = event["choices"][0]
+    return with_choice(logprobs={"token_logprobs": [float("-inf")] * len(choice["token_ids"])})(event)
+
+
 def at_event(number, change):
-    """Event `number` of a stream, from 1, is changed."""
+    """Event `number` of a stream, from 1, is changed, or its last: tokens that come at once are told in one event."""
     events = []
 
     def changed(event):
         events.append(event)
-        return change(event) if len(events) == number else event
+        last = len(events) < number and event["choices"][0]["finish_reason"] is not None
+        return change(event) if last or len(events) == number else event
 
     return changed
 
