@@ -16,6 +16,7 @@ from engines import TrainEngine
 from rollout import Completion, Episode, RolloutConfig, VllmConfig, VllmEngine
 from rollout.engine import Load, PauseMode
 from rollout.episodes.batch import TYPES
+from rollout.episodes.media_codec import plain_media, read_media
 from rollout.episodes.playing import together
 from rollout.episodes.segment import Segment
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
@@ -130,10 +131,8 @@ def prove_weights(session: Session, engine: TrainEngine, episodes: Sequence[Epis
         return {}
     if isinstance(session.sampler, VllmEngine):
         told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler, media))]
-    elif session.config.engine.vision != "off":  # the native sampler's are in this process
-        return {}
     else:
-        told = session.probed(prompts)
+        told = session.probed(prompts, media)
     return hold_samplers(engine, prompts, gather_lists(told), session.sampler.version, media)
 
 
@@ -145,6 +144,16 @@ def probes_of(episodes: Sequence[Episode]) -> list[list[int]]:
 def probes_media(episodes: Sequence[Episode]) -> list[Media]:
     """What those prompts show; None of a prompt of text."""
     return [segment.media or None for segment in _probed(episodes)]
+
+
+def plain_shown(media: Sequence[Media]) -> list[dict[str, Any] | None]:
+    """What probes show, as JSON holds it on the way to another process; nothing where all are text."""
+    return [None if one is None else plain_media(one) for one in media] if any(media) else []
+
+
+def read_shown(plain: Sequence[Mapping[str, Any] | None]) -> list[Media]:
+    """What `plain_shown` gave."""
+    return [None if one is None else read_media(one) for one in plain]
 
 
 def _probed(episodes: Sequence[Episode]) -> list[Segment]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 from apps.common.interrupts import Runner
 from apps.grpo.config import GrpoConfig
+from apps.grpo.samplers import Media, plain_shown
 from apps.grpo.schedule_generator import generate, generating_handlers, sampling_handlers
 from apps.grpo.session import Session, hand_over
 from apps.grpo.tasks import Tasks
@@ -180,9 +181,10 @@ class RaySamplers:
         dealt = cast(list[list[list[Episode]]], parts)
         return [dealt[at % count][at // count] for at in range(len(rows))]
 
-    async def probed(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    async def probed(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """What each of the samplers answers to probes. WorkerDied: see `revive`."""
-        told = await asyncio.gather(*map(asyncio.wrap_future, self._pool.call_all("probe", prompts=prompts)))
+        asked = self._pool.call_all("probe", prompts=prompts, media=plain_shown(media))
+        told = await asyncio.gather(*map(asyncio.wrap_future, asked))
         return [head["answer"] for head, _ in told]
 
     def take(self, engine: TrainEngine, runner: Runner) -> int:
@@ -258,9 +260,9 @@ class RaySession(Session):
             except WorkerDied:
                 self.sampler.revive(self.runner, trained)
 
-    def probed(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    def probed(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """What each of Ray's samplers answers to probes."""
-        return self.asked(lambda: self.sampler.probed(prompts))
+        return self.asked(lambda: self.sampler.probed(prompts, media))
 
     async def playing(
         self, rows: Sequence[TaskRow], places: Sequence[int], sampling: Sampling, size: int

@@ -28,7 +28,7 @@ from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
 from apps.grpo.ledgers import ASYNC, check_ledgers
 from apps.grpo.live import EVERY, Show
-from apps.grpo.samplers import hold_samplers, probes_of
+from apps.grpo.samplers import hold_samplers, plain_shown, probes_media, probes_of
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_process import RESTARTS, SamplingProcess
 from apps.grpo.schedule_rows import NumberedRows
@@ -336,15 +336,15 @@ class FullyAsync:
 
     def _proven(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """That every sampler has the weights it was handed, beside whatever it samples; see `hold_samplers`."""
-        prompts = probes_of(episodes)
-        while prompts and self._config.engine.vision == "off":  # probes are text
+        prompts, media = probes_of(episodes), probes_media(episodes)
+        while prompts:
             version = self._process.version
-            asked = self._living().call_all("probe", prompts=prompts)
+            asked = self._living().call_all("probe", prompts=prompts, media=plain_shown(media))
             try:
                 told = [future.result()[0]["answer"] for future in asked]
             except WorkerDied:
                 continue
-            return hold_samplers(self._engine, prompts, told, version)
+            return hold_samplers(self._engine, prompts, told, version, media)
         return {}
 
     # -- the sampling process --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from apps.common.ranks import init_rank
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
 from apps.grpo.native_sampler import native_dtype, native_engine
-from apps.grpo.samplers import probe, vllm_engine
+from apps.grpo.samplers import probe, read_shown, vllm_engine
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Session, chat_of, likeliest
 from apps.grpo.tasks import Tasks
@@ -102,7 +102,7 @@ def _players(config: GrpoConfig, session: Session, rows: NumberedRows) -> dict[s
 def _prober(session: Session, sampler: NativeEngine | VllmEngine, model: Path) -> dict[str, Handler]:
     vllm = sampler if isinstance(sampler, VllmEngine) else None
     dtype = native_dtype(session.config, model) if vllm is None else vllm.facts["dtype"]
-    return {"probe": lambda call: probe(session, call["prompts"], dtype, vllm)}
+    return {"probe": lambda call: probe(session, call["prompts"], dtype, vllm, read_shown(call["media"]))}
 
 
 def _ending_with(sampler: NativeEngine | VllmEngine, handlers: Mapping[str, Handler]) -> dict[str, Handler]:

@@ -12,6 +12,7 @@ import ray
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
+from apps.grpo.pictures_testing import SERVED, assert_tower_moved, pictured
 from apps.grpo.schedule_testing import rows, served
 from rollout.workers.ray_pool import RayPool
 
@@ -95,6 +96,15 @@ def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path)
     run(in_ray(tmp_path, 2, Schedule("one_step_off")))
     assert_proven(tmp_path, 3)
     assert [row["schedule/staleness"] for row in rows(tmp_path)[1:]] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_two_samplers_see_by_each_steps_tower(tmp_path, mode):
+    """Proven by the pictures of the step in each of them."""
+    run(pictured(tmp_path, mode, ray_workers=2), SERVED)
+    assert_proven(tmp_path, 3)
+    assert [row["rollout/failed_episodes"] for row in rows(tmp_path)[1:]] == [0, 0, 0]
+    assert_tower_moved(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "which", "whom"), [("commit", 2, "actor"), ("sample", 3, "vllm")])

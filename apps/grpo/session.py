@@ -1,7 +1,7 @@
 """What every rank of a GRPO run holds: the sampler, the chat format, the tasks; and how they are asked."""
 
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -96,9 +96,11 @@ class Session:
         """The parts of all ranks together, in order of the prompts; every rank calls it."""
         return sorted(gather_lists(episodes), key=lambda episode: episode.group)
 
-    def probed(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    def probed(
+        self, prompts: Sequence[Sequence[int]], media: Sequence[Mapping[str, Any] | None]
+    ) -> list[dict[str, Any]]:
         """What each sampler outside this process answers to probes (`apps.grpo.samplers.probe`); here there is none."""
-        del prompts
+        del prompts, media
         return []
 
     @property

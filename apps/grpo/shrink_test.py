@@ -22,6 +22,7 @@ from rollout.vllm.spread import spread_refusal
 
 RECIPES = recipes()
 SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
+LACKING = "qwen3-235b-a22b-async-npu"
 SIZES = {
     *("steps", "prompts", "group_size", "mini_batches", "epochs", "eval_every", "save_every", "max_episode_tokens"),
     *("data.max_prompt_tokens", "data.eval_prompts", "sampling.max_new_tokens"),
@@ -117,20 +118,23 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(name, tmp_path, capsys):
+def test_a_shrunk_run_does_without_nothing_but_what_is_named(name):
+    """All but one are whole: images through several of vLLM's workers too."""
+    small, recipe, _ = shrunk(RECIPES[name].config, MANY)
+    if name != LACKING:
+        refuse_dropped(work_of(small, recipe))
+
+
+def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, capsys):
     """By its No; and no process, no folder and no model is made."""
+    name = LACKING
     config = replace(RECIPES[name].config, run_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
         run_shrunk(config, MANY)
-    assert "--cluster.rollout.tp 2: No(" not in str(refusal.value)
     small, recipe, _ = shrunk(config, MANY)
-    assert "--cluster.rollout.dp 2: No(" not in str(refusal.value)
     layout = small.cluster.rollout
-    over_copies = f"--cluster.rollout.ep {layout.ep}: No(each copy of the model in vLLM"
-    assert (over_copies in str(refusal.value)) == (layout.ep > layout.tp) == (name == "qwen3-235b-a22b-async-npu")
-    if small.engine.vision != "off":
-        assert "images shown to the sampler: No(" in str(refusal.value)
-        assert "vision: No(text models only" not in str(refusal.value)
+    assert "--cluster.rollout.dp 2: No(" not in str(refusal.value)
+    assert f"--cluster.rollout.ep {layout.ep}: No(each copy of the model in vLLM" in str(refusal.value)
     text = replace(small.engine, vision="off")
     rest = replace(small, engine=text, cluster=Cluster(environment=small.cluster.environment))
     if small.engine.backend == "megatron":
@@ -141,12 +145,11 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(name, tmp_p
 
 def test_flags_that_leave_something_out_are_proposed():
     with pytest.raises(ValueError) as refusal:
-        run_shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
+        run_shrunk(RECIPES[LACKING].config, MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
     assert "--engine.no-optimizer-on-host" not in proposed
-    assert proposed[proposed.index("--cluster.media.images-column") + 1] == "None"
-    assert proposed[proposed.index("--engine.vision") + 1] == "off"
-    argv = ["--recipe", "qwen3-5-27b-fsdp2", "--shrink", *proposed, "--plan"]
+    assert proposed[proposed.index("--cluster.rollout.ep") + 1] == "1"
+    argv = ["--recipe", LACKING, f"--shrink={MANY}", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 0

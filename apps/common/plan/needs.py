@@ -51,11 +51,6 @@ RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
 ADMIT = Yes("apps/grpo/native_sampler_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
 RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
-ASYNC_IMAGES = No(
-    "no test has proven the tower of a vLLM in a sampling process: use --cluster.schedule.mode one_step_off"
-)
-SPREAD_IMAGES = No("no test has run images through vLLM over several workers")
-RAY_IMAGES = No("no test has run images in Ray's samplers: leave --cluster.rollout.ray-workers at 0")
 DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
 NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
 IMAGES = Yes("apps/grpo/pictures_test.py::test_a_column_of_images_may_have_any_name")
@@ -80,9 +75,7 @@ def needs_of(work: Work) -> list[Need]:
         found += _ray_samplers(work)
     if work.engine.vision != "off" and work.app == "grpo":
         sampler = RolloutConfig(backend=work.cluster.rollout.engine)
-        spread = work.cluster.rollout.engine == "vllm" and work.cluster.rollout.tp > 1
-        answer = SPREAD_IMAGES if spread else sampler_supports(sampler, "media")
-        found.append(Need("images shown to the sampler", answer))
+        found.append(Need("images shown to the sampler", sampler_supports(sampler, "media")))
     if work.engine.device == "npu" and work.cluster.rollout.engine == "vllm" and work.app == "grpo":
         found.append(Need("vLLM beside NPUs", sampler_supports(RolloutConfig(backend="vllm"), "npu")))
     if work.engine.routing_replay:
@@ -175,9 +168,6 @@ def _schedule(work: Work) -> list[Need]:
     pools = work.cluster.pools
     if pools.nodes + pools.rollout_nodes > 1:
         return [Need("ray", RAY)]
-    seeing = work.engine.vision != "off" and work.cluster.rollout.engine == "vllm"
-    if seeing and work.cluster.schedule.mode == "fully_async":
-        return [Need("images shown to vLLM, fully asynchronous", ASYNC_IMAGES)]
     if work.cluster.schedule.mode == "fully_async" and work.processes > 1:
         return [Need("one rank that trains", ONE_RANK)]
     return []
@@ -185,11 +175,7 @@ def _schedule(work: Work) -> list[Need]:
 
 def _ray_samplers(work: Work) -> list[Need]:
     """What else a run asks for that samplers in Ray's actors do not do."""
-    lacking = {
-        "samplers in Ray beside several ranks": (work.processes > 1, RAY_RANKS),
-        "images from Ray": (work.engine.vision != "off", RAY_IMAGES),
-    }
-    return [Need(feature, answer) for feature, (asked, answer) in lacking.items() if asked]
+    return [Need("samplers in Ray beside several ranks", RAY_RANKS)] if work.processes > 1 else []
 
 
 def _value(config: Any, path: str) -> Any:

@@ -8,7 +8,9 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -69,12 +71,19 @@ def tiny_dense_model(vocab: int = 48, layers: int = 2, seed: int = 0, **changes:
 
 def tiny_mixture(vocab: int = 48, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The same with six experts in each layer, two of them a token."""
+    config = Qwen3_5MoeTextConfig(**_mixture_sizes(vocab, layers, changes))
+    torch.manual_seed(seed)
+    return _with_large_experts(_with_large_weights(Qwen3_5MoeForCausalLM(config)))
+
+
+def _mixture_sizes(vocab: int, layers: int, changes: dict[str, Any]) -> dict[str, Any]:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = {**_SIZES, **experts, "shared_expert_intermediate_size": 32} | changes
     sizes.pop("intermediate_size", None)
-    config = Qwen3_5MoeTextConfig(**sizes | {"vocab_size": vocab, "num_hidden_layers": layers})
-    torch.manual_seed(seed)
-    model = _with_large_weights(Qwen3_5MoeForCausalLM(config))
+    return sizes | {"vocab_size": vocab, "num_hidden_layers": layers}
+
+
+def _with_large_experts(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name or name.endswith("mlp.gate.weight"):
@@ -87,7 +96,18 @@ def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes
 
     `changes` are its text part's.
     """
-    text = _SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes
+    return _seeing(_SIZES | {"vocab_size": vocab, "num_hidden_layers": layers} | changes, seed)
+
+
+def tiny_seeing_mixture(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The same with experts in each layer of its text part, as `tiny_mixture` has them."""
+    text = _mixture_sizes(vocab, layers, changes)
+    return _with_large_experts(_seeing(text, seed, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration))
+
+
+def _seeing(
+    text: dict[str, Any], seed: int, make_config: Any = Qwen3_5Config, make: Any = Qwen3_5ForConditionalGeneration
+) -> PreTrainedModel:
     tower = {
         "depth": 2,
         "hidden_size": 16,
@@ -97,7 +117,7 @@ def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes
         "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
     }
-    config = Qwen3_5Config(
+    config = make_config(
         text_config=text,
         vision_config=tower,
         tie_word_embeddings=True,
@@ -107,7 +127,7 @@ def tiny_seeing_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes
         vision_end_token_id=47,
     )
     torch.manual_seed(seed)
-    model = _with_large_weights(Qwen3_5ForConditionalGeneration(config))
+    model = _with_large_weights(make(config))
     with torch.no_grad():
         for parameter in model.model.visual.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion
 from rollout.native.media import followed, seen_inputs, seen_prompt
-from rollout.testing.model import SERVED, tiny_seeing_model
+from rollout.testing.model import SERVED, tiny_seeing_mixture, tiny_seeing_model
 
 IMAGE, START, END = 44, 46, 47
 NUMBERS = 3 * 2 * 2 * 2
@@ -17,9 +17,22 @@ Prompt = tuple[list[int], dict[str, Any]]
 """Tokens, and what they show."""
 
 
-def served_seeing(seed: int = 0) -> PreTrainedModel:
-    """A tiny hybrid that sees, whose delta nets remember for a while and whose tower matters."""
-    model = tiny_seeing_model(300, seed=seed, **SERVED)
+def served_seeing(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny hybrid that sees, whose delta nets remember for a while and whose tower matters; `changes` of its text."""
+    return _tuned(tiny_seeing_model(300, seed=seed, **{**SERVED, **changes}))
+
+
+def served_seeing_mixture(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The same with experts that matter: in a wrong order they move log-probs by units."""
+    model = tiny_seeing_mixture(300, seed=seed, **{**SERVED, "moe_intermediate_size": 64, **changes})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(0.4)
+    return _tuned(model)
+
+
+def _tuned(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

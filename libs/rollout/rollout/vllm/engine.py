@@ -54,7 +54,7 @@ class VllmEngine:
         described = text_config(model)
         tied = tied_head(model, described)
         self._described = described
-        self._sight = sight_of(model) if config.vllm.tensor_parallel == 1 else None  # no test has run both
+        self._sight = sight_of(model)
         self._config = config
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()

@@ -19,7 +19,7 @@ from rollout.native.media import KINDS, checked_media
 from rollout.vllm.positions import digest_of
 from seqpack.batches.mrope import IMAGE, VIDEO, grid_tokens, sequence_positions
 
-SEEING = ("qwen3_5",)
+SEEING = ("qwen3_5", "qwen3_5_moe")
 """Model types whose images a test has run through vLLM."""
 
 

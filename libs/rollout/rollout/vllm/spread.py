@@ -20,6 +20,9 @@ def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cp
         heads = config.get(name)
         if heads is not None and heads % workers:
             return f"{name} {heads} can't be shared by {workers} workers (tensor_parallel): use a divisor of it"
+    tower = (config.get("vision_config") or {}).get("num_heads")
+    if tower is not None and tower % workers:
+        return f"num_heads {tower} of its tower can't be shared by {workers} workers (tensor_parallel): use a divisor"
     shared = config.get("num_key_value_heads")
     if shared is not None and shared % workers and workers % shared:
         return f"num_key_value_heads {shared} can be neither shared nor copied by {workers} workers (tensor_parallel)"

@@ -20,6 +20,8 @@ MIXTURE = HYBRID | {"num_experts": 6, "moe_intermediate_size": 64}
         (HYBRID, 3, False, True, "num_attention_heads 8 .*3 workers"),
         (HYBRID, 8, False, True, "linear_num_key_heads 4"),
         (HYBRID | {"linear_num_key_heads": 8, "num_key_value_heads": 3}, 2, False, True, "num_key_value_heads 3"),
+        (HYBRID | {"vision_config": {"num_heads": 16}}, 4, False, True, None),
+        (HYBRID | {"vision_config": {"num_heads": 6}}, 4, False, True, "num_heads 6 of its tower .*4 workers"),
         (HYBRID, 2, True, True, "has no experts"),
         ({"num_attention_heads": 4, "num_key_value_heads": 1}, 4, False, False, None),
         (MIXTURE, 2, False, True, None),

@@ -55,6 +55,7 @@ class Generator:
             from rollout.vllm.server import images  # a model of text needs none of what it imports
 
             images.replace_processors()
+            os.environ["TESSERA_VLLM_SEEING"] = "1"  # its workers do so too (`start`)
             seeing = images.ARGUMENTS
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -102,14 +103,14 @@ class Generator:
         return result
 
     def _check_sight(self) -> None:
-        found = self._engine.collective_rpc("tell_sight")[0]
-        if found != self._sight:
-            raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._sight}")
+        for found in self._engine.collective_rpc("tell_sight"):
+            if found != self._sight:
+                raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._sight}")
 
     def _prompt(self, ids: list[int], shown: Sequence[Any], places: list[int], positions: str) -> Any:
         """A prompt with images. ValueError: vLLM gives its tokens other positions than the trainer."""
         grids = [one.grid for one in shown]
-        if self._engine.collective_rpc("digest_positions", args=(ids, grids, places))[0] != positions:
+        if set(self._engine.collective_rpc("digest_positions", args=(ids, grids, places))) != {positions}:
             raise ValueError(f"vLLM gives the tokens of images of the grids {grids} other positions than the trainer")
         # It takes names of vLLM that not every release has.
         from rollout.vllm.server.images import seen_prompt

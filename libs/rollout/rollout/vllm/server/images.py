@@ -22,7 +22,7 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
 _NEVER = "images come as patches: vLLM has nothing to read here"
-SEEING = (qwen3_5.Qwen3_5ForConditionalGeneration,)
+SEEING = (qwen3_5.Qwen3_5ForConditionalGeneration, qwen3_5.Qwen3_5MoeForConditionalGeneration)
 
 
 class _Info(BaseProcessingInfo):  # type: ignore[misc]  # vLLM is not there to be checked

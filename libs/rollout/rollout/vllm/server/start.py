@@ -14,6 +14,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _SERVER = "TESSERA_VLLM_SERVER"
+_SEEING = "TESSERA_VLLM_SEEING"
 
 
 def make_importable() -> None:
@@ -33,6 +34,14 @@ def end_with_server() -> None:
         os._exit(1)
 
 
+def see_as_server() -> None:
+    """Have this worker's model take images as the server's does, which has said so by then (`Generator`)."""
+    if os.environ.get(_SEEING):
+        from rollout.vllm.server.images import replace_processors  # vLLM, which a worker imports next
+
+        replace_processors()
+
+
 def main() -> None:
     """Serve."""
     os.environ[_SERVER] = str(os.getpid())
@@ -47,3 +56,4 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":  # a worker
     make_importable()
     end_with_server()
+    see_as_server()

@@ -1,0 +1,110 @@
+"""Images through a vLLM of two workers: each has a part of the tower too, and both show what the stock module sees."""
+
+import asyncio
+import os
+from dataclasses import replace
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.testing.seeing import seeing_distances, served_seeing, served_seeing_mixture, shown
+from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
+from rollout.vllm import engine as engine_module
+from rollout.vllm.engine import VllmEngine
+from rollout.vllm.images import shown_in
+from rollout.vllm.weights import checkpoint_pieces
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LIKELIEST = Sampling(max_new_tokens=8, greedy=True)
+SEEN = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), (1, 6, 2), (1, 4, 4)], [(1, 8, 8)]])]
+PROMPTS = [*SEEN, ([5, 60, 70, 80, 90], {}), shown(9, (1, 4, 2), before=shown(8, (1, 2, 6)))]
+
+
+def model_of(seed=0):
+    return served_seeing(seed, **HEADS)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model_of().save_pretrained(folder)
+    with VllmEngine(folder, config(tensor_parallel=2)) as engine:
+        assert len(engine.facts["workers"]) == 2
+        yield engine
+
+
+def ask(engine, prompts=PROMPTS, sampling=ANSWER):
+    async def all_of_them():
+        return await asyncio.gather(
+            *[
+                engine.generate(ids, sampling if sampling.greedy else replace(sampling, seed=i), media or None)
+                for i, (ids, media) in enumerate(prompts)
+            ]
+        )
+
+    return asyncio.run(all_of_them())
+
+
+def assert_agrees(model, prompts, done):
+    distance = seeing_distances(model, prompts, done)
+    assert distance.mean() < MEAN
+    assert distance.max() < MOST
+
+
+def other_pictures(prompts):
+    return [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in prompts]
+
+
+@pytest.mark.parametrize("sampling", [ANSWER, LIKELIEST], ids=["sampled", "greedy"])
+def test_log_probs_are_those_of_the_stock_module(engine, sampling):
+    """One image, several, one in a later turn; a prompt of text in the same batch; each also alone."""
+    done = ask(engine, sampling=sampling)
+    assert_agrees(model_of(), PROMPTS, done)
+    assert seeing_distances(model_of(), other_pictures(SEEN), done[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
+    assert_agrees(model_of(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
+
+
+def test_positions_that_are_not_the_trainers_are_refused(engine, monkeypatch):
+    def turned(*given):
+        return replace(shown_in(*given), positions="00")
+
+    monkeypatch.setattr(engine_module, "shown_in", turned)
+    with pytest.raises(ValueError, match=r"grids \[\[1, 4, 6\]\] other positions than the trainer"):
+        ask(engine, SEEN[:1])
+
+
+def test_both_workers_see_by_the_new_tower_after_an_update(engine):
+    """The same images, which vLLM had seen by the old one."""
+    old, new = ask(engine), model_of(seed=1)
+    asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
+    done = ask(engine)
+    assert_agrees(new, PROMPTS, done)
+    assert seeing_distances(new, SEEN, old[: len(SEEN)]).mean() > 5 * MEAN
+    tower = model_of(seed=1)
+    tower.model.visual.load_state_dict(model_of().model.visual.state_dict())
+    asyncio.run(engine.update_weights(next(VERSIONS), pieces(tower)))
+    assert_agrees(tower, PROMPTS, ask(engine))
+    assert seeing_distances(tower, SEEN, done[: len(SEEN)]).mean() > 2 * MEAN
+
+
+@pytest.mark.parametrize("spread", [{}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}])
+def test_mixtures_see_what_the_stock_module_sees(tmp_path, spread):
+    """Before and after an update."""
+    old, new = (served_seeing_mixture(seed, **HEADS) for seed in (0, 3))
+    for model, name in ((old, "old"), (new, "new")):
+        model.save_pretrained(tmp_path / name)
+    with VllmEngine(tmp_path / "old", config(**spread)) as engine:
+        before = ask(engine)
+        assert_agrees(old, PROMPTS, before)
+        assert seeing_distances(old, other_pictures(SEEN), before[: len(SEEN)]).mean() > 2 * MEAN  # it can tell
+        asyncio.run(engine.update_weights(1, checkpoint_pieces(tmp_path / "new")))
+        assert_agrees(new, PROMPTS, ask(engine))
+        assert seeing_distances(new, PROMPTS, before).mean() > 5 * MEAN
