@@ -36,7 +36,7 @@ def prove_on_a_rank(scales):
             parameter.mul_(scales[rank])
     answers = told(module, Sampling(max_new_tokens=6 - 3 * rank, seed=rank))
     session: Any = SimpleNamespace(
-        config=GrpoConfig(), sampler=SimpleNamespace(version=3), probed=lambda prompts: [answers]
+        config=GrpoConfig(), sampler=SimpleNamespace(version=3), probed=lambda prompts, media: [answers]
     )
     episodes: Any = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
     try:
