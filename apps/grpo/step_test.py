@@ -225,7 +225,8 @@ class Session:
         self.sampler.version += 1
         return 4096
 
-    def probed(self, prompts):
+    def probed(self, prompts, media):
+        assert media == [None] * len(prompts)
         self.events.append(("probed", self.sampler.version, len(prompts)))
         return []
 
