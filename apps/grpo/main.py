@@ -22,6 +22,7 @@ from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import asked_for, refuse_dropped, tell
 from apps.common.shrink.fields import MANY, Difference, by_flag
+from apps.common.shrink.npu import stand_in_for
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.common.variables import start_with
 from apps.grpo.checks import check_machine, check_model, check_prompts
@@ -115,7 +116,7 @@ def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
 
 
 def shrunk(config: GrpoConfig, most_ranks: int) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
-    """The configuration at the size of `most_ranks` CPU processes, its recipe, and every field that differs.
+    """The configuration at the size of `most_ranks` processes, its recipe, and every field that differs.
 
     Raises:
         ValueError: there is no such recipe, or there are too few processes.
@@ -137,7 +138,8 @@ def run_shrunk(config: GrpoConfig, most_ranks: int) -> Result:
     tell(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
     refuse_dropped(work_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
-    return run(supplied(small, recipe, run_dir), recipe)
+    with stand_in_for(small.engine.device):
+        return run(supplied(small, recipe, run_dir), recipe)
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`--shrink`: a recipe of the grpo app on CPU processes, with a tiny random model of its architecture."""
+"""`--shrink`: a recipe of the grpo app on processes of this machine, with a tiny random model of its architecture."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def shrink(config: GrpoConfig, recipe: Recipe, most_ranks: int) -> tuple[GrpoCon
     short = min(config.max_episode_tokens, TOKENS)
     ranks = config.processes * config.cluster.pools.nodes
     small = Small.of(config.engine, ranks, config.max_episode_tokens, short, most_ranks)
-    changes = engine_changes(small, config.cluster) + steps_changes(config.engine, STEPS)
+    changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
     if recipe.make_model is None:  # it reads prompts from a file
         sizes["data.max_prompt_tokens"] = min(config.data.max_prompt_tokens, short // 2)

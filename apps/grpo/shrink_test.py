@@ -119,10 +119,22 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_shrunk_run_does_without_nothing_but_what_is_named(name):
-    """All but one are whole: images through several of vLLM's workers too."""
+    """All but one are whole: images through several of vLLM's workers too. Those for NPUs lack vLLM beside them."""
     small, recipe, _ = shrunk(RECIPES[name].config, MANY)
-    if name != LACKING:
+    if small.engine.device == "npu":
+        with pytest.raises(ValueError, match="vLLM beside NPUs: No") as refusal:
+            refuse_dropped(work_of(small, recipe))
+        assert (str(refusal.value).count("No(") > 1) == (name == LACKING)
+    elif name != LACKING:
         refuse_dropped(work_of(small, recipe))
+
+
+def test_the_device_of_a_flag_counts():
+    """A recipe for NPUs on the CPU, as it is asked for: whole, then."""
+    config = RECIPES["qwen3-5-27b-fsdp2-npu"].config
+    small, recipe, _ = shrunk(replace(config, engine=replace(config.engine, device="cpu")), MANY)
+    assert small.engine.device == "cpu"
+    refuse_dropped(work_of(small, recipe))
 
 
 def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, capsys):

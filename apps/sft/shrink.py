@@ -1,4 +1,4 @@
-"""`--shrink`: a recipe of the sft app on CPU processes, with a tiny random model of its architecture."""
+"""`--shrink`: a recipe of the sft app on processes of this machine, with a tiny random model of its architecture."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def shrink(config: SftConfig, recipe: Recipe, most_ranks: int) -> tuple[SftConfi
     longest, short = config.data.max_tokens, min(config.data.max_tokens, TOKENS)
     ranks = config.processes * config.cluster.pools.nodes
     small = Small.of(config.engine, ranks, longest, short, most_ranks)
-    changes = engine_changes(small, config.cluster) + steps_changes(config.engine, STEPS)
+    changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
     if recipe.synthetic and not config.data.data:
         sizes["data.demonstrations"] = min(config.data.demonstrations, 256)

@@ -16,6 +16,7 @@ LEFT_OUT = {
     "vision": TEXT_ALONE,
     "images shown to the sampler": TEXT_ALONE,
     "reference policy": "--objective.kl-coef 0",
+    "vLLM beside NPUs": "--cluster.rollout.engine native",
 }
 """Flags that leave out what a need is for, where its name is no flag."""
 

@@ -2,7 +2,8 @@
 
 1. Sizes (tokens, rows, steps) become small; those that are bound to each other keep their ratio.
 2. Sizes of parallelism that are above one become two, so that none is left out; the ranks follow from them.
-3. The device becomes the CPU, and settings that speak of a device's memory or graphs have nothing to speak of.
+3. The device becomes the CPU (an NPU stays one, by a stand-in: `apps.common.shrink.npu`), and settings that speak of a
+   device's memory or graphs have nothing to speak of.
 
 Invariants, tested over all recipes: only fields that a `Change` names differ; what was above one stays above one (data
 parallelism as far as the processes go); a shrunk recipe shrinks to itself.
@@ -115,11 +116,11 @@ class Small:
         return Small(sizes, small, stages, max(tokens, -(-short // together)))
 
 
-def engine_changes(small: Small, cluster: Cluster) -> list[Change]:
+def engine_changes(small: Small, engine: EngineConfig, cluster: Cluster) -> list[Change]:
     """How the ranks and the engine of a run differ."""
     return [
         Change("processes", "ranks", small.ranks),
-        Change("engine.device", "device", "cpu"),
+        Change("engine.device", "device", "npu" if engine.device == "npu" else "cpu"),
         Change("engine.max_tokens_per_rank", "size", small.tokens),
         *(Change(f"engine.{name}", "ranks", value) for name, value in small.sizes.items()),
         *_cluster_changes(cluster),

@@ -1,0 +1,32 @@
+"""Device npu of a shrunk run on a machine without torch_npu: the stand-in that computes on the CPU (docs/ascend.md)."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from engines.testing.npu.build import reason_against
+from engines.testing.npu.path import stand_in_on_path
+
+TOLD = "Device npu: torch_npu is not installed here, so its stand-in computes, on the CPU (docs/ascend.md)."
+
+
+@contextmanager
+def stand_in_for(device: str) -> Iterator[None]:
+    """Let `import torch_npu` give the stand-in inside, said in a line, where `device` is npu and there is no torch_npu.
+
+    Raises:
+        ValueError: the stand-in cannot be built here.
+    """
+    if device != "npu" or find_spec("torch_npu") is not None:
+        yield
+        return
+    if reason := reason_against():
+        raise ValueError(
+            f"device npu: torch_npu is not installed, and its stand-in is built from source: {reason}; or leave the "
+            "device out by --engine.device cpu"
+        )
+    sys.stdout.write(TOLD + "\n")
+    sys.stdout.flush()
+    with stand_in_on_path():
+        yield
