@@ -40,6 +40,8 @@ from chat_tools.serving.vllm_plugin import PREFIX, FormatToolParser
 FOLDERS = (
     "tests/__init__.py",
     "tests/tool_parsers/",
+    "tests/tool_use/__init__.py",
+    "tests/tool_use/test_kimi_k3",
     "tests/entrypoints/tool_parsers/",
     "tests/entrypoints/__init__.py",
 )
@@ -58,6 +60,8 @@ class Words:
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
+        for fmt in FORMATS.values():  # parsers look for their markers when they are made
+            self.encode("".join([fmt.example, *fmt.ends]))
 
     def tokenize(self, text: str, **_: Any) -> list[str]:
         return re.findall(r"</?[^<>\s]{1,60}>|\w+|\s|.", text, re.DOTALL)
@@ -87,6 +91,10 @@ class Words:
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return "".join(tokens)
+
+    def add_tokens(self, tokens: Any, **_: Any) -> int:
+        self.convert_tokens_to_ids([tokens] if isinstance(tokens, str) else tokens)
+        return 0
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import starmap
+from operator import eq, itemgetter
 
 from chat_tools.rendering.masks import Region, Regions
 from chat_tools.rendering.owners import Piece
 from chat_tools.rendering.template import Message
 
+_start, _end = itemgetter(0), itemgetter(1)
+
+
+def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Return 1 for each token of the blocks `start:end` that a template marks, as `apply_chat_template`'s mask has it.
+
+    A block's tokens are those from its first character's first one to its last character's first one.
+    """
+    mask = [0] * len(offsets)
+    for start, end in blocks:
+        first, last = _token_of(start, offsets), _token_of(end - 1, offsets)
+        if first is None:
+            break
+        stop = last + 1 if last else len(mask)  # no token, or the very first: transformers marks all that follows
+        mask[first:stop] = [1] * (stop - first)
+    return mask
+
+
+def _token_of(position: int, offsets: Sequence[tuple[int, int]]) -> int | None:
+    """Return the first token that holds a character, None if none does."""
+    at = bisect_left(offsets, (position + 1,)) - 1
+    while at > 0 and offsets[at - 1][1] > position:
+        at -= 1
+    return at if at >= 0 and offsets[at][0] <= position < offsets[at][1] else None
+
 
 def trained_regions(
     found: Regions,
-    marked: list[bool] | None,
+    marked: list[int] | None,
     offsets: Sequence[tuple[int, int]],
     messages: Sequence[Message],
     problems: list[str],
@@ -25,7 +52,7 @@ def trained_regions(
 
 
 def _regions_of_marks(
-    mask: list[bool],
+    mask: list[int],
     offsets: Sequence[tuple[int, int]],
     found: Regions,
     messages: Sequence[Message],
@@ -66,8 +93,9 @@ def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region]) -> lis
     at = bisect_right(regions, tokens[0][0], key=lambda region: region.end)
     while at < len(regions) and regions[at].start < tokens[-1][1]:
         region = regions[at]
-        own = [(a, b) for a, b in tokens if a < region.end and b > region.start]
-        start, end = max(own[0][0], region.start), min(own[-1][1], region.end)
+        first = bisect_right(tokens, region.start, key=_end)
+        last = bisect_left(tokens, region.end, key=_start) - 1
+        start, end = max(tokens[first][0], region.start), min(tokens[last][1], region.end)
         parts.append(Region(region.message, start, end, end))
         at += 1
     return parts
@@ -83,7 +111,7 @@ def _overlapping(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
     return found
 
 
-def _runs(mask: Sequence[bool], offsets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def _runs(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Return the characters of each run of marked tokens, those of no character left out.
 
     All tokens of a character whose first token is marked belong to its run: transformers' mask ends with the first.
@@ -96,12 +124,13 @@ def _runs(mask: Sequence[bool], offsets: Sequence[tuple[int, int]]) -> list[list
             mask[end] or (offsets[end] == offsets[end - 1] and offsets[end][0] < offsets[end][1])
         ):
             end += 1
-        runs.append([token for token in offsets[begin:end] if token[0] < token[1]])
+        run = offsets[begin:end]
+        runs.append([token for token in run if token[0] < token[1]] if any(starmap(eq, run)) else list(run))
         begin = _next(mask, True, end)
     return runs
 
 
-def _next(mask: Sequence[bool], value: bool, start: int) -> int:
+def _next(mask: Sequence[int], value: bool, start: int) -> int:
     """Return where the value comes next, or the length."""
     try:
         return mask.index(value, start)

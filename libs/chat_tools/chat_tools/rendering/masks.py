@@ -17,7 +17,6 @@ a turn that ends with a stop token holds it; an injected marker in anybody's tex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from chat_tools.rendering.frames import Frame, added_tokens, find_frame, token_start
@@ -138,16 +137,21 @@ def _bounded(pieces: Sequence[Piece], length: int) -> dict[int, list[_Bounds]]:
 
     `pieces` are in order; the result is by message. Linear in their number.
     """
-    runs = [list(run) for _, run in groupby(pieces, key=lambda piece: piece.message)]
+    runs: list[Piece] = []
+    for piece in pieces:
+        if runs and runs[-1].message == piece.message:
+            runs[-1] = Piece(runs[-1].start, piece.end, piece.message)
+        else:
+            runs.append(piece)
     found: dict[int, list[_Bounds]] = {}
-    for number, run in enumerate(runs):
-        joined = Piece(run[0].start, run[-1].end, run[0].message)
-        lower = runs[number - 1][-1].end if number else 0
-        upper = runs[number + 1][0].start if number + 1 < len(runs) else length
+    lower = 0
+    for number, joined in enumerate(runs):
+        upper = runs[number + 1].start if number + 1 < len(runs) else length
         same = found.setdefault(joined.message, [])
         if same:
             same[-1] = same[-1]._replace(last=False)
         same.append(_Bounds(joined, lower, upper, not same, True))
+        lower = joined.end
     return found
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, rendering_errors, template_errors, unused
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_TEXT_KEYS = frozenset(("content", *REASONING_KEYS))
 WRITTEN_KEYS = ("content", *REASONING_KEYS, "tool_calls")
 _PRIVATE = 0xF0000  # planes 15 and 16: no script has characters there
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010ffff]")
@@ -192,26 +193,25 @@ class _Marks:
 
     def wrap(self, place: _Place) -> Wrap:
         """Return what marks the segments of a text with a new mark that stands for the place."""
-        opening, closing = chr(self.base + len(self.table)), self.close
+        opening = chr(self.base + len(self.table))
         self.table.append(place)
+        return partial(self._wrapped, opening)
 
-        def segment(text: str) -> str:
-            core = text.strip()
-            if len(core) == len(text):
-                return f"{opening}{core}{closing}" if core else ""
-            at = text.index(core)
-            return f"{text[:at]}{opening}{core}{closing}{text[at + len(core) :]}" if core else text
+    def _wrapped(self, opening: str, text: str) -> str:
+        if self.cut.search(text) is None:
+            return self._segment(opening, text)
+        parts, last = [], 0
+        for cut in self.cuts.finditer(text):
+            parts += [self._segment(opening, text[last : cut.start()]), cut.group()]
+            last = cut.end()
+        return "".join([*parts, self._segment(opening, text[last:])])
 
-        def wrapped(text: str) -> str:
-            if self.cut.search(text) is None:
-                return segment(text)
-            parts, last = [], 0
-            for cut in self.cuts.finditer(text):
-                parts += [segment(text[last : cut.start()]), cut.group()]
-                last = cut.end()
-            return "".join([*parts, segment(text[last:])])
-
-        return wrapped
+    def _segment(self, opening: str, text: str) -> str:
+        core = text.strip()
+        if len(core) == len(text):
+            return f"{opening}{core}{self.close}" if core else ""
+        at = text.index(core)
+        return f"{text[:at]}{opening}{core}{self.close}{text[at + len(core) :]}" if core else text
 
     def wrap_call(self, message: int, is_name: bool, call: int) -> Wrap:
         """Return what marks the name or the arguments of a call."""
@@ -280,9 +280,8 @@ def _rewritten(
 ) -> Message:
     """Return the message with its texts, the arguments and (unless None) the names of its calls rewritten."""
     changed = dict(message)
-    for key in ("content", *REASONING_KEYS):
-        value = message.get(key)
-        if value is None:
+    for key, value in message.items():
+        if value is None or key not in _TEXT_KEYS:
             continue
         if isinstance(value, str):
             changed[key] = text(value)

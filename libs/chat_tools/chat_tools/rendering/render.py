@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from chat_tools.rendering.frames import find_frame
-from chat_tools.rendering.generation_marks import trained_regions
+from chat_tools.rendering.generation_marks import block_mask, trained_regions
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
 from chat_tools.rendering.owners import Owners, Piece, render_marked
@@ -159,21 +159,28 @@ class _Base(NamedTuple):
     text: str
     ids: list[int]
     offsets: list[tuple[int, int]]
-    marked: list[bool] | None
+    marked: list[int] | None
     owners: Owners | None
 
 
 def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> _Base | None:
     """Render twice: with marks, which gives the text and its owners, and as `apply_chat_template` does, to ids.
 
-    None where the text without marks does not have those ids: the marks changed what the template writes. That it has
-    them is seen by decoding, which is much cheaper than encoding; what decodes to another text is encoded.
+    None where the text without marks is not the one that has those ids: the marks changed what the template writes.
+    Where the tokenizer hands out the text itself, the two are compared. Else it is seen by decoding, which is much
+    cheaper than encoding; what decodes to another text is encoded.
     """
     if not any(message.get("role") == "user" for message in messages):
         return None  # it may need a stand-in
     found = render_marked(template, messages, prompted)
     if found is None:
         return None
+    if template.tokenises_text:
+        text, blocks = template.text_and_blocks(messages, prompted)
+        if text != found.text:
+            return None
+        ids, offsets = encode(template.tokenizer, text)
+        return _Base(text, ids, offsets, None if blocks is None else block_mask(blocks, offsets), found.owners)
     ids, offsets, marked = _official(template, messages, prompted)
     if not (offsets and offsets[-1][1] == len(found.text) and _decoded(template.tokenizer, ids) == found.text):
         official = ids
@@ -210,7 +217,14 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except NotImplementedError as error:
         raise ValueError(_NO_OFFSETS) from error
-    return list(encoded["input_ids"]), list(map(tuple, encoded["offset_mapping"]))
+    return list(encoded["input_ids"]), _pairs(encoded["offset_mapping"])
+
+
+def _pairs(offsets: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the offsets as pairs; a list of them, which fast tokenizers give, is not copied."""
+    if isinstance(offsets, list) and offsets and isinstance(offsets[0], tuple):
+        return offsets
+    return [(start, end) for start, end in offsets]
 
 
 _NO_OFFSETS = "the tokenizer gives no offsets: load the fast one (use_fast=True)"
@@ -218,7 +232,7 @@ _NO_OFFSETS = "the tokenizer gives no offsets: load the fast one (use_fast=True)
 
 def _official(
     template: ChatTemplate, messages: Sequence[Message], prompted: bool
-) -> tuple[list[int], list[tuple[int, int]], list[bool] | None]:
+) -> tuple[list[int], list[tuple[int, int]], list[int] | None]:
     """Return the ids that `apply_chat_template` itself gives, their characters, and the mask of generation marks.
 
     No characters where it hands no arguments on to the tokenizer; no mask where the template has no marks.
@@ -231,13 +245,13 @@ def _official(
         out = template.apply(messages, prompted, tokenize=True, return_dict=True, **extra)
     except NotImplementedError as error:
         raise ValueError(_NO_OFFSETS) from error
-    mask = [bool(m) for m in out["assistant_masks"]] if marked else None
-    return list(out["input_ids"]), list(map(tuple, out.get("offset_mapping", ()))), mask
+    mask = list(out["assistant_masks"]) if marked else None
+    return list(out["input_ids"]), _pairs(out.get("offset_mapping", ())), mask
 
 
 def _without_stand_in(
-    tokenizer: Any, ids: list[int], mask: list[bool] | None, cut: Cut, problems: list[str]
-) -> tuple[list[int], list[bool] | None]:
+    tokenizer: Any, ids: list[int], mask: list[int] | None, cut: Cut, problems: list[str]
+) -> tuple[list[int], list[int] | None]:
     """Leave out the tokens of a stand-in user message."""
     _, offsets = encode(tokenizer, cut.text)
     kept = [i for i, (a, b) in enumerate(offsets) if b <= cut.start or a >= cut.end]
@@ -266,8 +280,10 @@ def _spans(
 def _span(region: Region, expanded: Expanded, offsets: Sequence[tuple[int, int]], straddling: list[int]) -> Span:
     """Return the tokens that lie wholly in a region; those that reach over its border are listed and left out."""
     start, end = expanded.move(region.start), expanded.move(region.end)
-    first = bisect_right(offsets, start, key=lambda offset: offset[1])
-    last = bisect_left(offsets, end, key=lambda offset: offset[0])
+    first = last = bisect_left(offsets, (start,))  # both ends of the tokens' characters are in order
+    while first and offsets[first - 1][1] > start:
+        first -= 1
+    last = bisect_left(offsets, (end,), last if start <= end else 0)
     while first < last and offsets[first][0] < start:
         straddling.append(first)
         first += 1

@@ -1,10 +1,12 @@
+from functools import wraps
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from chat_tools.rendering import render as render_module
-from chat_tools.rendering.render import render
+from chat_tools.rendering.generation_marks import block_mask
+from chat_tools.rendering.render import encode, render
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -195,11 +197,67 @@ def test_a_tool_result_is_never_trained(strict):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_is_tokenised_once(name, monkeypatch):
-    """By `apply_chat_template` itself, which hands on the offsets; decoding shows that the text is the same."""
-    expected = render(PLAIN[name], TALK), render(MARKED[name], TALK)
-    monkeypatch.setattr(render_module, "encode", None)
-    assert (render(PLAIN[name], TALK), render(MARKED[name], TALK)) == expected
+@pytest.mark.parametrize("tokenizers", [PLAIN, MARKED])
+def test_a_conversation_is_tokenised_once(name, tokenizers, monkeypatch):
+    """Where the template marks turns, by `apply_chat_template` itself: decoding shows that the text is the same."""
+    tokenizer = tokenizers[name]
+    expected = render(tokenizer, TALK)  # finds the frame, which is remembered
+    kind, calls = type(tokenizer), []
+    tokenise = kind.__call__
+
+    @wraps(tokenise)
+    def counted(self, text, *arguments, **options):
+        calls.append(text)
+        return tokenise(self, text, *arguments, **options)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    assert render(tokenizer, TALK) == expected
+    assert calls == [tokenizer.apply_chat_template(TALK, tokenize=False)]
+
+
+SIGNS = [
+    {"role": "user", "content": "\U0001f600?"},
+    {"role": "assistant", "content": "\u0301\U0001f600 na\u00efve \u4f60"},
+    {"role": "user", "content": "ok"},
+    {"role": "assistant", "content": "\U0001f600"},
+]
+
+
+@pytest.mark.parametrize("talk", [TALK, SIGNS, TALK[:1]])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_marked_blocks_give_the_mask_that_transformers_gives(name, talk):
+    tokenizer = MARKED[name]
+    asked = {"return_dict": True, "return_assistant_tokens_mask": True}
+    template = ChatTemplate(tokenizer, None, {})
+    text, blocks = template.text_and_blocks(talk, False)
+    assert text == tokenizer.apply_chat_template(talk, tokenize=False)
+    ids, offsets = encode(tokenizer, text)
+    expected = tokenizer.apply_chat_template(talk, **asked)
+    assert ids == expected["input_ids"]
+    assert (blocks is None) == (not template.has_generation_marks)
+    assert block_mask(blocks or [], offsets) == expected["assistant_masks"]
+
+
+class Padding(type(PLAIN["chatml"])):
+    """A tokenizer whose `apply_chat_template` gives a token more than the text has."""
+
+    def apply_chat_template(self, *arguments, tokenize=True, **options):
+        out = super().apply_chat_template(*arguments, tokenize=tokenize, **options)
+        if not tokenize:
+            return out
+        out["input_ids"] = [*out["input_ids"], out["input_ids"][-1]]
+        return out
+
+
+def test_ids_are_those_that_apply_chat_template_gives_whatever_the_text():
+    """Only of transformers' own methods is it known that they tokenise what they give as text."""
+    own = tiny_tokenizer("chatml", marks=False)
+    padding = Padding(tokenizer_object=own.backend_tokenizer, eos_token=own.eos_token)
+    padding.chat_template = own.chat_template
+    assert render(own, TALK).problems == ()
+    assert "differ from apply_chat_template" in render(padding, TALK).problems[0]
+    cut = {"truncation": True, "max_length": 8}
+    assert "differ from apply_chat_template" in render(own, TALK, **cut).problems[0]
 
 
 class Deaf:

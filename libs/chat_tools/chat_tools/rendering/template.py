@@ -14,6 +14,18 @@ Message = Mapping[str, Any]
 
 # Private-use characters: rare enough that no text begins or ends with them; `unused` makes sure of it.
 _FIRST, _LAST = "\ue0a1", "\ue0b2"
+# Arguments of transformers' apply_chat_template that say what becomes of the text, or choose another template.
+_TOKENISING = frozenset(
+    (
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+        "chat_template",
+    )
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -120,6 +132,17 @@ class ChatTemplate:
         """Whether the template itself marks what the assistant writes."""
         return _has_generation_marks(self.source)
 
+    @property
+    def tokenises_text(self) -> bool:
+        """Whether `apply_chat_template` gives the tokens of the text that it gives without `tokenize`, and no others.
+
+        So it is where the methods are transformers' own, and no option of the call tells them how.
+        """
+        kind = type(self.tokenizer)
+        methods = (getattr(kind, name, None) for name in ("apply_chat_template", "__call__"))
+        own = all(getattr(method, "__module__", "").startswith("transformers.tokenization_utils") for method in methods)
+        return own and not _TOKENISING.intersection(self.options)
+
     def apply(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: Any) -> Any:
         """Call the tokenizer's own `apply_chat_template`."""
         return self.tokenizer.apply_chat_template(
@@ -129,6 +152,26 @@ class ChatTemplate:
             **self.options,
             **options,
         )
+
+    def text_and_blocks(
+        self, messages: Sequence[Message], add_generation_prompt: bool
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render to text, with the characters `start:end` of each block that the template marks (None: it marks none).
+
+        `apply_chat_template` tells the blocks as tokens alone, so this asks the function that it asks.
+        """
+        if not self.has_generation_marks:
+            return str(self.apply(messages, add_generation_prompt, tokenize=False)), None
+        transformers = sys.modules["transformers.utils.chat_template_utils"]  # the tokenizer has brought it
+        texts, blocks = transformers.render_jinja_template(
+            conversations=[[{k: v for k, v in message.items() if v is not None} for message in messages]],
+            tools=self.tools,
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.tokenizer.special_tokens_map, **self.options},
+        )
+        return texts[0], blocks[0]
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render to text. A template that demands a user message gets a stand-in, which is cut out of the result."""
