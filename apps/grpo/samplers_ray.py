@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from apps.common.interrupts import Runner
+from apps.common.ranks import rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.samplers import Media, plain_shown
+from apps.grpo.samplers_ray_ranks import Order, told
 from apps.grpo.schedule_generator import generate, generating_handlers, sampling_handlers
 from apps.grpo.session import Session, hand_over
 from apps.grpo.tasks import Tasks
@@ -60,7 +62,7 @@ def in_cluster(config: GrpoConfig) -> Iterator[None]:
     A cluster that is started here lives on loopback, without a dashboard and without usage statistics.
     """
     layout = config.cluster.rollout
-    if not layout.ray_workers:
+    if not layout.ray_workers or rank_and_world()[0] > 0:  # the first rank has the samplers
         yield
         return
     ray = ray_module("ray")
@@ -126,7 +128,7 @@ def start_generating(
 
 
 class RaySamplers:
-    """A pool that plays tasks, and is replaced when it dies; for one rank. To be closed.
+    """A pool that plays tasks, and is replaced when it dies; of rank 0, the others follow it. To be closed.
 
     `version`: the number that the weights in `model` count as.
     """
@@ -184,8 +186,8 @@ class RaySamplers:
     async def probed(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """What each of the samplers answers to probes. WorkerDied: see `revive`."""
         asked = self._pool.call_all("probe", prompts=prompts, media=plain_shown(media))
-        told = await asyncio.gather(*map(asyncio.wrap_future, asked))
-        return [head["answer"] for head, _ in told]
+        answers = await asyncio.gather(*map(asyncio.wrap_future, asked))
+        return [head["answer"] for head, _ in answers]
 
     def take(self, engine: TrainEngine, runner: Runner) -> int:
         """Give all samplers the engine's present weights as the next version; the bytes handed over."""
@@ -234,6 +236,7 @@ class RaySamplers:
 
     def _push(self, runner: Runner) -> int:
         assert self._engine is not None
+        told(Order(True, self.version))
         # The native engine runs the module that is trained: its names are the module's. vLLM reads a checkpoint's.
         live = self._config.cluster.rollout.engine == "native"
         return hand_over(self._engine, self._pool, self.version, runner, live=live)
@@ -250,15 +253,20 @@ class RaySession(Session):
 
     def sync(self, engine: TrainEngine) -> int:
         """See `RaySamplers.take`."""
-        return self.sampler.take(engine, self.runner)
+        size = self.sampler.take(engine, self.runner)
+        told(Order(False, self.sampler.version, size))
+        return size
 
     def asked(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:
         """What the coroutine answers; made anew after each death. `trained`: see `RaySamplers.revive`."""
         while True:
             try:
-                return self.runner.run(make())
+                found = self.runner.run(make())
+                break
             except WorkerDied:
                 self.sampler.revive(self.runner, trained)
+        told(Order(False, self.sampler.version))
+        return found
 
     def probed(self, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> list[dict[str, Any]]:
         """What each of Ray's samplers answers to probes."""

@@ -11,11 +11,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from apps.common.ranks import rank_and_world
+from apps.common.ranks import all_ranks, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import save_cursor
 from apps.grpo.ledgers import AHEAD, check_ledgers
@@ -160,16 +161,22 @@ class OneStepOff:
 
     def _ended(self, step: int, trained: bool = False) -> list[Episode]:
         """The answers, once they are there. `trained`: a step was trained meanwhile."""
+        found: list[Episode] | None = None
         if self._sampling is None:
-            return decode_episodes(self._ledger.payload(step))
-        try:
-            found = self._sampling.result()
-        except WorkerDied:  # with what it was sampling; the weights of then are gone, so the present ones answer
-            self._ledger.again(step)
-            self._ledger.begun(step, self._session.sampler.version)
-            found = self._session.asked(lambda: self._session.answers(self._rows), trained)
-        if self._timeline is not None:
-            self._timeline.add("sampler", "sample", *self._sampling.seconds)
-        self._sampling = None
-        self._ledger.finished(step, encode_episodes(found))
+            found = decode_episodes(self._ledger.payload(step))
+        else:
+            with suppress(WorkerDied):
+                found = self._sampling.result()
+        if not all_ranks(found is not None):  # one's sampler died; its weights are gone, so the present ones answer
+            if found is None:
+                self._ledger.again(step)
+                self._ledger.begun(step, self._session.sampler.version)
+            answers = self._session.asked(lambda: self._session.answers(self._rows), trained)
+            found = answers if found is None else found
+        assert found is not None
+        if self._sampling is not None:
+            if self._timeline is not None:
+                self._timeline.add("sampler", "sample", *self._sampling.seconds)
+            self._sampling = None
+            self._ledger.finished(step, encode_episodes(found))
         return found

@@ -28,6 +28,7 @@ from apps.grpo.episodes import Decode, Shown, decoder, failure_note
 from apps.grpo.native_sampler import engine_config, native_engine
 from apps.grpo.samplers import SamplerElsewhere, vllm_engine
 from apps.grpo.samplers_ray import RaySamplers, RaySession, in_cluster
+from apps.grpo.samplers_ray_ranks import FollowingSession, RayElsewhere
 from apps.grpo.schedule import InTurn, Schedule
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_one_step import OneStepOff
@@ -125,6 +126,8 @@ def _session(
     chat = chat_of(config, tokenizer, directory)
     if isinstance(sampler, RaySamplers):
         return RaySession(config, tasks, chat, sampler, runner)
+    if isinstance(sampler, RayElsewhere):
+        return FollowingSession(config, tasks, chat, sampler, runner)
     return Session(config, tasks, chat, sampler, runner)  # type: ignore[arg-type]  # SamplerElsewhere is asked nothing
 
 
@@ -174,6 +177,8 @@ def _sampler(
     """What this process samples with, closed by the stack; None where the schedule starts a process that samples."""
     if config.cluster.schedule.mode == "fully_async":
         return None
+    if config.cluster.rollout.ray_workers and rank_and_world()[0]:
+        return RayElsewhere(version)
     if config.cluster.rollout.ray_workers:
         return stack.enter_context(RaySamplers(config, tasks, model, version))
     if given is not None:

@@ -101,7 +101,9 @@ class RolloutLayout:
             raise ValueError(f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}")
 
     def ranks_each(self, ranks: int) -> int:
-        """Of `ranks` training ranks, those that sample through one engine, as it spans their devices."""
+        """Of `ranks` training ranks, those that sample through one engine, as it spans their devices, or one pool."""
+        if self.ray_workers:
+            return ranks
         return min(self.tp * self.dp, ranks) if self.engine == "vllm" else 1
 
 

@@ -35,7 +35,9 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.admit": No("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = No(
-    "each copy of the model in vLLM (--cluster.rollout.dp) has all of its experts, over its own workers: set ep to tp"
+    "each copy of the model in vLLM (--cluster.rollout.dp) has all of its experts, over its own workers: set ep to tp. "
+    "Over copies vLLM 0.32 ends at the first expert on a CPU (its communicator's all_gatherv: NotImplementedError), and"
+    " no accelerator has run it"
 )
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
@@ -50,7 +52,6 @@ RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
 RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
 ADMIT = Yes("apps/grpo/native_sampler_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
-RAY_RANKS = No("one rank trains beside Ray's samplers: set --processes 1, or leave --cluster.rollout.ray-workers at 0")
 DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
 NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
 IMAGES = Yes("apps/grpo/pictures_test.py::test_a_column_of_images_may_have_any_name")
@@ -71,8 +72,6 @@ def needs_of(work: Work) -> list[Need]:
     found = [*_engine_needs(work), *(_cluster_need(work, path) for path in changed)]
     if work.cluster.schedule.mode != "sync":
         found += _schedule(work)
-    if work.cluster.rollout.ray_workers and work.app == "grpo":
-        found += _ray_samplers(work)
     if work.engine.vision != "off" and work.app == "grpo":
         sampler = RolloutConfig(backend=work.cluster.rollout.engine)
         found.append(Need("images shown to the sampler", sampler_supports(sampler, "media")))
@@ -171,11 +170,6 @@ def _schedule(work: Work) -> list[Need]:
     if work.cluster.schedule.mode == "fully_async" and work.processes > 1:
         return [Need("one rank that trains", ONE_RANK)]
     return []
-
-
-def _ray_samplers(work: Work) -> list[Need]:
-    """What else a run asks for that samplers in Ray's actors do not do."""
-    return [Need("samplers in Ray beside several ranks", RAY_RANKS)] if work.processes > 1 else []
 
 
 def _value(config: Any, path: str) -> Any:

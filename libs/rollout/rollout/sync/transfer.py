@@ -50,6 +50,10 @@ class Receiver(Protocol):
 Agree = Callable[[bool], bool]
 
 
+class NotAgreed(ValueError):  # noqa: N818  what happened, in the words of a log
+    """This process could take the weights, and another one could not."""
+
+
 async def transfer_weights(
     receivers: Sequence[Receiver],
     manifest: Manifest,
@@ -151,4 +155,4 @@ async def _together(work: Awaitable[None], agree: Agree | None) -> None:
         if agree is not None:
             everyone = agree(mine)
     if not everyone:
-        raise ValueError("the new weights are not taken, the old ones stay: another process could not take them")
+        raise NotAgreed("the new weights are not taken, the old ones stay: another process could not take them")

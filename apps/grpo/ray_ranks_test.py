@@ -1,0 +1,110 @@
+"""Two ranks train beside samplers in actors of a real Ray cluster: what comes out is what comes without Ray.
+
+By hand: `bazel test //apps/grpo:ray_ranks_test`.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo.main import run
+from apps.grpo.schedule_testing import ONE, rows, same_weights, small, weights
+from apps.grpo.testing import RECIPE
+
+SYNC = Schedule("sync")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """One node with room for two samplers, on loopback; the first rank of a run connects to it."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def in_ray(run_dir, schedule, address, **changes):
+    config = small(run_dir, schedule, processes=2, **changes)
+    layout = RolloutLayout(ray_workers=2, ray_address=address)
+    return replace(config, cluster=replace(config.cluster, rollout=layout))
+
+
+def distance(left, right):
+    return sum((left[name] - right[name]).abs().sum().item() for name in left)
+
+
+def rewards(run_dir):
+    return [(row["reward"], row["weights/version"]) for row in rows(run_dir)[1:]]
+
+
+@pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
+def test_two_ranks_with_ray_end_with_the_weights_of_two_without(tmp_path, cluster, schedule):
+    """To the bit; and with those of one rank, whose sums are in another order, to rounding."""
+    run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
+    run(in_ray(tmp_path / "ray", schedule, cluster), RECIPE)
+    assert rows(tmp_path / "ray")[0]["run/world_size"] == 2
+    assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
+    assert same_weights(tmp_path / "plain", tmp_path / "ray")
+    assert all(0 < row["weights/probe/abs"] < 1e-4 for row in rows(tmp_path / "ray")[1:])
+    run(small(tmp_path / "one", schedule), RECIPE)
+    assert rewards(tmp_path / "ray")[0] == rewards(tmp_path / "one")[0]
+    start, one, two = (weights(tmp_path / at) for at in ("one/model", "one/export", "ray/export"))
+    assert distance(one, two) < 0.1 * distance(start, one)
+
+
+def actors():
+    """The processes of samplers in actors."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::_Sampler"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
+def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path, cluster, schedule):
+    """Every rank takes part in handing the present weights to the pool that replaces it; in turn nothing differs."""
+    killed = []
+
+    def kill():
+        while not (tmp_path / "ray" / "metrics.jsonl").exists() or len(rows(tmp_path / "ray")) < 2:
+            time.sleep(0.02)
+        killed.append(actors()[-1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    run(in_ray(tmp_path / "ray", schedule, cluster), RECIPE)
+    thread.join(10)
+    assert killed
+    assert [row["weights/version"] for row in rows(tmp_path / "ray")[1:]] == [1, 2, 3, 4]
+    if schedule is SYNC:
+        run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
+        assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
+        assert same_weights(tmp_path / "plain", tmp_path / "ray")
+
+
+def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_cut(tmp_path, cluster):
+    run(small(tmp_path / "plain", ONE, processes=2), RECIPE)
+    run(in_ray(tmp_path / "ray", ONE, cluster, steps=2), RECIPE)
+    run(in_ray(tmp_path / "ray", ONE, cluster, resume=True), RECIPE)
+    assert torch.equal(*(torch.tensor(rewards(tmp_path / name)[:2]) for name in ("plain", "ray")))
+    assert [row["step"] for row in rows(tmp_path / "ray")] == [0, 1, 2, 3, 4]
