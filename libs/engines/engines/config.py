@@ -19,6 +19,9 @@ class EngineConfig:
     backend: Literal["fsdp2", "megatron"] = "fsdp2"
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto" is cuda where there is one, else cpu."""
+    npu_operators: Literal["auto", "off"] = "auto"
+    """On device npu, RMSNorm, rotary embedding, SwiGLU and experts by torch_npu's operators ("auto"), or all by torch's
+    own ("off"), whose results are those of other devices to the last bits."""
     batching: Literal["packed", "padded"] = "packed"
     """"padded" is the plain reference path: rows padded to the longest of their micro-batch, the model untouched."""
     max_tokens_per_rank: int = 16384

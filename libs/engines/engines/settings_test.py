@@ -18,6 +18,7 @@ BAD = {
     "backend": ["fsdp", None, 1],
     "device": ["gpu", ""],
     "batching": ["rows", "Packed"],
+    "npu_operators": ["on", True, None],
     "dtype": ["float16", "bf16"],
     "master_dtype": ["float16"],
     "moments_dtype": ["float32", "int8", None],

@@ -54,6 +54,7 @@ class Applied:
     changed: tuple[str, ...]
     """Dotted names."""
     _before: list[tuple[Patch, Any]]
+    _held: dict[str, "Applied"]
 
     def undo(self) -> None:
         """Restore what was there. RuntimeError, and nothing restored, where somebody replaced it again since."""
@@ -63,20 +64,27 @@ class Applied:
         for patch, before in reversed(self._before):
             setattr(patch.owner, patch.name, before)
         self._before.clear()
-        _applied.pop(self.adaptation.name, None)
+        self._held.pop(self.adaptation.name, None)
 
 
 _applied: dict[str, Applied] = {}
 
 
-def apply(adaptation: Adaptation, accept_unverified: bool = False, found: str | None = None) -> Applied:
+def apply(
+    adaptation: Adaptation,
+    accept_unverified: bool = False,
+    found: str | None = None,
+    held: dict[str, Applied] | None = None,
+) -> Applied:
     """Apply an adaptation, or return what it changed when it was applied before.
 
-    `found` is the version of the package, where its metadata do not tell. ValueError, with nothing changed: the package
+    `found` is the version of the package, where its metadata do not tell. `held`: what was applied, by name, to the
+    object that alone it changes; this process's own, unless given. ValueError, with nothing changed: the package
     is not installed, of another version, or lacks an attribute; the adaptation is unverified and not accepted; it comes
     at the wrong time.
     """
-    if (before := _applied.get(adaptation.name)) is not None:
+    held = _applied if held is None else held
+    if (before := held.get(adaptation.name)) is not None:
         return before
     title = f"adaptation {adaptation.name}"
     if adaptation.unverified is not None and not accept_unverified:
@@ -93,11 +101,11 @@ def apply(adaptation: Adaptation, accept_unverified: bool = False, found: str | 
     missing = [patch.path for patch in patches if not hasattr(patch.owner, patch.name)]
     if missing:
         raise ValueError(f"{title} failed, nothing was changed: {adaptation.package} {found} has no {missing[0]}")
-    changed = Applied(adaptation, tuple(patch.path for patch in patches), [])
+    changed = Applied(adaptation, tuple(patch.path for patch in patches), [], held)
     for patch in patches:
         changed._before.append((patch, getattr(patch.owner, patch.name)))
         setattr(patch.owner, patch.name, patch.value)
-    _applied[adaptation.name] = changed
+    held[adaptation.name] = changed
     return changed
 
 

@@ -25,7 +25,12 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of the same shape [..., d]."""
-    product: Tensor = torch_npu().npu_swiglu(torch.cat([gate, up], -1), dim=-1)
+    return swiglu_halves(torch.cat([gate, up], -1))
+
+
+def swiglu_halves(joined: Tensor) -> Tensor:
+    """`swiglu` of the two halves of [..., 2 d]: [..., d]."""
+    product: Tensor = torch_npu().npu_swiglu(joined, dim=-1)
     return product
 
 
@@ -33,6 +38,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     """Turn the first cos.shape[-1] features of q and k [b, h, s, d] by half-rotation; cos and sin are [b, s, r]."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def rotary_of_tokens(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first R features of x [T, heads, d] by half-rotation; cos and sin are [T, R]."""
+    return _turned(x.unsqueeze(0), cos[None, :, None], sin[None, :, None]).squeeze(0)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

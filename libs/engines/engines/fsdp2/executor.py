@@ -23,6 +23,7 @@ from engines.adapters.lora import (
 from engines.capability import No, Yes
 from engines.config import EngineConfig
 from engines.devices.choice import devices_of
+from engines.devices.npu_layers import asked_for, use_npu_operators
 from engines.execution.ahead import MicroBatchesAhead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.inputs import InputBuilder, ModelInputs
@@ -82,6 +83,7 @@ class FSDP2Executor:
         self.model: Any = model
         self._digest: Tensor | None = None
         self.device = device_of(config, model)
+        self.npu_operators = use_npu_operators(model) if asked_for(config, self.device) else None
         if config.batching == "packed":
             adapt_for_packing(model)
         else:

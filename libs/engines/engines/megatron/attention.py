@@ -43,14 +43,19 @@ class PackedCoreAttention(nn.Module):
         assert packed_seq_params is not None
         context = packed_seq_params.context
         assert context is not None
-        q, k = (rotate(x, packed_seq_params.cos, packed_seq_params.sin).to(value.dtype) for x in (query, key))
+        cos, sin = packed_seq_params.cos, packed_seq_params.sin
+        assert cos is not None
+        assert sin is not None
+        q, k = (self.rotate(x, cos, sin).to(value.dtype) for x in (query, key))
         return context.ops.attention(q, k, value, context, self.scale, None).flatten(1)
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn x [T, heads, D] by the angles of cos and sin [T, R]."""
+        return rotate(x, cos, sin)
 
-def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs of dimensions (i, i + R / 2) of x [T, heads, D] by the angles of cos and sin [T, R], R <= D."""
-    assert cos is not None
-    assert sin is not None
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = turned.chunk(2, dim=-1)
     turned = turned * cos.unsqueeze(1) + torch.cat([-high, low], dim=-1) * sin.unsqueeze(1)

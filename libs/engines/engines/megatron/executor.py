@@ -50,6 +50,7 @@ from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
 from engines.megatron.model import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.moving import Moved
+from engines.megatron.npu_layers import use_npu_operators
 from engines.megatron.optimizer import Updates
 from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
 from engines.megatron.router import Balance, Router
@@ -132,7 +133,7 @@ class MegatronExecutor:
         """Make this rank's stages on its device; their routers count for `balance`."""
         stages = build_stages(sizes, self.groups.layout, self.settings, split, self.config.gradient_checkpointing)
         for stage in stages:
-            stage.to(self.device)
+            use_npu_operators(stage.to(self.device), self.config)
             for module in stage.modules():
                 if isinstance(module, Router):
                     module.balance = self.balance

@@ -64,11 +64,17 @@ def packed_attention_forward(layer: nn.Module) -> Callable[..., Any]:
 
     ValueError for a layer whose code does not look its attention function up in transformers' table.
     """
-    stock = inspect.unwrap(type(layer).forward)
-    if not isinstance(stock, FunctionType) or _TABLE not in stock.__code__.co_names:
-        raise ValueError(f"{type(layer).__name__} does not choose its attention through transformers' {_TABLE}")
+
+    def code_of(module: nn.Module) -> FunctionType:
+        stock = inspect.unwrap(type(module).forward)
+        if not isinstance(stock, FunctionType) or _TABLE not in stock.__code__.co_names:
+            raise ValueError(f"{type(module).__name__} does not choose its attention through transformers' {_TABLE}")
+        return stock
+
+    code_of(layer)
 
     def forward(module: nn.Module, context: PackedContext, *args: Any, **kwargs: Any) -> Any:
+        stock = code_of(module)  # now: another adaptation may have changed the class, or put it back
         names = {**stock.__globals__, _TABLE: PackedAttention(context)}
         own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
         own.__kwdefaults__ = stock.__kwdefaults__

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from engines.testing.npu import runtime
 from engines.testing.npu.build import load_library
 from engines.testing.npu.cuda_guard import refuse_cuda
-from engines.testing.npu.operators import ATEN, OPERATORS
+from engines.testing.npu.operators import ATEN, CALLS, OPERATORS
 from engines.testing.npu.surface import Surface, read_surface, signature
 
 _kept: list[Any] = []
@@ -80,11 +80,21 @@ def _define_operators(surface: Surface) -> Any:
     library = torch.library.Library("npu", "DEF")
     for schema in surface.operators:
         library.define(schema)
-    for name, function in OPERATORS.items():
+    for name, plain in OPERATORS.items():
+        function = _counted(name, plain)
         library.impl(name, function, "PrivateUse1")
         differentiable = name in surface.differentiable
         library.impl(name, function if differentiable else _without_gradient(name, function), "AutogradPrivateUse1")
     return library
+
+
+def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        CALLS[name] += 1
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _wider_operators() -> Any:

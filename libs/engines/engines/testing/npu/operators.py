@@ -1,5 +1,6 @@
 """A few operators of torch_npu on the CPU, written from what its documentation says they compute."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -76,6 +77,8 @@ def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     return torch.histc(x.cpu().double(), bins, float(min), float(max)).to(x.device, x.dtype)
 
 
+CALLS: Counter[str] = Counter()
+"""Of operators of torch_npu, in this process."""
 ATEN: dict[str, Callable[..., Any]] = {"histc": histc}
 """Operators of torch's own whose CPU kernel takes less than a device's."""
 OPERATORS: dict[str, Callable[..., Any]] = {

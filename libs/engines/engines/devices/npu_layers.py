@@ -1,0 +1,139 @@
+"""The layers of one transformers model by torch_npu's operators: an adaptation of that instance, with `undo()`.
+
+Norms, gated MLPs and attention layers get a class of their own, a subclass with another forward; experts the entry
+"npu_grouped_matmul" of transformers' table of implementations. Classes of other models stay as they are. Rotary
+embedding is the function that a layer's stock code calls: that code runs over a table of names of its own.
+
+A layer whose activation is not silu stays as it is: the operator has no other.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from engines.config import EngineConfig
+from engines.devices.adaptations import Adaptation, Applied, Patch, apply
+from engines.devices.npu import torch_npu
+from engines.devices.npu_operators import gated_rms_norm, grouped_matmul, rms_norm, rotary, swiglu, swiglu_halves
+from engines.families.registry import family_of
+
+VERSIONS = ">=2.13,<2.14"
+"""Of torch_npu: names and signatures were checked against its wheel (`engines/testing/npu/surface.json`)."""
+EXPERTS = "npu_grouped_matmul"
+ROTARY = "apply_rotary_pos_emb"
+NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
+CENTRED_NORMS = ("Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+"""Their weight is kept as its distance from one."""
+GATED_NORMS = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated")
+MLPS = (
+    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP"),
+    *("Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP"),
+)
+
+
+def asked_for(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the operators of NPUs are to be used."""
+    return device.type == "npu" and config.npu_operators == "auto"
+
+
+def use_npu_operators(model: Any) -> Applied:
+    """Let a registered transformers model, on device npu, compute by the NPU's operators; what it changed.
+
+    ValueError for a torch_npu of another version.
+    """
+    return apply_to(model, Adaptation("NPU operators", "torch_npu", VERSIONS, lambda: list(_patches(model))))
+
+
+def apply_to(model: nn.Module, adaptation: Adaptation) -> Applied:
+    """Apply an adaptation of this instance, which keeps it: once for each model, and gone with it."""
+    held = vars(model).setdefault("_adaptations", {})
+    return apply(adaptation, found=torch_npu().__version__, held=held)
+
+
+def _patches(model: Any) -> Iterator[Patch]:
+    family = family_of(model.config)
+    experts = []
+    attention = {type(m): _attention(type(m)) for m in model.modules() if type(m).__name__ == family.attention}
+    for module in model.modules():
+        name = type(module).__name__
+        if (forward := attention.get(type(module)) or _forward_of(module, name)) is not None:
+            yield Patch(module, "__class__", with_forward(type(module), forward))
+        elif name == family.experts and _is_silu(module):
+            experts.append(module)
+    if experts:
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+    for config in {id(module.config): module.config for module in experts}.values():
+        yield Patch(config, "_experts_implementation", EXPERTS)
+
+
+def _forward_of(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The forward that takes the place of a module's own; None where none does."""
+    if name in NORMS:
+        return _norm
+    if name in CENTRED_NORMS:
+        return _centred_norm
+    if name in GATED_NORMS and getattr(module, "activation", "silu") == "silu":
+        return _gated_norm
+    if name in MLPS and _is_silu(module):
+        return _mlp
+    return None
+
+
+def _is_silu(module: Any) -> bool:
+    return isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
+
+
+_MADE: dict[tuple[Any, Any], type[nn.Module]] = {}
+
+
+def with_forward(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of the same name whose forward is another; one for each of both."""
+    if (kind, forward) not in _MADE:
+        members = {"forward": forward, "__module__": kind.__module__}
+        _MADE[kind, forward] = type(kind.__name__, (kind,), members)
+    return _MADE[kind, forward]
+
+
+def _attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The stock forward with rotary embedding by the operator; None for a layer that calls no function of that name."""
+    stock = inspect.unwrap(kind.forward)
+    if not isinstance(stock, FunctionType) or ROTARY not in stock.__code__.co_names:
+        return None
+    names = {**stock.__globals__, ROTARY: rotary}
+    own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+    own.__kwdefaults__ = stock.__kwdefaults__
+    return own
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _centred_norm(self: Any, x: Tensor) -> Tensor:
+    return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon)
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    down: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    return down
+
+
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """As a module of experts: states [T, H], experts i64[T, k] and their weights [T, k] -> [T, H]."""
+    flat, each = top_k_index.reshape(-1), top_k_index.shape[-1]
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    tokens = order // each
+    joined = grouped_matmul(hidden_states[tokens], self.gate_up_proj.transpose(1, 2), counts)
+    outputs = grouped_matmul(swiglu_halves(joined), self.down_proj.transpose(1, 2), counts)
+    weighted = (outputs * top_k_weights.reshape(-1)[order, None]).to(hidden_states.dtype)
+    return torch.zeros_like(hidden_states).index_add(0, tokens, weighted)

@@ -1,0 +1,77 @@
+"""The layers of a Megatron stage by torch_npu's operators: norms, rotary embedding, SwiGLU; reversible.
+
+As `engines.devices.npu_layers` for a transformers model. The gated norm of a delta net is a norm, then a product.
+Experts stay as they are: megatron-core's are modules with matrices of their own, one after another, and a grouped
+product would want them in one tensor.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor, nn
+
+from engines.config import EngineConfig
+from engines.devices.adaptations import Adaptation, Applied, Patch
+from engines.devices.npu_layers import VERSIONS, apply_to, asked_for, with_forward
+from engines.devices.npu_operators import rms_norm, rotary_of_tokens, swiglu_halves
+from engines.megatron.attention import PackedCoreAttention
+from engines.megatron.norms import CentredNorm, Norm
+
+
+class NpuMLP(MLP):
+    """A gated MLP without biases."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+        """See megatron-core's."""
+        product = swiglu_halves(self.linear_fc1(hidden_states)[0])
+        if per_token_scale is not None:
+            product = (product * per_token_scale.unsqueeze(-1)).to(product.dtype)
+        return self.linear_fc2(product)
+
+
+class NpuSharedExpertMLP(SharedExpertMLP, NpuMLP):
+    """Its own forward calls that of the class behind it, which is `NpuMLP`."""
+
+
+def use_npu_operators(stage: nn.Module, config: EngineConfig) -> Applied | None:
+    """Let a stage compute by the NPU's operators, and return what was changed; None elsewhere, and where `config` says
+    so. ValueError for a torch_npu of another version."""
+    if not asked_for(config, next(stage.parameters()).device):
+        return None
+    return apply_to(stage, Adaptation("NPU operators", "torch_npu", VERSIONS, lambda: list(_patches(stage))))
+
+
+def _patches(stage: nn.Module) -> Iterator[Patch]:
+    for module in stage.modules():
+        if isinstance(module, Norm):
+            yield Patch(module, "__class__", with_forward(type(module), _norm))
+        elif type(module) is PackedCoreAttention:
+            yield Patch(module, "__class__", NpuCoreAttention)
+        elif type(module) is SharedExpertMLP:
+            yield Patch(module, "__class__", NpuSharedExpertMLP)
+        elif type(module) is MLP and _is_plain(module.config):
+            yield Patch(module, "__class__", NpuMLP)
+
+
+def _is_plain(config: Any) -> bool:
+    """Whether no option of the user's asks for another activation than silu(gate) * up."""
+    others = (config.bias_activation_fusion, config.activation_func_clamp_value, config.glu_linear_offset)
+    return config.gated_linear_unit and not any(others)
+
+
+class NpuCoreAttention(PackedCoreAttention):
+    """With rotary embedding by the operator."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `engines.megatron.attention.rotate`."""
+        return rotary_of_tokens(x, cos, sin)
+
+
+def _norm(self: Any, x: Tensor) -> Tensor:
+    if not isinstance(self, CentredNorm):
+        return rms_norm(x, self.weight, self.eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return rms_norm(wide, self.weight.to(wide.dtype) + self.offset, self.eps).to(x.dtype)
