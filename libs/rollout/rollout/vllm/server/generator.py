@@ -18,6 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rollout.vllm.arguments import Known, check_arguments
 from rollout.vllm.cpu import refusal
+from rollout.vllm.server.ascend import ascend_arguments, installed
 from rollout.vllm.server.routes import Told as ToldExperts
 from rollout.vllm.server.text_models import register_text_models
 from rollout.vllm.spread import spread_refusal
@@ -48,6 +49,9 @@ class Generator:
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
         if current_platform.is_cpu():
             _refuse_accelerator_arguments(arguments)
+        elif current_platform.device_type == "npu":
+            arguments, variables = ascend_arguments(arguments, os.environ, installed())
+            os.environ |= variables  # its workers' too
         register_text_models()
         self._sight = start["sight"]
         seeing = {}
