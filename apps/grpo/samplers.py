@@ -13,6 +13,7 @@ from apps.common.ranks import gather_lists
 from apps.grpo.config import GrpoConfig
 from apps.grpo.session import Session
 from engines import TrainEngine
+from engines.devices.choice import devices_of
 from rollout import Completion, Episode, RolloutConfig, VllmConfig, VllmEngine
 from rollout.engine import Load, PauseMode
 from rollout.episodes.batch import TYPES
@@ -60,12 +61,16 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,
-            drop_seeds=layout.chunked_prefill or layout.prefix_cache,  # each request of a run has one
+            drop_seeds=layout.chunked_prefill or layout.prefix_cache or not _on_a_cpu(config.engine.device),
             memory_share=layout.memory_share or None,
             graph_sizes=layout.cuda_graph_sizes,
             arguments=vllm_arguments(layout.vllm),
         ),
     )
+
+
+def _on_a_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and devices_of("auto").kind == "cpu")
 
 
 def vllm_engine(config: GrpoConfig, model: Path, version: int) -> VllmEngine:

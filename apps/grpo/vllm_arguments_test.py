@@ -33,6 +33,8 @@ def test_the_sampler_gets_what_the_flags_say():
     assert (found.vllm.split_prompts, found.vllm.drop_seeds, found.vllm.memory_share) == (False, False, None)
     device = rollout_config(with_layout(RolloutLayout("vllm", memory_share=0.5, cuda_graph_sizes=(2, 1)))).vllm
     assert (device.memory_share, device.graph_sizes) == (0.5, (2, 1))
+    cuda = replace(RECIPE.config, engine=replace(RECIPE.config.engine, device="cuda"))
+    assert rollout_config(cuda).vllm.drop_seeds
 
 
 def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(monkeypatch, tmp_path):

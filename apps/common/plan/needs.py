@@ -20,18 +20,17 @@ UNOBEYED = {
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.
 VLLM_FEATURES = {"rollout.tp": "tensor_parallel", "rollout.dp": "data_parallel", "rollout.ep": "expert_parallel"}
-NOT_YET = "{} is passed to vLLM on an accelerator alone, and vllm/graphs_gpu_test.py has not run there yet"
 # What vLLM is told, and what it can't be told yet.
 VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.max_model_tokens": Yes("RolloutConfig.max_length"),
     "rollout.max_batched_tokens": Yes("RolloutConfig.prefill_tokens"),
-    "rollout.memory_share": No(NOT_YET.format("VllmConfig.memory_share")),
+    "rollout.memory_share": Yes("rollout/vllm/graphs_gpu_test.py"),
     "rollout.chunked_prefill": Yes("rollout/vllm/parts_test.py"),
     "rollout.prefix_cache": Yes("rollout/vllm/parts_test.py"),
     "rollout.dtype": Yes("VllmConfig.dtype"),
     "rollout.max_requests": Yes("RolloutConfig.max_batch"),
     "rollout.vllm": Yes("VllmConfig.arguments"),
-    "rollout.cuda_graph_sizes": No(NOT_YET.format("VllmConfig.graph_sizes")),
+    "rollout.cuda_graph_sizes": Yes("rollout/vllm/graphs_gpu_test.py"),
     "rollout.admit": No("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = No(

@@ -31,7 +31,8 @@ class VllmConfig:
     """Read a long prompt in several steps, of `RolloutConfig.prefill_tokens` tokens each, while other requests get on.
     Where prompts are read in parts, requests can't have a seed (on a CPU)."""
     drop_seeds: bool = False
-    """Leave a request's seed out where it can't have one, in place of refusing it: such runs don't repeat."""
+    """Leave out the seeds of all requests: such runs don't repeat. A CPU that reads prompts in parts refuses seeds; on
+    an accelerator vLLM launches a kernel for each token of a request that has one (its `random_sample`)."""
     memory_share: float | None = None
     """Share of an accelerator's memory for weights and caches; None: vLLM's own. A CPU has `kv_cache_gib`."""
     graph_sizes: tuple[int, ...] = ()
@@ -63,8 +64,6 @@ class VllmConfig:
             raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
         if not 0 < self.start_seconds < float("inf"):
             raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
-        if self.drop_seeds and not self.reads_in_parts:
-            raise ValueError("drop_seeds has no effect where prompts are read at once: leave it out")
         if self.memory_share is not None and not 0 < self.memory_share < 1:
             raise ValueError(f"memory_share must lie between 0 and 1, got {self.memory_share!r}")
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.graph_sizes):

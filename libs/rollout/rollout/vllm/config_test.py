@@ -19,7 +19,7 @@ BAD = {
     "prefix_cache": [None, 1],
     "sleep": [None, 1],
     "split_prompts": ["no"],
-    "drop_seeds": [True, "yes"],
+    "drop_seeds": ["yes", 1],
     "memory_share": [0.0, 1.0, -1],
     "graph_sizes": [(0,), (True,), (1.5,)],
     "kv_cache_gib": [0, 0.5],

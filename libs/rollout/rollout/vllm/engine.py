@@ -259,17 +259,20 @@ class VllmEngine:
             self._asleep = True
 
     def _seed(self, sampling: Sampling) -> int | None:
-        """The seed that vLLM is given: every request has one, for runs that repeat, where vLLM can take one."""
-        if self.facts["device"] == "cpu" and self._config.vllm.reads_in_parts:
-            if sampling.seed is not None and not self._config.vllm.drop_seeds:
+        """The seed that vLLM is given, if any. On a CPU every request has one, for runs that repeat, where vLLM can
+        take one; an accelerator's don't repeat anyway, and a seed costs a kernel a token there: who asks has one.
+        """
+        cpu = self.facts["device"] == "cpu"
+        if self._config.vllm.drop_seeds or sampling.greedy:
+            return None
+        if cpu and self._config.vllm.reads_in_parts:
+            if sampling.seed is not None:
                 raise ValueError(
                     "a seed can't be had where vLLM reads prompts in parts on a CPU, which ends its process: leave it "
                     "out, set VllmConfig.drop_seeds, or VllmConfig.prefix_cache and split_prompts off"
                 )
             return None
-        if sampling.greedy:
-            return None
-        return self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        return self._seeds.getrandbits(63) if cpu and sampling.seed is None else sampling.seed
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
