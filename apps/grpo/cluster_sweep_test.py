@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from apps.common.plan.cluster import Cluster
+from apps.common.plan.cluster import Cluster, Pools
 from apps.common.plan.needs import needs_of
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.report import make_plan
@@ -50,13 +50,13 @@ SIZED = {"pools.device_memory_gib": Change(2000.0)}
 """Obeyed by the plan of a recipe that knows its model's sizes."""
 REFUSED = {
     "pools.nodes": Change(2),
-    "pools.placement": Change("separate"),
-    "pools.rollout_nodes": Change(1),
     "rollout.memory_share": Change(0.5, VLLM),
     "rollout.cuda_graph_sizes": Change((1, 2), VLLM),
     "media.images_column": Change("images"),
 }
 """What nothing obeys on one machine's processes today."""
+APART = ("pools.placement", "pools.rollout_nodes")
+"""They come together, and are obeyed where Ray samples."""
 
 
 def plan_of(changes, config=RECIPE.config):
@@ -65,7 +65,7 @@ def plan_of(changes, config=RECIPE.config):
 
 
 def test_every_setting_is_in_one_of_the_tables():
-    assert sorted([*OBEYED, *SIZED, *REFUSED]) == sorted(field_paths(Cluster()))
+    assert sorted([*OBEYED, *SIZED, *REFUSED, *APART]) == sorted(field_paths(Cluster()))
 
 
 @pytest.mark.parametrize("path", OBEYED)
@@ -75,6 +75,17 @@ def test_what_can_act_is_not_refused_and_is_known_to_the_plan(path):
     refuse_unready(changed, {"NAME": "value"})
     told = [(str(make_plan(work)), needs_of(work)) for work in (without, changed)]
     assert told[0] != told[1]
+
+
+def test_pools_apart_are_obeyed_where_ray_samples_and_refused_elsewhere():
+    pools = {"pools": Pools(placement="separate", rollout_nodes=1)}
+    without, changed = plan_of(RAY), plan_of(RAY | pools)
+    refuse_unready(changed, {})
+    assert str(make_plan(without)) != str(make_plan(changed))
+    for path in APART:
+        name = path.partition(".")[2].replace("_", "-")
+        with pytest.raises(ValueError, match=f"{name} .*say --cluster.rollout.ray-workers"):
+            refuse_unready(plan_of(pools), {})
 
 
 def test_memory_is_held_against_a_model_whose_sizes_are_known():

@@ -95,7 +95,11 @@ def open_pool(config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], 
     if VARIABLE in os.environ:
         variables[VARIABLE] = os.environ[VARIABLE]
     demand = Demand(layout.ray_workers, cpus=layout.ray_cpus)
-    pool: Workers = ray_module("rollout.workers.ray_pool").RayPool(target, args, demand, environment=variables)
+    pools = config.cluster.pools
+    apart = pools.rollout_nodes if pools.placement == "separate" else None
+    module = ray_module("rollout.workers.ray_pool")
+    strategy = "PACK" if apart is None else "SPREAD"  # over all of the pool's nodes
+    pool: Workers = module.RayPool(target, args, demand, strategy=strategy, apart=apart, environment=variables)
     begun = False
     try:
         pool.ready.result()

@@ -14,8 +14,8 @@ from rollout.capability import supports as sampler_supports
 # Fields, or groups of them, that nothing obeys yet.
 UNOBEYED = {
     "pools.nodes": "no test has run more than one machine",
-    "pools.placement": "sampling and training take turns on the same devices",
-    "pools.rollout_nodes": "sampling and training take turns on the same devices",
+    "pools.placement": "sampling on nodes of its own is Ray's: say --cluster.rollout.ray-workers",
+    "pools.rollout_nodes": "sampling on nodes of its own is Ray's: say --cluster.rollout.ray-workers",
     "rollout": "the native engine holds a whole model on each device and has no options of its own",
 }
 # Fields of the sampler that vLLM answers for, by rollout's features.
@@ -48,6 +48,8 @@ REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_mod
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
 ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
 RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
+RAY_APART = Yes("apps/grpo/ray_pools_test.py")
+APART = ("pools.placement", "pools.rollout_nodes")
 RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
 ADMIT = Yes("apps/grpo/native_sampler_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
@@ -145,6 +147,8 @@ def _cluster_need(work: Work, path: str) -> Need:
         ahead = work.cluster.schedule.mode == "fully_async" and work.cluster.rollout.admit == "rounds"
         return Need(feature, ADMIT_ROUNDS if ahead else ADMIT)
     parts = path.split(".")
+    if path in APART and work.cluster.rollout.ray_workers:
+        return Need(feature, RAY_APART)
     if parts[0] == "schedule":
         return Need(feature, Yes("apps/grpo/schedule_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -164,7 +168,7 @@ def _images(work: Work) -> Yes | No:
 def _schedule(work: Work) -> list[Need]:
     """A thread of each rank samples one step ahead; fully asynchronous is one sampling process beside one rank."""
     pools = work.cluster.pools
-    if pools.nodes + pools.rollout_nodes > 1:
+    if pools.nodes > 1:
         return [Need("ray", RAY)]
     if work.cluster.schedule.mode == "fully_async" and work.processes > 1:
         return [Need("one rank that trains", ONE_RANK)]

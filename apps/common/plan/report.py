@@ -107,7 +107,9 @@ def _ranks(work: Work, grid: Grid | None) -> list[str]:
     pools = work.cluster.pools
     lines = [f"{pools.nodes} nodes x {work.processes} = {work.ranks} train, {pools.placement}"]
     if pools.rollout_nodes:
-        lines[0] += f"; {pools.rollout_nodes} nodes x {work.processes} = {work.rollout_ranks} sample"
+        actors = work.cluster.rollout.ray_workers
+        each = f"{actors} actors" if actors else f"x {work.processes} = {work.rollout_ranks}"
+        lines[0] += f"; {pools.rollout_nodes} nodes {each} sample"
     if grid is None:
         return lines
     lines.append(" x ".join(f"{axis} {grid.size(axis)}" for axis in DENSE))

@@ -150,9 +150,10 @@ def test_schedules_that_no_test_has_run_are_refused_with_the_reason():
         refuse_unready(replace(PLAIN, processes=2, cluster=Cluster(schedule=ahead)), {})
     for schedule in (ahead, Schedule("one_step_off")):
         refuse_unready(replace(PLAIN, cluster=Cluster(schedule=schedule, rollout=RolloutLayout(engine="vllm"))), {})
-    apart = Pools(placement="separate", rollout_nodes=1)
-    found = [need.feature for need in make_plan(replace(LARGE, cluster=Cluster(schedule=ahead, pools=apart))).missing]
+    several = Pools(nodes=2, placement="separate", rollout_nodes=1)
+    found = [need.feature for need in make_plan(replace(LARGE, cluster=Cluster(schedule=ahead, pools=several))).missing]
     assert "ray" in found
+    assert "--cluster.pools.placement separate" in found
 
 
 RAY = {

@@ -39,6 +39,29 @@ def room(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> int:
     return sum(int(min(node.get(name, 0.0) / amount + 1e-9 for name, amount in bundle.items())) for node in nodes)
 
 
+def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: str, count: int) -> tuple[str, ...]:
+    """The `count` nodes besides `own` that the workers are to fill: those with the most room for them.
+
+    `nodes`: what each has, by its id.
+
+    Raises:
+        ValueError: there are not so many, they can't hold the workers, or are more than those; it has the numbers.
+    """
+    if count > demand.workers:
+        raise ValueError(f"{demand.workers} samplers can't fill {count} nodes: ask for as many nodes at most")
+    others = sorted((name for name in nodes if name != own), key=lambda name: -room(demand, [nodes[name]]))
+    if len(others) < count:
+        raise ValueError(
+            f"a pool of {count} nodes apart from training's: the cluster has {len(others)} besides this one; add nodes "
+            "to the Ray cluster, or let both share the present ones"
+        )
+    chosen = others[:count]
+    why = refusal(demand, [nodes[name] for name in chosen])
+    if why is not None:
+        raise ValueError(f"apart from training's node, {why}")
+    return tuple(chosen)
+
+
 def refusal(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> str | None:
     """Why a cluster of these nodes can't hold the workers, with the numbers; None where it can.
 

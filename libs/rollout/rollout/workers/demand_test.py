@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.workers.demand import Demand, refusal, room
+from rollout.workers.demand import Demand, nodes_apart, refusal, room
 
 SMALL = st.integers(0, 3).map(float)
 NODES = st.lists(st.fixed_dictionaries({"CPU": SMALL, "GPU": SMALL, "NPU": SMALL}), max_size=3)
@@ -34,6 +34,18 @@ def test_what_is_refused_has_no_layout_and_what_is_not_has_one(nodes, workers, c
 def test_a_part_of_a_resource_fits_as_often_as_its_share_says():
     assert room(Demand(cpus=0.1), [{"CPU": 1.0}]) == 10
     assert room(Demand(cpus=0.3), [{"CPU": 1.0}, {"CPU": 0.5}]) == 4
+
+
+def test_nodes_apart_are_those_with_the_most_room_and_never_the_own():
+    nodes = {"a": {"CPU": 9.0}, "b": {"CPU": 1.0}, "c": {"CPU": 4.0}, "d": {"CPU": 2.0}}
+    assert nodes_apart(Demand(3), nodes, "a", 1) == ("c",)
+    assert set(nodes_apart(Demand(6), nodes, "a", 2)) == {"c", "d"}
+    with pytest.raises(ValueError, match="7 samplers of 1 CPU each find 6 places on 2 nodes"):
+        nodes_apart(Demand(7), nodes, "a", 2)
+    with pytest.raises(ValueError, match="a pool of 4 nodes apart from training's: the cluster has 3"):
+        nodes_apart(Demand(7), nodes, "a", 4)
+    with pytest.raises(ValueError, match="1 samplers can't fill 2 nodes"):
+        nodes_apart(Demand(1), nodes, "a", 2)
 
 
 def test_the_refusal_has_the_numbers():

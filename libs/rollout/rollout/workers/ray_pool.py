@@ -29,7 +29,7 @@ except ImportError as error:
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
 from rollout.workers.channel import Message
-from rollout.workers.demand import Demand, refusal
+from rollout.workers.demand import Demand, nodes_apart, refusal
 from rollout.workers.process import WorkerDied
 from rollout.workers.serve import Handler, answered, settle_answer, settle_error
 from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
@@ -71,6 +71,7 @@ class RayPool:
         demand: how many, and what each needs.
         strategy: how Ray lays them out over nodes.
         patience: seconds until a place that others have counts as refused.
+        apart: on so many nodes that are not this process's; None: on any, this one's too.
         environment: environment variables of the actors.
 
     Raises:
@@ -85,9 +86,10 @@ class RayPool:
         *,
         strategy: Strategy = "PACK",
         patience: float = 30.0,
+        apart: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._group = _placed(demand, strategy, patience)
+        self._group = _placed(demand, strategy, patience, apart)
         self._lock = threading.Lock()
         self._dead = False
         self._waiting: set[Future[Message]] = set()
@@ -249,14 +251,20 @@ def _living_nodes() -> dict[str, dict[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-def _placed(demand: Demand, strategy: Strategy, patience: float) -> Any:
+def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None) -> Any:
     """A placement group that has its places. ValueError: there are none, with the numbers."""
     if not ray.is_initialized():
         raise ValueError("this process is in no Ray cluster: call ray.init first")
-    why = refusal(demand, list(_living_nodes().values()))
-    if why is not None:
-        raise ValueError(why)
-    group = placement_group([demand.bundle] * demand.workers, strategy=strategy)
+    nodes = _living_nodes()
+    if apart is None:
+        why = refusal(demand, list(nodes.values()))
+        if why is not None:
+            raise ValueError(why)
+        where = None
+    else:
+        chosen = nodes_apart(demand, nodes, ray.get_runtime_context().get_node_id(), apart)
+        where = [{"ray.io/node-id": f"in({','.join(chosen)})"}] * demand.workers
+    group = placement_group([demand.bundle] * demand.workers, strategy=strategy, bundle_label_selector=where)
     if not group.wait(patience):
         remove_placement_group(group)
         free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)

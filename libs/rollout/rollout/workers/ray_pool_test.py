@@ -75,6 +75,22 @@ def test_what_the_cluster_cannot_hold_is_refused_at_once_with_the_numbers(cluste
         pool_of(Demand(gpus=1))
 
 
+def test_a_pool_apart_from_training_is_on_other_nodes_alone(cluster):
+    """This process is on the head, which has the most room: nobody of the pool is."""
+    own = ray.get_runtime_context().get_node_id()
+    pool = pool_of(Demand(2, cpus=0.5), apart=1)
+    try:
+        pool.ready.result(120)
+        assert own not in pool.nodes
+        assert len(set(pool.nodes)) == 1
+    finally:
+        pool.close()
+    with pytest.raises(ValueError, match="apart from training's node, 2 samplers of 1 CPU each find 1 places"):
+        pool_of(Demand(2), apart=1)
+    with pytest.raises(ValueError, match="a pool of 2 nodes apart from training's: the cluster has 1 besides"):
+        pool_of(Demand(2, cpus=0.5), apart=2)
+
+
 def test_two_samplers_share_calls_and_take_weights_together(cluster):
     pool = pool_of(Demand(2, cpus=0.5), strategy="STRICT_SPREAD")
     try:

@@ -1,0 +1,90 @@
+"""A pool of samplers apart from training, on a real Ray cluster of three nodes on this machine.
+
+By hand: `bazel test //apps/grpo:ray_pools_test`.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from apps.common.plan.cluster import Pools, RolloutLayout, Schedule
+from apps.grpo.main import run
+from apps.grpo.schedule_testing import ASYNC, ONE, rows, same_weights, small
+from apps.grpo.testing import RECIPE
+from rollout.workers.ray_pool import RayPool
+
+SYNC = Schedule("sync")
+SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """The head, where runs train, has room for all; two more nodes have room for one sampler each."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    size = {"object_store_memory": 80 << 20}
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **size})
+    for _ in range(2):
+        found.add_node(num_cpus=1, **size)
+    ray.init(address=found.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    found.shutdown()
+
+
+def apart(run_dir, schedule, nodes, workers=2, **changes):
+    config = small(run_dir, schedule, **changes)
+    pools = Pools(placement="separate", rollout_nodes=nodes)
+    return replace(config, cluster=replace(config.cluster, pools=pools, rollout=RolloutLayout(ray_workers=workers)))
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """The nodes of each pool that a run opens, once it is closed."""
+    found, plain = [], RayPool.close
+
+    def close(self):
+        found.append(self.nodes)
+        plain(self)
+
+    monkeypatch.setattr(RayPool, "close", close)
+    return found
+
+
+@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
+def test_samplers_are_on_nodes_of_their_own_in_every_schedule(tmp_path, places, schedule):
+    """One on each; in turn the weights are those of a run without Ray."""
+    run(apart(tmp_path / "ray", schedule, 2, **SHORT), RECIPE)
+    own = ray.get_runtime_context().get_node_id()
+    assert len(places) == 1
+    assert own not in places[0]
+    assert len(set(places[0])) == 2
+    assert [row["weights/version"] for row in rows(tmp_path / "ray")[1:]] == [1, 2]
+    if schedule is SYNC:
+        run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
+        assert same_weights(tmp_path / "plain", tmp_path / "ray")
+
+
+def test_what_shares_trainings_node_may_be_on_it(tmp_path, places):
+    config = small(tmp_path, SYNC, **SHORT)
+    run(replace(config, cluster=replace(config.cluster, rollout=RolloutLayout(ray_workers=2, ray_cpus=2.0))), RECIPE)
+    assert set(places[0]) == {ray.get_runtime_context().get_node_id()}  # nobody else has two processors
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "problem"),
+    [
+        (1, 2, "apart from training's node, 2 samplers of 1 CPU each find 1 places on 1 nodes"),
+        (3, 3, "a pool of 3 nodes apart from training's: the cluster has 2 besides this one"),
+        (2, 1, "1 samplers can't fill 2 nodes"),
+    ],
+)
+@pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
+def test_a_demand_beyond_the_other_nodes_is_refused_at_once(tmp_path, schedule, nodes, workers, problem):
+    """With its numbers, although this node had the room."""
+    with pytest.raises(ValueError, match=problem):
+        run(apart(tmp_path, schedule, nodes, workers), RECIPE)
+    written = tmp_path / "metrics.jsonl"
+    assert not written.exists() or not written.read_text()
