@@ -28,6 +28,10 @@ SCRIPTS = {
 }
 
 
+READY = ("qwen3-5-27b-fsdp2", "qwen3-5-35b-a3b-fsdp2", "qwen3-5-35b-a3b-megatron")
+"""Of which nothing lacks but the devices."""
+
+
 def test_every_script_has_its_recipe():
     assert set(SEEDS) == set(SCRIPTS)
 
@@ -89,14 +93,14 @@ def test_the_plan_has_no_problem_and_names_every_field_that_lacks(name, capsys):
     assert "PROBLEM" not in text
     plan = make_plan(WORKS[name])
     assert not plan.problems
-    assert plan.missing
+    assert bool(plan.missing) == (name not in READY)
     for need in plan.missing:  # reasons are folded over lines
         assert f"No({need.answer.reason})" in " ".join(text.split())
     assert all(need.feature in text for need in plan.missing)
     assert all(line in text for line in SEEDS[name].origin.deviations)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in READY])
 def test_a_recipe_that_is_not_ready_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"recipe '{name}' can't be run .*--plan says all"):
         runnable(SEEDS[name].config)
@@ -124,7 +128,7 @@ def test_the_list_counts(capsys):
     with pytest.raises(SystemExit):
         main(["--recipe", "list"])
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "14 recipes, 7 can be run today, 11 shrunk"
+    assert text.splitlines()[-1] == "14 recipes, 10 can be run today, 11 shrunk"
 
 
 def test_the_committed_plans_are_current():
