@@ -38,7 +38,9 @@ def test_the_parameters_are_those_that_the_name_promises(name, total, active):
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_it_is_planned_and_refused_by_name(name, capsys):
+def test_it_is_planned_and_refused_by_name(name, capsys, monkeypatch):
+    for entry in SEEDS[name].config.cluster.environment:  # as the command starts itself again with them
+        monkeypatch.setenv(*entry.split("="))
     with pytest.raises(SystemExit) as stop:
         main(["--recipe", name, "--plan"])
     assert stop.value.code == 0
@@ -51,9 +53,17 @@ def test_it_is_planned_and_refused_by_name(name, capsys):
         runnable(SEEDS[name].config)
 
 
+def test_the_dynamic_script_is_on_the_backend_that_it_was_written_for():
+    config = SEEDS["qwen3-30b-a3b-dynamic-cp"].config
+    assert (config.engine.backend, config.engine.context_parallel) == ("megatron", "dynamic")
+    work = work_of(config)
+    assert work.grid == Grid(tp=2, cp=1, dp=4, pp=1, etp=1, ep=8, edp=1)
+    assert work.grid.dp * config.engine.max_tokens_per_rank == config.data.max_tokens
+
+
 def test_a_longer_conversation_takes_more_ranks():
     text = str(make_plan(work_of(SEEDS["qwen3-30b-a3b-dynamic-cp"].config)))
-    assert "1 to 8 ranks share a sequence" in text
+    assert "1 to 4 ranks share a sequence, chosen for each micro-batch, each of tp 2" in text
     assert "the longest sequence takes 4 ranks" in text
 
 

@@ -41,4 +41,5 @@ def test_the_ratio_of_the_longest_row_to_a_ranks_tokens_stays():
     config = recipe.config
     small, _ = shrink(config, recipe, MANY)
     ratio = config.data.max_tokens / config.engine.max_tokens_per_rank
-    assert small.data.max_tokens / small.engine.max_tokens_per_rank == ratio == small.processes
+    assert small.data.max_tokens / small.engine.max_tokens_per_rank == ratio
+    assert small.processes == ratio * small.engine.tensor_parallel

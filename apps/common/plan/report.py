@@ -120,13 +120,20 @@ def _ranks(work: Work, grid: Grid | None) -> list[str]:
         shared = f"shared by {work.shards} ranks ({where})" if work.shards > 1 else "whole on its rank"
         lines.append(f"{work.ranks // work.shards} copies of the weights, each {shared}")
     if work.dynamic:
-        lines.append(f"1 to {work.ranks} ranks share a sequence, chosen for each micro-batch")
+        most = grid.size("dp") * grid.size("cp")
+        lines.append(f"1 to {most} ranks share a sequence, chosen for each micro-batch{_each_of(grid)}")
     for axis in ("tp", "cp", "pp", "ep"):
         if grid.size(axis) > 1:
             first = grid.groups(axis)[0]
             where = "within a node" if all(_one_node(group, work) for group in grid.groups(axis)) else "across nodes"
             lines.append(f"first {axis} group: {_listed(first)} ({where})")
     return lines
+
+
+def _each_of(grid: Grid) -> str:
+    """What a rank that shares a sequence is, where several ranks split its layers."""
+    split = [f"{axis} {grid.size(axis)}" for axis in ("tp", "pp") if grid.size(axis) > 1]
+    return f", each of {' x '.join(split)}" if split else ""
 
 
 def _one_node(group: tuple[int, ...], work: Work) -> bool:

@@ -1,0 +1,73 @@
+"""What Megatron does not train is carried bit for bit: further-token heads, and the images' tower of a text run.
+
+A checkpoint as published ones are: vision-language, `model.language_model.*`, `mtp.*`, in bfloat16.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from engines import EngineConfig, build_engine
+from engines.families.cases import CASES
+from engines.launch import launch
+from engines.megatron.groups import release
+from engines.testing.assembled import assemble
+from engines.tiny import tiny_batch
+from objectives import SFT
+
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+VISION |= {"patch_size": 4, "num_position_embeddings": 16}
+MTP = {
+    "mtp.fc.weight": torch.linspace(-1, 1, 32 * 64).view(32, 64).bfloat16(),
+    "mtp.layers.0.mlp.experts.0.gate_proj.weight": torch.full((3, 2), 1 / 3),  # float32 among bfloat16
+    "mtp.norm.weight": torch.arange(32).bfloat16(),
+}
+LAYOUTS = {"TP2": {"tensor_parallel": 2, "expert_parallel": 2}, "PP2": {"pipeline_parallel": 2}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stock")
+    text = next(case for case in CASES if case.model_type == "qwen3_5_moe_text").config().to_dict()
+    text |= {"mtp_num_hidden_layers": 1}
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=VISION)
+    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(path)
+    save_file(load_file(path / "model.safetensors") | MTP, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def two_ranks(path, target):
+    out = {}
+    for name, sizes in LAYOUTS.items():
+        config = EngineConfig(
+            model=str(path), backend="megatron", device="cpu", lr=0.1, max_tokens_per_rank=20, **sizes
+        )
+        engine = build_engine(config)
+        before = assemble(engine.export_weights())
+        engine.train_batch(tiny_batch([7, 12, 5]), SFT())
+        engine.save_hf(target / name)
+        out[name] = before, assemble(engine.export_weights(max_bytes=100))
+        release()
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports")
+    return launch(two_ranks, (checkpoint, folder), world_size=2, device="cpu"), folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_trained_checkpoint_comes_out_whole_with_the_bytes_of_what_was_not_trained(checkpoint, exported, name):
+    (before, after), folder = exported[0][name], exported[1]
+    stock, written = load_file(checkpoint / "model.safetensors"), load_file(folder / name / "model.safetensors")
+    carried = {tensor for tensor in stock if tensor in MTP or tensor.startswith("model.visual.")}
+    assert len(carried) > len(MTP)
+    assert any(tensor.startswith("model.language_model.layers.0.") for tensor in stock)
+    assert set(stock) == set(before) == set(after) == set(written)
+    for tensor, value in stock.items():
+        assert before[tensor].dtype == after[tensor].dtype == written[tensor].dtype == value.dtype, tensor
+        assert torch.equal(before[tensor], value), tensor
+        assert torch.equal(after[tensor], written[tensor]), tensor
+        assert torch.equal(written[tensor], value) == (tensor in carried), tensor
