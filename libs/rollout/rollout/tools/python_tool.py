@@ -41,6 +41,7 @@ def describe(ran: Ran, sandbox: Sandbox) -> str:
         "wall time": f"it ran longer than {limits.wall_seconds:g} s",
         "CPU time": f"it computed longer than {limits.cpu_seconds} s",
         "output": f"it wrote more than {limits.output_bytes} bytes",
+        "files": f"it made more than {limits.files} files",
     }
     if ran.reason is not None:
         return f"{ran.output}\n[ended: {met[ran.reason]}]"

@@ -10,17 +10,27 @@ from pathlib import Path
 
 from rollout.tools.sandbox.house import DEVICES, NOBODY, work_folder
 
+BOUNDING = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
+"""What process 1 of a room bounds the number of files with, and drops. A setuid bwrap gives it to root alone."""
 _OURS = "/server"  # where this library's few files are seen inside
 _FILES = ("rollout/__init__.py", "rollout/tools/__init__.py", "rollout/tools/sandbox/__init__.py")
 _MODULES = ("bubblewrap", "house", "kernel", "run", "seccomp", "server")
 
 
 def bubblewrap_command(
-    program: str, root: Path, paths: Sequence[str], file_bytes: int, arguments: Sequence[str]
+    program: str,
+    root: Path,
+    paths: Sequence[str],
+    file_bytes: int,
+    capabilities: Sequence[str],
+    arguments: Sequence[str],
 ) -> list[str]:
-    """The command line of one run. `root` is the folder that holds `rollout`; `paths` are what a run may see."""
+    """The command line of one run. `root` is the folder that holds `rollout`; `paths` are what a run may see.
+
+    `capabilities`: `BOUNDING`, or none.
+    """
     command = [program, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
-    command += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    command += ["--uid", str(NOBODY), "--gid", str(NOBODY), *capabilities]
     for path in paths:
         command += ["--ro-bind", os.path.realpath(path), path]
         for name in ("site-packages", "dist-packages"):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from rollout.tools.sandbox.bubblewrap import bubblewrap_command
+from rollout.tools.sandbox.bubblewrap import BOUNDING, bubblewrap_command
 
 _ROOT = Path(__file__).parents[3]  # the folder that holds `rollout`
 _START_SECONDS = 30.0
@@ -64,8 +64,8 @@ class Ran:
     """How a run ended.
 
     `status` is the exit status, negative for a signal, None where the sandbox ended the run. `reason` is the limit that
-    ended it ("wall time", "CPU time" or "output"), if any. `output` is what it printed (standard error too, a part of
-    it where it was too much), `results` the values of the expressions that were evaluated (`run.encoded`).
+    ended it ("wall time", "CPU time", "output" or "files"), if any. `output` is what it printed (standard error too, a
+    part of it where it was too much), `results` the values of the expressions that were evaluated (`run.encoded`).
     """
 
     output: str
@@ -110,8 +110,8 @@ class Sandbox:
 
     `packages` are folders of modules that runs may import, shown read-only. `max_runs` bounds the runs at a time of one
     call. `backend` is "namespaces" (the kernel's, without any program), "bubblewrap" (where only that program may make
-    namespaces; slower, since each run starts an interpreter, and it bounds the files' size, but not their number) or
-    "auto": the first that the kernel allows.
+    namespaces; slower, since each run starts an interpreter; where it gives no right to bound the number of files, as a
+    setuid one, they are counted every 2 ms, and too many end the run) or "auto": the first that the kernel allows.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -368,12 +368,15 @@ class _Bubblewrap:
         if found.returncode:
             raise SandboxRefusedError(found.stderr.decode("utf-8", "replace")[-500:])
         self._paths: list[str] = json.loads(found.stdout)
-        tried = subprocess.run(self._command(()), env={}, capture_output=True, check=False)
-        if tried.returncode:
-            raise SandboxRefusedError(tried.stderr.decode("utf-8", "replace").strip()[-500:])
+        for self._capabilities in (BOUNDING, ()):
+            tried = subprocess.run(self._command(()), env={}, capture_output=True, check=False)
+            if not tried.returncode:
+                return
+        raise SandboxRefusedError(tried.stderr.decode("utf-8", "replace").strip()[-500:])
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
-        return bubblewrap_command(self._program, _ROOT, self._paths, self._limits.file_bytes, arguments)
+        size = self._limits.file_bytes
+        return bubblewrap_command(self._program, _ROOT, self._paths, size, self._capabilities, arguments)
 
     def start(self, request: int, output: int, report: int) -> None:
         """Build a room and send a run in."""
