@@ -12,6 +12,7 @@ a compiler saves or fuses within a layer. Where layers and head are compiled (`e
 the compute dtype and are overwritten by their gradient.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,10 +113,14 @@ def compiled_logit_bytes(shape: ModelShape, trained: int, chunk: int, width: int
     return min(trained, chunk) * shape.vocab * width + head * (WIDE + width)
 
 
-def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: int, tokens: Tokens, width: int) -> Peak:
+def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
     """Of FSDP2 with sharded weights, of which a rank has one of `shards`; `width`: bytes of what layers compute in."""
     count = count_parameters(shape)
     master = WIDE if engine.master_dtype == "float32" else 2
+    largest = shape.vocab * shape.hidden * master / shards
+    coming = (2 * engine.optimizer_on_host + 2 * engine.parameters_on_host) * largest
+    if engine.parameters_on_host:
+        shards = math.inf  # none of them stays on the device
     shard = count.total * master / shards
     states = shard if engine.optimizer_on_host else 3 * shard
     root = count.embeddings + shape.hidden
@@ -132,16 +137,13 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: int, tokens: Toke
             "head": states + held + kept + logits,
             "layers": states + held + width * shape.vocab * shape.hidden + backward,
             "outermost": states + shard + held + (width + WIDE) * root,
-            # States on the host come to the device, those of a parameter at a time.
-            "update": states
-            + shard
-            + (2 * shape.vocab * shape.hidden * master / shards if engine.optimizer_on_host else 0),
+            "update": states + shard + coming,  # what is on the host comes to the device, a parameter's at a time
         },
     )
 
 
 def _backward(
-    shape: ModelShape, engine: EngineConfig, shards: int, tokens: int, width: int, master: int, left: int
+    shape: ModelShape, engine: EngineConfig, shards: float, tokens: int, width: int, master: int, left: int
 ) -> float:
     """While the gradients of layer `left` (from the first, 1) are made, and while they are shared out.
 

@@ -234,7 +234,8 @@ def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[
         needed = max(megatron_bytes(held, grid, on_host) for held in held_by_stage(shape, grid, layers)) / GIB
     else:
         master = 4 if work.engine.master_dtype == "float32" else 2
-        needed = fsdp_bytes(shape, work.shards, master, on_host) / GIB
+        held = fsdp_bytes(shape, work.shards, master, on_host)
+        needed = 0.0 if work.engine.parameters_on_host else held / GIB
     fewer = "raise --engine.shard-ranks" if work.shards < work.ranks else "use more nodes"
     states = "weights and gradients" if on_host else "weights, gradients and optimizer states"
     line = f"{needed:.1f} GiB of {states} on the fullest rank"

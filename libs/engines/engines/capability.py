@@ -35,6 +35,7 @@ FSDP2: dict[str, Yes | No] = {
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
     "offload": Yes("step_executors_test.py::test_offload_and_onload"),
     "optimizer_on_host": Yes("devices/npu_test.py::test_moments_on_the_host_change_no_bit"),  # a stand-in, and CPU
+    "parameters_on_host": Yes("devices/npu_host_test.py::test_parameters_on_the_host_change_no_bit"),  # a stand-in
     "distributed_optimizer": No("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
@@ -78,6 +79,7 @@ MEGATRON: dict[str, Yes | No] = {
     "tied_weights": Yes(LAYOUTS),
     "offload": Yes("megatron/engine_test.py::test_buffers_go_away_and_come_back"),
     "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
+    "parameters_on_host": No("Megatron's layers compute from weights on the device: leave it out, or use fsdp2"),
     "distributed_optimizer": Yes(LAYOUTS),
     "own_rows": Yes("megatron/layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
@@ -122,6 +124,7 @@ def features_of(config: EngineConfig) -> list[str]:
     asked["gradient_checkpointing"] = config.gradient_checkpointing
     asked["activation_offload"] = config.activation_offload
     asked["optimizer_on_host"] = config.optimizer_on_host
+    asked["parameters_on_host"] = config.parameters_on_host
     asked["distributed_optimizer"] = config.distributed_optimizer
     asked["router_z_loss"] = config.router_z_loss_coef > 0
     asked["routing_replay"] = config.routing_replay
@@ -146,6 +149,8 @@ def refuse_unsupported(config: EngineConfig) -> None:
         answer = supports(config, feature)
         if isinstance(answer, No):
             raise ValueError(f"{feature} is not supported: {answer.reason}")
+    if config.parameters_on_host:
+        _refuse_beside_the_host(config)
     if config.backend == "fsdp2" and config.expert_parallel > 1:
         _refuse_beside_experts(config)
     if config.backend == "megatron" and config.vision != "off" and config.lora.rank:
@@ -162,6 +167,18 @@ def refuse_unsupported(config: EngineConfig) -> None:
         )
     if "context_parallel" in asked and config.batching != "packed":
         raise ValueError("context parallelism shards packed sequences: set batching='packed'")
+
+
+def _refuse_beside_the_host(config: EngineConfig) -> None:
+    """ValueError for what has not been run with parameters on the host."""
+    beside = {
+        "lora": config.lora.rank > 0,
+        "expert_parallel": config.expert_parallel > 1,
+        "shard_ranks": config.shard_ranks is not None,
+    }
+    for name, wanted in beside.items():
+        if wanted:
+            raise ValueError(f"{name} has not been run with parameters_on_host: leave one of both out")
 
 
 def _refuse_beside_experts(config: EngineConfig) -> None:

@@ -113,6 +113,9 @@ class EngineConfig:
     optimizer_on_host: bool = False
     """Keep optimizer states in host memory. Megatron's float32 weights are there too, and step there; FSDP2 brings the
     states of one parameter after another to the device, and updates there, bit for bit as without."""
+    parameters_on_host: bool = False
+    """Keep parameters and gradients in host memory too (with `optimizer_on_host`): those of a layer come to the device
+    while it computes, those of one parameter after another for its update, bit for bit as without (backend fsdp2)."""
     distributed_optimizer: bool = False
     """Share optimizer states and float32 weights out over the ranks that hold the same weights (backend megatron)."""
     grad_clip: float | None = 1.0
@@ -161,6 +164,8 @@ class EngineConfig:
             )
         if self.optimizer_on_host and self.moments_dtype == "bfloat16":
             raise ValueError("optimizer_on_host keeps float32 moments: set moments_dtype='auto', or leave it out")
+        if self.parameters_on_host and not self.optimizer_on_host:
+            raise ValueError("parameters_on_host keeps optimizer states there too: set optimizer_on_host=True")
         if self.activation_offload and not self.gradient_checkpointing:
             raise ValueError("activation_offload moves what gradient_checkpointing keeps: set that too")
         if self.vision == "trained" and self.lora.rank:

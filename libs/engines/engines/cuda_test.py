@@ -197,6 +197,32 @@ def test_moments_on_the_host_change_no_bit(tmp_path):
     assert full - less >= 0.99 * size > 0
 
 
+def test_parameters_on_the_host_change_no_bit():
+    """Of weights after three steps; and the device is free of them, of their gradients and moments."""
+    found, given = [], []
+    for host in (True, False):  # in this order, gradients are noted on the host
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        options = {"optimizer_on_host": host, "parameters_on_host": host, "weights": "sharded", "grad_clip": 0.1}
+        built = given_gradients(engine(**options), given)
+        held = torch.cuda.memory_allocated() - before
+        steps = [built.train_batch(batch(seed), SFT())["grad_norm"] for seed in range(3)]
+        peak = torch.cuda.max_memory_allocated() - before
+        weights = {p.name: p.flat.cpu() for p in built.export_weights(max_bytes=2**40)}
+        parameters = list(built.executor.model.parameters())
+        places = {(p.device.type, p.to_local().is_pinned()) for p in parameters}
+        found.append((steps, weights, peak, held, sum(p.to_local().nbytes for p in parameters), places))
+        del built, parameters
+    (lean, got, less, left, size, places), (plain, want, full, there, _, _) = found
+    print(f"peak {full} bytes on the device, {less} with parameters on the host; {size} of parameters")
+    assert places == {("cpu", True)}
+    assert lean == plain
+    assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
+    assert there - left >= 0.95 * size > 0
+    assert full - less >= 0.95 * 2 * size  # moments, and of weights and gradients what is not gathered
+
+
 def test_offload_frees_the_device():
     built = engine()
     built.train_batch(batch(), SFT())

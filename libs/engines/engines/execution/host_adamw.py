@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in host memory, 8 bytes a parameter that the device is free of.
+"""AdamW whose moments are kept in host memory, 8 bytes a parameter that the device is free of; weights may be too.
 
 The update is torch's own fused one on the device, bit for bit: 1. the moments of one parameter come to its shard, from
 pinned memory where the device has that; 2. they are updated with it; 3. they go back, and the next parameter's come.
@@ -6,7 +6,8 @@ pinned memory where the device has that; 2. they are updated with it; 3. they go
 Invariants: between two steps no moment is on the device; within one, those of a parameter or two. All copies are on the
 current stream, so that a read follows the write before it; who reads the moments on the host waits for that stream.
 Per step 8 bytes a parameter travel each way (ZeRO-Offload, Ren et al., arXiv 2101.06840, steps on the host instead:
-4 bytes each way, and the host's own AdamW).
+4 bytes each way, and the host's own AdamW). Weights and gradients that are kept on the host (FSDP2's
+`CPUOffloadPolicy`) come with them: 16 bytes there, 12 back.
 """
 
 from collections.abc import Callable
@@ -41,24 +42,26 @@ class HostAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, self._state(parameter), group)
+        if any(p.device != _device(p) for group in self.param_groups for p in group["params"]):
+            _wait(self)  # who reads weights on the host finds them there
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=_device(parameter))
             state |= {name: _on_host(parameter) for name in MOMENTS}
         return state
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One weight's; its moments on the device are freed before the next one's."""
-        weight = _local(parameter)
-        moments = [_local(state[name]) for name in MOMENTS]
-        near = [moment.to(weight.device, non_blocking=_pins(weight)) for moment in moments]
+        """One weight's; what is on the device for it alone is freed before the next one's."""
+        device, pins = _device(parameter), _pins(parameter)
+        kept = [_local(parameter), *(_local(state[name]) for name in MOMENTS)]
+        weight, *moments = near = [one.to(device, non_blocking=pins) for one in kept]
         adamw(
             [weight],
-            [_local(parameter.grad)],
-            [near[0]],
-            [near[1]],
+            [_local(parameter.grad).to(device, non_blocking=pins)],
+            [moments[0]],
+            [moments[1]],
             max_exp_avg_sqs=[],
             state_steps=[state["step"]],
             fused=True,
@@ -72,20 +75,22 @@ class HostAdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        for moment, one in zip(moments, near, strict=True):
-            moment.copy_(one, non_blocking=_pins(weight))
+        for there, here in zip(kept, near, strict=True):
+            if there is not here:
+                there.copy_(here, non_blocking=pins)
 
 
 def _wait(optimizer: torch.optim.Optimizer) -> None:
     """For moments that are on their way to the host."""
-    pinned = next((parameter.device for parameter in optimizer.state if _pins(parameter)), None)
+    pinned = next((_device(parameter) for parameter in optimizer.state if _pins(parameter)), None)
     if pinned is not None:
         devices_of(pinned).current_stream().synchronize()
 
 
 def _to_host(optimizer: torch.optim.Optimizer) -> None:
-    """Torch brings what it loads to the device of the weights."""
+    """Torch brings what it loads to where the weights are; steps are counted on the device."""
     for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(_device(parameter))
         for name in MOMENTS:
             kept = _on_host(parameter)
             _local(kept).copy_(_local(state[name]))
@@ -96,9 +101,16 @@ def _on_host(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, device="cpu", pin_memory=_pins(parameter))
 
 
-def _pins(tensor: Tensor) -> bool:
+def _device(parameter: Tensor) -> torch.device:
+    """Where a parameter is computed with, which may be kept in host memory itself."""
+    if isinstance(parameter, DTensor):
+        return devices_of(parameter.device_mesh.device_type).current()
+    return parameter.device
+
+
+def _pins(parameter: Tensor) -> bool:
     """Only copies of pinned memory may be left on their way."""
-    return tensor.device.type == "cuda"
+    return _device(parameter).type == "cuda"
 
 
 def _local(tensor: Any) -> Tensor:

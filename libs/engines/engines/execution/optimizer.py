@@ -70,8 +70,15 @@ def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | No
     shards = [shard for shard in shards if shard.numel()]
     squares = 0.0 * loss.detach().double()
     if shards:
-        squares = squares + torch.stack(torch._foreach_norm(shards, dtype=torch.float32)).double().square().sum()
+        squares = squares + torch.stack(list(_norms(shards, loss.device))).double().square().sum()
     return (reduce_float64(squares, group) / copies).sqrt()
+
+
+def _norms(shards: list[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """f32[] of each; those that are kept on the host come to the device one at a time."""
+    if all(shard.device == device for shard in shards):
+        return torch._foreach_norm(shards, dtype=torch.float32)
+    return [torch._foreach_norm([shard.to(device)], dtype=torch.float32)[0] for shard in shards]
 
 
 def clip_and_step(

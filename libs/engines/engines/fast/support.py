@@ -31,6 +31,8 @@ def replicated_weights(config: EngineConfig, device: torch.device) -> Yes | No:
         return No("adapters and the weights under them are sharded: set weights='sharded'")
     if config.moments_dtype != "auto":
         return No("replicated weights keep float32 moments: set moments_dtype='auto', or weights='sharded'")
+    if config.parameters_on_host:
+        return No("replicated weights are on the device: set weights='sharded'")
     if config.optimizer_on_host:
         return No("replicated weights keep their states on the device: set weights='sharded'")
     if config.master_dtype != "float32":

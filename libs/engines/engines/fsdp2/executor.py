@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from engines.adapters.base import BASE, base_digest, check_base
@@ -37,7 +37,7 @@ from engines.families.torch_operations import choose_torch_operations
 from engines.fast.layers import sequences_of, use_layer_functions
 from engines.fast.log_probs import fused_log_probs
 from engines.fsdp2.activations import recompute_layers
-from engines.fsdp2.sharding import SumAcrossCopies, copies_in, weight_mesh
+from engines.fsdp2.sharding import SumAcrossCopies, copies_in, move_buffers, weight_mesh
 from engines.fsdp2.sharding import whole as whole_shards
 from engines.loading import DTYPES, compute_dtype, device_of
 from engines.log_probs import token_log_probs
@@ -134,6 +134,8 @@ class FSDP2Executor:
                     shard_placement_fn=lambda _: Shard(1),
                 )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if self.config.parameters_on_host:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for layer in family_of(self.model.config).units(self.model):
             fully_shard(layer, reshard_after_forward=free, **options)
         fully_shard(self.scorer, reshard_after_forward=False, **options)
@@ -145,7 +147,8 @@ class FSDP2Executor:
         if self.copies > 1:
             self.sums = SumAcrossCopies(self.scorer)
         if disk is not None:
-            self.scorer.to_empty(device=self.device)
+            self.scorer.to_empty(device="cpu" if self.config.parameters_on_host else self.device)
+            move_buffers(self.scorer, self.device)
             disk.fill(self.model)
 
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
@@ -267,8 +270,11 @@ class FSDP2Executor:
         return without_adapters(self.model)
 
     def move(self, device: torch.device) -> None:
-        """Move weights and the optimizer's moments."""
-        self.scorer.to(device)
+        """Move weights and the optimizer's moments, unless they are kept on the host."""
+        if self.config.parameters_on_host:
+            move_buffers(self.scorer, device)
+        else:
+            self.scorer.to(device)
         here = self.optimizer is not None and not self.config.optimizer_on_host
         for state in self._optimizer.state.values() if here else ():
             for key, value in state.items():

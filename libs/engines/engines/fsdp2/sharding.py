@@ -5,14 +5,17 @@ has equals in the other groups, and gradients cross them once a step.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
+from engines.devices.choice import devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.choice import shards_of
 from engines.parallel.groups import mesh_of
@@ -28,6 +31,13 @@ def weight_mesh(config: EngineConfig, device: str) -> DeviceMesh:
     if shards == ranks:
         return mesh_of(device, (ranks,))
     return mesh_of(device, (ranks // shards, shards), (COPIES, SHARDS))
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """To the device, or away, without the parameters: these are FSDP2's to move."""
+    for one in module.modules():
+        for name, buffer in one.named_buffers(recurse=False):
+            setattr(one, name, buffer.to(device))
 
 
 def copies_in(mesh: DeviceMesh) -> int:
@@ -62,8 +72,10 @@ class SumAcrossCopies:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor of all shards; where a rank's own is that, no gather copies it."""
+    """Return the tensor of all shards, on the device; where a rank's own is that, no gather copies it."""
     if not isinstance(tensor, DTensor):
         return tensor
     cut = any(tensor.device_mesh.size(axis) > 1 for axis in sharding_axes(tensor))
-    return tensor.full_tensor() if cut else tensor.to_local()
+    near: Any = tensor.to(devices_of(tensor.device_mesh.device_type).current())  # it may be kept on the host
+    found: Tensor = near.full_tensor() if cut else near.to_local()
+    return found
