@@ -1,4 +1,5 @@
-"""What `--plan` can check of the machine that it runs on: packages, drivers, devices, ports. It starts nothing.
+"""What `--plan` can check of the machine that it runs on: packages, drivers, devices, ports. It starts nothing
+but an interpreter of vLLM's environment, which tells the version of a package.
 
 A plan may be made anywhere, so that nothing here is a problem of the plan: each line says what is there, or what is not
 and how it is mended, for whoever starts the run on this machine.
@@ -6,25 +7,42 @@ and how it is mended, for whoever starts the run on this machine.
 
 import shutil
 import socket
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
 
 from apps.common.plan.memory import GIB
 from apps.common.plan.work import Work
 from engines.devices.choice import devices_of
 from engines.devices.hccl import HOST_PORTS, HcclSettings, port_range
+from engines.devices.npu_operators import VERSIONS
+from rollout.vllm.config import VllmConfig
+from rollout.vllm.process import find_python
+from rollout.vllm.server.ascend import PACKAGE, refuse_other_versions
 
+_INSTALLED = f"""
+from importlib.metadata import PackageNotFoundError, version
+try:
+    print(version({PACKAGE!r}))
+except PackageNotFoundError:
+    pass
+"""
 CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
 
 
 def seen_here(work: Work, environ: Mapping[str, str]) -> list[str]:
     """Lines on the accelerators that the run asks for; none where it asks for the CPU or leaves the choice open."""
     if work.engine.device == "npu":
-        return [_torch_npu(), _driver(), _cann(environ), *_devices(work), *_ports(work, environ)]
+        operators = work.engine.npu_operators != "off"
+        lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(work), *_ports(work, environ)]
+        return [*lines, *([_vllm_ascend()] if work.cluster.rollout.engine == "vllm" else [])]
     return _devices(work) if work.engine.device == "cuda" else []
 
 
-def _torch_npu() -> str:
+def _torch_npu(operators: bool) -> str:
+    """`operators`: whether layers are to compute by those of NPUs."""
     torch = version("torch").partition("+")[0]
     try:
         found = version("torch_npu")
@@ -32,7 +50,21 @@ def _torch_npu() -> str:
         return f"missing: torch_npu; install torch_npu=={torch}, the release of the torch that is here"
     if found.partition(".post")[0] != torch:
         return f"missing: torch_npu {found} is not for torch {torch}; install torch_npu=={torch}"
+    if operators and not SpecifierSet(VERSIONS).contains(found.partition(".post")[0], prereleases=True):
+        return f"missing: torch_npu {VERSIONS} for its operators, {found} is here; set --engine.npu-operators off"
     return f"torch_npu {found} beside torch {torch}"
+
+
+def _vllm_ascend() -> str:
+    """vLLM's plugin in the environment that vLLM has, which an interpreter of it tells without importing either."""
+    try:
+        python = find_python(VllmConfig())
+        asked = subprocess.run([python, "-c", _INSTALLED], capture_output=True, text=True, timeout=60, check=False)
+        found = asked.stdout.strip() or None
+        refuse_other_versions(found)
+    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+        return f"missing: {error}"
+    return f"vllm-ascend {found} in the environment of {python}"
 
 
 def _driver() -> str:

@@ -1,11 +1,13 @@
 """What `--plan` says of the machine: packages, driver, devices and ports, each missing one with its fix."""
 
 import socket
+import sys
 from dataclasses import replace
 
 import pytest
 
-from apps.common.plan.cluster import Cluster, Pools
+from apps.common.plan import machine
+from apps.common.plan.cluster import Cluster, Pools, RolloutLayout
 from apps.common.plan.machine import seen_here
 from apps.common.plan.work import Work
 from engines import EngineConfig
@@ -13,7 +15,8 @@ from engines.devices import accelerator
 from engines.devices.base import MemoryFigures
 from engines.devices.npu import Npu
 
-WORK = Work("grpo", "r", EngineConfig(device="npu"), Cluster(), processes=2, steps=1, rows=1, longest=8)
+PLAIN = EngineConfig(device="npu", npu_operators="off")
+WORK = Work("grpo", "r", PLAIN, Cluster(), processes=2, steps=1, rows=1, longest=8)
 RANGES = {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
 
 
@@ -56,6 +59,31 @@ def test_what_is_there_is_said(tmp_path, monkeypatch):
     ]
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 1.11.0\n")
     assert "missing: torch_npu 1.11.0 is not for torch" in npu()[0]
+
+
+def test_a_torch_npu_whose_operators_were_not_read_is_told(tmp_path, monkeypatch):
+    """Of the torch that is here, were that another one."""
+    monkeypatch.setattr(machine, "version", {"torch": "2.14.0", "torch_npu": "2.14.0"}.__getitem__)
+    told = npu(engine=EngineConfig(device="npu"))[0]
+    assert told == "missing: torch_npu >=2.13,<2.14 for its operators, 2.14.0 is here; set --engine.npu-operators off"
+    assert npu()[0] == "torch_npu 2.14.0 beside torch 2.14.0"
+
+
+def test_the_version_of_vllms_plugin_is_told(tmp_path, monkeypatch):
+    """By vLLM's own interpreter, whose packages are others; only where vLLM is to sample."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("TESSERA_VLLM_PYTHON", str(python))
+    vllm = {"cluster": Cluster(rollout=RolloutLayout(engine="vllm"))}
+    assert npu(**vllm)[-1] == "missing: vLLM on NPUs needs vllm-ascend >=0.23.0,<0.24, which is not installed beside it"
+    folder = tmp_path / "vllm_ascend-0.23.0.post1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.23.0.post1\n")
+    assert npu(**vllm)[-1] == f"vllm-ascend 0.23.0.post1 in the environment of {python}"
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.18.0\n")
+    assert "missing: the adaptation of vLLM on NPUs was written for vllm-ascend >=" in npu(**vllm)[-1]
+    assert "vllm-ascend" not in "".join(npu())
 
 
 def test_ports_that_others_hold_are_counted():

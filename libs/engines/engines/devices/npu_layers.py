@@ -19,11 +19,17 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch, apply
 from engines.devices.npu import torch_npu
-from engines.devices.npu_operators import gated_rms_norm, grouped_matmul, rms_norm, rotary, swiglu, swiglu_halves
+from engines.devices.npu_operators import (
+    VERSIONS,
+    gated_rms_norm,
+    grouped_matmul,
+    rms_norm,
+    rotary,
+    swiglu,
+    swiglu_halves,
+)
 from engines.families.registry import family_of
 
-VERSIONS = ">=2.13,<2.14"
-"""Of torch_npu: names and signatures were checked against its wheel (`engines/testing/npu/surface.json`)."""
 EXPERTS = "npu_grouped_matmul"
 ROTARY = "apply_rotary_pos_emb"
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from engines.devices.npu import torch_npu
 
+VERSIONS = ">=2.13,<2.14"
+"""Of torch_npu: names and signatures were checked against its wheel (`engines/testing/npu/surface.json`)."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x[..., d] by its root mean square, times weight f[d]; in x's dtype."""
