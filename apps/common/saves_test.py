@@ -1,6 +1,7 @@
 """What depends on a checkpoint is done when it is whole, in order, and training does not wait for it."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,8 @@ def gate(monkeypatch):
 class Run:
     def __init__(self, folder, keep=0):
         config = EngineConfig(device="cpu", lr=1e-2, max_tokens_per_rank=20)
-        self.engine, self.folder, self.told = build_engine(config, tiny_model(num_hidden_layers=1)), folder, []
+        self.engine: Any = build_engine(config, tiny_model(num_hidden_layers=1))
+        self.folder, self.told = folder, []
         self.saves = Saves(
             self.engine,
             folder,

@@ -71,6 +71,7 @@ def test_why_episodes_of_a_step_failed_is_told_on_a_line():
     reasons = ["lost"] * 3 + ["a\nb\x1b[2J"] * 2 + ["c" * 500] * 2 + ["rare"]
     failed = [replace(episode(None, i), error=reason) for i, reason in enumerate(reasons)]
     note = failure_note("step 7", [episode(1.0, 9), *failed])
+    assert note is not None
     assert note.startswith("step 7: 8 of 9 episodes failed: 3 x lost; 2 x a b?[2J; 2 x ccc")
     assert note.endswith("ccc...; and 1 more reasons")
     assert len(note) < 500

@@ -91,6 +91,7 @@ def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path, rows, repor
     warm = replace(WARM, steps=200) if rows.startswith("warm") else replace(WARM, steps=0)
     child = start_child(interrupted, tmp_path / "run", tmp_path / "said", warm_start=warm)
     wait_for_row(tmp_path / "run" / rows)
+    assert child.pid is not None
     os.kill(child.pid, signal.SIGINT)
     assert end_of(child) == 130
     said = (tmp_path / "said").read_text().splitlines()[-1]
@@ -103,6 +104,7 @@ def test_a_kill_amid_the_warm_start(whole, tmp_path):
     whole_dir, _ = whole
     child = start_child(go, tmp_path / "run")
     wait_for_row(tmp_path / "run" / "warm-start" / "metrics.jsonl")
+    assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
     assert end_of(child) == -signal.SIGKILL
     assert not (tmp_path / "run" / "export").exists()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,8 @@ def test_a_counted_factory_is_marked_as_its_own_is() -> None:
     class Slow(Gated):
         timeout = 3.0
 
-    counted = CountedFactory(Slow, Live())
+    counted: Any = CountedFactory(Slow, Live())
     assert (counted.timeout, hasattr(counted, "instant"), hasattr(counted, "score_group")) == (3.0, False, False)
-    assert CountedFactory(instant(Slow), Live()).instant
+    marked: Any = CountedFactory(instant(Slow), Live())
+    assert marked.instant
     assert counted.__qualname__ == Slow.__qualname__

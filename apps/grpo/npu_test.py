@@ -28,8 +28,8 @@ from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import stand_in_on_path
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
-RUNS = {"grpo": (run, RECIPE), "sft": (supervised, quickstart.RECIPE)}
-SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+RUNS: dict[str, tuple[Any, Any]] = {"grpo": (run, RECIPE), "sft": (supervised, quickstart.RECIPE)}
+SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
 TENSOR_PARALLEL = {"backend": "megatron", "tensor_parallel": 2}
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [("grpo", {})],

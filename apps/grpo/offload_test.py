@@ -1,6 +1,7 @@
 """`--cluster.offload`: training is in host memory while answers are sampled, and nothing else changes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from objectives import GRPO
 
 def test_training_is_on_the_host_while_answers_are_sampled(tmp_path, monkeypatch):
     """The engine and its frozen reference, in steps and in evaluations; the run's weights are those without."""
-    made, seen = [], []
+    made: list[Any] = []
+    seen: list[list[bool]] = []
 
     def built(*args, **options):
         made.append(build_engine(*args, **options))
@@ -63,7 +65,8 @@ class Held:
 
 
 def test_it_comes_back_where_sampling_or_moving_fails():
-    engine, other = Held(), Held(fails=True)
+    engine: Any = Held()
+    other = Held(fails=True)
     with pytest.raises(RuntimeError, match="no answers"), resting(engine, True):
         raise RuntimeError("no answers")
     assert engine.calls == ["offload", "onload"]

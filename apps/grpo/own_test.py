@@ -5,6 +5,7 @@ import json
 import pickle
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,14 +38,15 @@ def test_a_function_that_makes_a_tool_is_called_once():
 
 
 def test_a_system_prompt_leaves_the_rest_of_a_factory_as_it_is():
-    def factory():
+    def plain():
         return Digits()
 
+    factory: Any = plain
     factory.timeout, factory.instant = 3.0, True
-    prompted = SystemPrompt("Be brief.")(factory)
+    prompted: Any = SystemPrompt("Be brief.")(factory)
     assert (prompted.timeout, prompted.instant, prompted.__qualname__) == (3.0, True, factory.__qualname__)
     factory.run_group = print
-    with pytest.raises(ValueError, match=r"--system-prompt can't reach .*factory"):
+    with pytest.raises(ValueError, match=r"--system-prompt can't reach .*plain"):
         SystemPrompt("Be brief.")(factory)
 
 

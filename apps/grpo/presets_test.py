@@ -1,6 +1,7 @@
 r"""Files in the layouts of GSM8K, MATH and geometry3k, by one flag; and answers as people write them (A7)."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_what_is_said_goes_before_the_preset(tmp_path):
 
 
 def test_rows_with_images_are_refused(tmp_path):
-    rows = [ROWS["geo3k"](i) for i in range(40)]
+    rows: list[dict[str, Any]] = [{**ROWS["geo3k"](i)} for i in range(40)]
     rows[7]["images"] = [{"bytes": "...", "path": "a.png"}]
     with pytest.raises(ValueError, match=r"a.jsonl, row 8 holds images or other media"):
         tasks(tmp_path, "geo3k", rows)

@@ -3,6 +3,7 @@
 import functools
 import json
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -188,7 +189,8 @@ def test_old_checkpoints_are_deleted(tmp_path):
 
 def graded(config, tokenizer):
     """The recipe's sums and calculator; an answer, cut off or not, earns the share of its characters that are ASCII."""
-    tasks = recipes()["quickstart-tool"].make_tasks(config, tokenizer)
+    make: Any = recipes()["quickstart-tool"].make_tasks
+    tasks = make(config, tokenizer)
     return GradedSums(*(getattr(tasks, field.name) for field in fields(tasks)))
 
 
@@ -209,7 +211,12 @@ def test_a_tool_episode_goes_all_the_way(tmp_path):
     base = recipe.config
     data = replace(base.data, eval_prompts=4)
     warm = replace(base.warm_start, steps=2, batch_size=4, eval_every=2)
-    sizes = {"steps": 1, "prompts": 2, "group_size": 4, "sampling": replace(base.sampling, temperature=1.0)}
+    sizes: dict[str, Any] = {
+        "steps": 1,
+        "prompts": 2,
+        "group_size": 4,
+        "sampling": replace(base.sampling, temperature=1.0),
+    }
     config = replace(base, run_dir=tmp_path, data=data, warm_start=warm, **sizes)
     run(config, replace(recipe, make_tasks=graded))
     assert rows(tmp_path)[1]["train/trained_tokens"] > 0
@@ -297,6 +304,7 @@ def test_tasks_and_sampler_can_be_handed_in(finished, tmp_path):
     model = run_dir / "model"
     tokenizer = load_tokenizer(model)
     sampler = Greedy(AutoModelForCausalLM.from_pretrained(model), pad_token_id=tokenizer.pad_token_id)
+    assert RECIPE.make_tasks is not None
     job = functools.partial(train, model=model, run_dir=tmp_path)
     launch(job, (small(tmp_path), RECIPE.make_tasks(RECIPE.config, tokenizer), sampler), 1, "cpu")
     assert all(row["reward/mixed_groups"] == 0 and row["train/grad_norm"] == 0 for row in rows(tmp_path)[1:])

@@ -46,11 +46,13 @@ def test_kills_at_twenty_random_moments(tmp_path):
         time.sleep(draw.uniform(4, 25))
         if child.is_alive():
             victim = child.pid if draw.random() < 0.7 else _worker_of(child.pid)
+            assert victim is not None
             os.kill(victim, signal.SIGKILL)
             kills += 1
             if victim != child.pid:
                 time.sleep(draw.uniform(0, 5))
                 if child.is_alive():
+                    assert child.pid is not None
                     os.kill(child.pid, signal.SIGKILL)
         end_of(child)
         if (run_dir / "export").is_dir():

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,11 @@ class Recorder:
         return {"loss": 10 * number, "step": number, "mismatch/abs": number / 2, "mismatch/abs/max": 7 - number}
 
 
+def recorder() -> Any:
+    """One in an engine's place."""
+    return Recorder()
+
+
 def rows_trained(engine: Recorder) -> list[list[int]]:
     """By update, the rows: a row's first token is ten times its number."""
     return [[row[0] // 10 for row in update["input_ids"]] for update in engine.trained]
@@ -74,7 +80,8 @@ def batch_with_advantages():
 
 
 def test_one_update_is_on_policy_and_sees_the_whole_batch():
-    batch, engine = batch_with_advantages(), Recorder()
+    batch = batch_with_advantages()
+    engine = recorder()
     metrics = train_on(batch, CONFIG, engine)
     assert rows_trained(engine) == [[0, 1, 2, 3, 4, 5]]
     assert engine.scored == []
@@ -92,7 +99,8 @@ def test_one_update_is_on_policy_and_sees_the_whole_batch():
 
 @pytest.mark.parametrize(("epochs", "parts"), [(2, 1), (1, 2), (3, 4)])
 def test_later_updates_know_the_policy_that_the_batch_started_from(epochs, parts):
-    batch, engine = batch_with_advantages(), Recorder()
+    batch = batch_with_advantages()
+    engine = recorder()
     metrics = train_on(batch, replace(CONFIG, epochs=epochs, mini_batches=parts), engine)
     assert engine.scored == [list(REWARDS)]
     updates = rows_trained(engine)
@@ -114,7 +122,7 @@ def test_later_updates_know_the_policy_that_the_batch_started_from(epochs, parts
 
 def test_mini_batches_take_every_other_row():
     """Each gets answers of every prompt, however the prompts are sorted."""
-    engine = Recorder()
+    engine = recorder()
     train_on(batch_with_advantages(), replace(CONFIG, mini_batches=2), engine)
     assert rows_trained(engine) == [[0, 2, 4], [1, 3, 5]]
 
@@ -127,7 +135,7 @@ def test_a_mini_batch_has_all_rows_of_an_episode(rows_of_episodes, mini_batches,
     batch = to_batch(rows)
     batch = index_select(batch, data.draw(st.permutations(list(range(len(batch["reward"]))))))
     batch["advantages"] = advantages_of(batch, replace(CONFIG, advantage="reinforce_plus_plus"), 0)
-    engine = Recorder()
+    engine = recorder()
     train_on(batch, replace(CONFIG, mini_batches=mini_batches), engine)
     parts = [update["episode"] for update in engine.trained]
     assert sorted(n for part in parts for n in part) == sorted(batch["episode"].tolist())
@@ -235,8 +243,10 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
     clock = iter([100.0, 103.0, 110.0, 115.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     events: list[object] = []
-    engine, config = Recorder(), replace(CONFIG, control="shuffled-advantages")
-    result = grpo_step(config, Session(events), engine, 7)
+    engine = recorder()
+    session: Any = Session(events)
+    config = replace(CONFIG, control="shuffled-advantages")
+    result = grpo_step(config, session, engine, 7)
     assert events == [("sample", 7), ("sync", 1), ("probed", 6, 2)]
     batch = to_batch(episodes())
     want = advantages_of(batch, config, 7)
@@ -247,7 +257,7 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
     lengths = [len(e.segments[0].ids) for e in episodes()]
     sampled = sum(e.sampled for e in episodes())
     expected = {
-        **train_on(batch_with_advantages(), CONFIG, Recorder()),
+        **train_on(batch_with_advantages(), CONFIG, recorder()),
         **reward_metrics(episodes()),
         **episode_metrics(episodes()),
         "rollout/tokens": float(sum(lengths)),
@@ -269,6 +279,7 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
 def test_failed_and_retried_episodes_are_counted():
     one, two, *rest = episodes()
     sampled = [replace(one, attempt=1), replace(two, attempt=2), episode(None, 0), *rest[1:]]
-    result = grpo_step(CONFIG, Session([], sampled), Recorder(), 0)
+    session: Any = Session([], sampled)
+    result = grpo_step(CONFIG, session, recorder(), 0)
     assert result.metrics["rollout/retried_episodes"] == 2.0
     assert result.metrics["rollout/failed_episodes"] == 1.0

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -104,8 +105,9 @@ def test_a_setting_does_something_or_is_refused(path, tmp_path, monkeypatch):
 def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(tmp_path):
     """The second update of the batch finds weights that the first has blown up; skipped, the sampler finds them."""
     engine = replace(BASE.engine, lr=1e30, grad_clip=None)
-    for name, error in (("stop", NonFiniteError), ("skip", DivergenceError)):
-        changes = {"steps": 1, "warm_start": WarmStart(), "engine": replace(engine, on_nonfinite=name)}
+    cases: list[tuple[Literal["stop", "skip"], type[Exception]]] = [("stop", NonFiniteError), ("skip", DivergenceError)]
+    for name, error in cases:
+        changes: dict[str, Any] = {"steps": 1, "warm_start": WarmStart(), "engine": replace(engine, on_nonfinite=name)}
         with pytest.raises(error, match="finite"):
             go(replace(BASE, run_dir=tmp_path / name, **changes))
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -226,7 +227,7 @@ def test_a_finished_run_is_not_written_over_and_not_cut_short(model, tmp_path, c
         (["--resume", "--steps", "3", "--recipe", "finetune"], "--recipe can't change when a run is resumed"),
     ):
         with pytest.raises(SystemExit) as stop:
-            cli.main(lambda more=more: main([*more, "--run-dir", str(folder)]))
+            cli.main(partial(main, [*more, "--run-dir", str(folder)]))
         assert stop.value.code == 2
         assert words in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from apps.sft.main import run
 from apps.sft.recipes import quickstart
 from engines.storage import checkpoint as checkpoint_module
 
-POINTS = {
+POINTS: dict[str, tuple[Any, str, int, Literal["before", "after"]]] = {
     "before the engine is built": (train_module, "build_engine", 1, "before"),
     "before the first row": (Reporter, "step", 1, "before"),
     "after the first row": (Reporter, "step", 1, "after"),
@@ -138,6 +139,7 @@ def interrupted(run_dir, said):
 def test_ctrl_c_leaves_a_report_and_says_how_to_go_on(tmp_path):
     child = start_child(interrupted, tmp_path / "run", tmp_path / "said")
     wait_for_row(tmp_path / "run" / "metrics.jsonl")
+    assert child.pid is not None
     os.kill(child.pid, signal.SIGINT)
     assert end_of(child) == 130
     assert f"--resume --run-dir {tmp_path / 'run'} goes on" in (tmp_path / "said").read_text().splitlines()[-1]

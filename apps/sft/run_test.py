@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from engines import Engine, LoraConfig, NonFiniteError, build_engine
 def small(run_dir, **changes):
     base = quickstart.RECIPE.config
     data = replace(base.data, demonstrations=256)
-    settings = {"steps": 6, "batch_size": 16, "eval_every": 3, "save_every": 3, "data": data} | changes
+    settings: dict[str, Any] = {"steps": 6, "batch_size": 16, "eval_every": 3, "save_every": 3, "data": data} | changes
     return replace(base, run_dir=run_dir, **settings)
 
 

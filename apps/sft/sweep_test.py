@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def texts(data, folder):
     return sides, trained, found.skipped.counts, found.skipped.cut
 
 
-DATA_CHANGES = {
+DATA_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data": (("eval.jsonl",), {}),
     "eval_data": (Path("eval.jsonl"), {}),
     "form": ("text", {}),
@@ -158,8 +159,9 @@ def test_a_setting_of_the_data_changes_what_is_imitated(name, files, tmp_path, m
         return
     base = DataConfig(data=("train.jsonl",))
     value = another(DataConfig, name, getattr(base, name)) if name == "task" else 40
+    changes: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"--{name}"):
-        replace(base, **{name: value})
+        replace(base, **changes)
     monkeypatch.chdir(tmp_path)
     synthetic = DataConfig(demonstrations=32)
-    assert texts(replace(synthetic, **{name: value}), tmp_path) != texts(synthetic, tmp_path / "base")
+    assert texts(replace(synthetic, **changes), tmp_path) != texts(synthetic, tmp_path / "base")

@@ -19,11 +19,11 @@ from rollout.vllm.arguments import OWNED
     ("make", "words"),
     [
         (lambda: Pools(nodes=0), "nodes must be at least 1"),
-        (lambda: Pools(placement="apart"), "one of 'colocated', 'separate'"),
+        (lambda: Pools(placement="apart"), "one of 'colocated', 'separate'"),  # type: ignore[arg-type]
         (lambda: Pools(placement="separate"), "rollout_nodes above 0"),
         (lambda: Pools(rollout_nodes=2), "colocated"),
         (lambda: Pools(device_memory_gib=float("nan")), "device_memory_gib"),
-        (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),
+        (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),  # type: ignore[arg-type]
         (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
         (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
         (lambda: RolloutLayout(cuda_graph_sizes=(8, 0)), "at least 1 each"),
@@ -33,7 +33,7 @@ from rollout.vllm.arguments import OWNED
         (lambda: RolloutLayout(ray_workers=1, ray_address=" "), "ray_address is empty"),
         (lambda: RolloutLayout(ray_address="head:6379"), "no effect without ray_workers"),
         (lambda: RolloutLayout(ray_cpus=0.5), "no effect without ray_workers"),
-        (lambda: RolloutLayout(dtype="float8"), "dtype must be one of 'auto'"),
+        (lambda: RolloutLayout(dtype="float8"), "dtype must be one of 'auto'"),  # type: ignore[arg-type]
         (lambda: RolloutLayout(max_requests=0), "max_requests must be at least 1"),
         (lambda: RolloutLayout(vllm=("block_size=32",)), "no effect with engine 'native'"),
         (lambda: RolloutLayout("vllm", vllm=("block_size",)), "not NAME=VALUE, such as block_size=32"),
@@ -41,7 +41,7 @@ from rollout.vllm.arguments import OWNED
         (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
         (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
         (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --cluster.rollout.cuda"),
-        (lambda: Schedule(mode="later"), "one of 'sync'"),
+        (lambda: Schedule(mode="later"), "one of 'sync'"),  # type: ignore[arg-type]
         (lambda: Schedule(staleness_threshold=0.5), "use mode 'fully_async'"),
         (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
         (lambda: Schedule(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),

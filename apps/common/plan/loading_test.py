@@ -1,5 +1,7 @@
 """The arithmetic of reading is that of the engines on the real module."""
 
+from typing import Any
+
 import pytest
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
@@ -10,10 +12,15 @@ from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import QWEN3_5_35B_A3B
 from apps.grpo.recipes.qwen3_5_122b_a10b_megatron import QWEN3_5_122B_A10B
 from engines.weights.memory import loading_memory
 
-SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "gated_attention": True}
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "gated_attention": True}
 SIZES |= {"full_attention_interval": 2, "linear_key_heads": 2, "linear_value_heads": 4, "linear_head_dim": 16}
 DENSE = ModelShape("small", "qwen3_5_text", "", vocab=512, intermediate=96, **SIZES)
-EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 48, "shared_expert_intermediate": 48}
+EXPERTS: dict[str, Any] = {
+    "experts": 8,
+    "experts_per_token": 2,
+    "expert_intermediate": 48,
+    "shared_expert_intermediate": 48,
+}
 MIXTURE = ModelShape("mixture", "qwen3_5_moe_text", "", vocab=512, **SIZES, **EXPERTS)
 
 

@@ -1,6 +1,7 @@
 """Shapes are held to transformers: the parameters of the real module on the meta device, and its default sizes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,12 @@ def parameters_of_the_module(shape):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-HYBRID = {"gated_attention": True, "full_attention_interval": 2, "linear_key_heads": 2, "linear_value_heads": 4}
+HYBRID: dict[str, Any] = {
+    "gated_attention": True,
+    "full_attention_interval": 2,
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+}
 
 
 @settings(max_examples=12, deadline=None)
@@ -62,7 +68,7 @@ def test_the_count_is_that_of_the_real_module(hybrid, mixture, tied, pairs, hidd
         shape = replace(shape, linear_head_dim=16, **HYBRID)
     if mixture:
         shared = 24 if hybrid else 0
-        experts = {"experts": 4, "experts_per_token": 2, "expert_intermediate": 24}
+        experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_intermediate": 24}
         shape = replace(shape, intermediate=0, shared_expert_intermediate=shared, **experts)
     assert count_parameters(shape).total == parameters_of_the_module(shape)
 

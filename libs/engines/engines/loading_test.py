@@ -1,5 +1,7 @@
 """Casting a model leaves its rotary frequencies; what cannot be loaded says why."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from engines.tiny import tiny_config, tiny_model
 
 def test_casting_parameters_leaves_buffers():
     """`model.to(bfloat16)` would round rotary frequencies, and with them every position."""
-    model = tiny_model("attention")
+    model: Any = tiny_model("attention")
     before = model.model.rotary_emb.inv_freq.clone()
     cast_parameters(model, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

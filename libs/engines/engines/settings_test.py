@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from engines.capability import BACKENDS, FSDP2, No, Yes, refuse_unsupported, sup
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.schedule import learning_rate
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "backend": ["fsdp", None, 1],
     "device": ["gpu", ""],
     "batching": ["rows", "Packed"],
@@ -164,7 +165,7 @@ def test_an_option_of_the_other_backend_is_refused():
         refuse_unsupported(EngineConfig(backend="megatron", reshard_after_forward=False))
     with pytest.raises(ValueError, match="transformer_options are Megatron's"):
         refuse_unsupported(EngineConfig(transformer_options=("deallocate_pipeline_outputs=true",)))
-    both = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "first_stage_layers": 2}
+    both: dict[str, Any] = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "first_stage_layers": 2}
     with pytest.raises(ValueError, match="have not been run with virtual stages"):
         refuse_unsupported(EngineConfig(backend="megatron", **both))
 

@@ -3,12 +3,13 @@
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from engines import EngineConfig, LocalBatch, build_engine
-from engines.testing.executors import BUILDERS, EPS, LENGTHS, assert_same_weights, engine, weights
+from engines.testing.executors import BUILDERS, EPS, LENGTHS, assert_same_weights, engine, inside, weights
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
@@ -184,7 +185,7 @@ def test_gradient_checkpointing_recomputes_the_layers():
     calls = []
     for checkpointing in (False, True):
         built = engine(gradient_checkpointing=checkpointing)
-        norm = built.executor.model.model.layers[0].input_layernorm
+        norm = inside(built).model.model.layers[0].input_layernorm
         handle = norm.register_forward_hook(lambda *_: calls.append(1))
         built.train_batch(tiny_batch(LENGTHS), SFT())
         handle.remove()
@@ -196,18 +197,19 @@ def test_gradient_checkpointing_recomputes_the_layers():
 @pytest.mark.parametrize("options", [{}, {"batching": "padded"}, {"weights": "replicated"}], ids=str)
 def test_inputs_of_layers_on_the_host_change_no_bit(kind, options):
     curves, built = [], []
-    for changes in ({}, {"gradient_checkpointing": True, "activation_offload": True}):
+    moved: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True, "activation_offload": True}]
+    for changes in moved:
         built.append(engine(kind=kind, max_tokens_per_rank=31, **options, **changes))
         curves.append([built[-1].train_batch(tiny_batch(LENGTHS, seed=seed), SFT()) for seed in range(2)])
     assert curves[0] == curves[1]
-    assert_same_weights(*built, tolerance=0.0)
+    assert_same_weights(built[0], built[1], tolerance=0.0)
 
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved):
     """Without offload they live until the backward pass."""
     built, alive, inputs = engine(gradient_checkpointing=True, activation_offload=moved), [], []
-    layers = built.executor.model.model.layers
+    layers = inside(built).model.model.layers
     layers[2].register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
     objective = SFT()
 
@@ -343,7 +345,7 @@ def test_batches_that_cannot_be_trained_are_refused_with_the_fix(executor):
     with pytest.raises(ValueError, match="no token"):
         engine(executor=executor).train_batch(tiny_batch([1, 1]), SFT())
     with pytest.raises(ValueError, match="function is no objective, it lacks required_keys"):
-        engine(executor=executor).train_batch(batch, lambda *args: args)
+        engine(executor=executor).train_batch(batch, lambda *args: args)  # type: ignore[arg-type]
     batch["pixel_values"] = jagged([torch.zeros(2, 4)] * len(LENGTHS), 0)
     for call in (
         lambda: engine(executor=executor).train_batch(batch, SFT()),

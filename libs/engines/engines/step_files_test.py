@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -47,8 +48,9 @@ class RecordedPlanner(DataParallelPlanner):
 
 def bigram(cap=20, **options):
     config = EngineConfig(**{"device": "cpu", "lr": 0.5, "max_tokens_per_rank": cap, **options})
-    executor = Recorded(ParallelGroups.make(ParallelLayout()), Bigram(48))
-    return Engine(config, executor, RecordedPlanner(cap, 1), weights=None)
+    executor: Any = Recorded(ParallelGroups.make(ParallelLayout()), Bigram(48))
+    nothing: Any = None
+    return Engine(config, executor, RecordedPlanner(cap, 1), weights=nothing)
 
 
 def plain(**options):

@@ -6,6 +6,7 @@ random batches.
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,8 +64,9 @@ def build(cap=20, **options):
     clip = options.pop("clip", 1e9)
     config = EngineConfig(**{"device": "cpu", "lr": LR, "max_tokens_per_rank": cap, **options})
     groups = ParallelGroups.make(ParallelLayout())
-    executor = BigramExecutor(groups, Bigram(VOCAB), trainable, clip)
-    return Engine(config, executor, DataParallelPlanner(cap, 1), weights=None)  # nothing here is exported
+    executor: Any = BigramExecutor(groups, Bigram(VOCAB), trainable, clip)
+    nothing: Any = None
+    return Engine(config, executor, DataParallelPlanner(cap, 1), weights=nothing)  # nothing here is exported
 
 
 def batch_of(lengths, seed=0, idle=()):
@@ -221,7 +223,7 @@ def test_a_dummy_takes_the_place_of_rows_that_are_left_out():
 
 
 def test_the_rate_follows_the_steps_that_were_made():
-    config = {"lr_schedule": "linear", "total_steps": 4, "on_nonfinite": "skip"}
+    config: dict[str, Any] = {"lr_schedule": "linear", "total_steps": 4, "on_nonfinite": "skip"}
     built = build(**config)
     batch = batch_of([4, 5])
     wanted = EngineConfig(device="cpu", lr=LR, **config)

@@ -1,5 +1,7 @@
 """Two gloo processes equal one, over every executor: curves, scores, checkpoints. One start for all cases."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ def own_rows(built, batch, order=1):
 
 def parts(executor):
     """Steps and scores from whole batches and from each rank's own rows."""
-    out = {}
+    out: dict[tuple[str, str], Any] = {}
     for how in ("whole", "parts"):
         built = engine(executor=executor)
         give = own_rows if how == "parts" else lambda built, batch, order=1: batch
@@ -64,7 +66,7 @@ def parts(executor):
         scored = built.forward(part, entropy=True)
         rows = part.rows if how == "parts" else range(len(LENGTHS))
         out[how, "scores"] = {row: [scored[key][i] for key in scored.keys()] for i, row in enumerate(rows)}  # noqa: SIM118
-        everyone = [None] * dist.get_world_size()
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, out[how, "scores"])
         out[how, "scores"] = [dict(rows) for rows in everyone]
     return out

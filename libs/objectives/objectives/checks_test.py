@@ -35,18 +35,18 @@ def test_number(bounds, good, bad, wanted):
 def test_number_above(bounds, wanted):
     for value in (2.001, 5):
         check_number("size", value, *bounds, above=True)
-    for value in [2, 2.0, 1, *NEVER]:
+    for wrong in [2, 2.0, 1, *NEVER]:
         with pytest.raises(ValueError) as error:
-            check_number("size", value, *bounds, above=True)
-        assert str(error.value) == f"size must be a number {wanted}, got {value!r}"
+            check_number("size", wrong, *bounds, above=True)
+        assert str(error.value) == f"size must be a number {wanted}, got {wrong!r}"
 
 
 def test_weight():
     for value in (0, 0.0, 1e-9, 1e9):
         check_weight("coef", value)
-    for value in [-1e-9, -1, *NEVER]:
+    for wrong in [-1e-9, -1, *NEVER]:
         with pytest.raises(ValueError, match="coef must be a number at least 0"):
-            check_weight("coef", value)
+            check_weight("coef", wrong)
     with pytest.raises(ValueError, match="coef must be finite, got inf"):
         check_weight("coef", math.inf)
 

@@ -356,4 +356,4 @@ def test_picklable_frozen_and_an_objective(objective):
     assert pickle.loads(pickle.dumps(objective)) == objective
     assert isinstance(objective, Objective)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        objective.aggregation = "token"
+        objective.aggregation = "token"  # type: ignore[attr-defined]

@@ -56,4 +56,4 @@ def test_the_default_is_k3():
 
 def test_unknown_name():
     with pytest.raises(ValueError, match=r"^unknown KL estimator 'k4': use one of k1, k2, k3$"):
-        kl.estimate(POLICY, POLICY, "k4")
+        kl.estimate(POLICY, POLICY, "k4")  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """Losses and their sums against the papers' formulas, token by token in float64; the registry; a loss from outside."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,7 @@ def test_no_gradient_reaches_the_old_policy_or_the_advantage():
         assert advantage.grad is None
     new, advantage = torch.tensor([-1.0], requires_grad=True), torch.tensor([2.0], requires_grad=True)
     losses.policy_gradient(new, advantage).sum().backward()
+    assert new.grad is not None
     assert float(new.grad) == -2.0
     assert advantage.grad is None
 
@@ -179,9 +182,9 @@ def test_refusals():
         kind(one, one, one, clip_low=0, clip_high=math.inf)
     for max_tokens in (None, 0, 2.5):
         with pytest.raises(ValueError, match=f"max_tokens >= 1.*got {max_tokens}"):
-            losses.aggregate(VALUES, MASK, CU, "constant", 1, 1, max_tokens=max_tokens)
+            losses.aggregate(VALUES, MASK, CU, "constant", 1, 1, max_tokens=max_tokens)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown aggregation 'mean': use one of token, sequence, constant"):
-        losses.aggregate(VALUES, MASK, CU, "mean", 1, 1)
+        losses.aggregate(VALUES, MASK, CU, "mean", 1, 1)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ the registry
@@ -200,11 +203,12 @@ def tokens_of(advantages):
 @pytest.mark.parametrize("name", ["ppo", "cispo"])
 def test_the_objective_clips_where_the_function_does(name):
     """E8: GRPO's own defaults must not replace those of the loss."""
-    function = {"ppo": losses.ppo_clip, "cispo": losses.cispo}[name]
+    function: Callable[..., losses.TokenLoss] = {"ppo": losses.ppo_clip, "cispo": losses.cispo}[name]
     tokens = tokens_of(torch.tensor([0.0, 1.0, -2.0, 0.0, 3.0, -1.0, 0.5], dtype=torch.float64))
     keys = ("log_probs", "old_log_probs", "advantages")
     packed = tokens.batch.with_values(**{key: getattr(tokens, key) for key in keys[1:]})
-    for options in ({}, {"clip_low": 0.05}, {"clip_high": 0.01}, {"clip_low": 0.0, "clip_high": 0.0}):
+    cases: list[dict[str, Any]] = [{}, {"clip_low": 0.05}, {"clip_high": 0.01}, {"clip_low": 0.0, "clip_high": 0.0}]
+    for options in cases:
         want = function(*(getattr(tokens, key) for key in keys), **options)
         loss, metrics = GRPO(policy_loss=name, **options)(tokens.log_probs, None, packed, Totals(5, 2))
         assert float(loss) == pytest.approx(float(want.loss.sum()) / 5, rel=1e-12)

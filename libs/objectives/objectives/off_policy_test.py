@@ -1,6 +1,7 @@
 """Importance weights by hand, and what they are for: an unbiased gradient from another sampler's tokens."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_weights_carry_no_gradient():
 
 def test_weights_are_found_by_name():
     """Each name with its own function, cap and all; without a cap it is 2."""
-    named = {
+    named: dict[off_policy.Correction, Callable[..., torch.Tensor]] = {
         "truncate": lambda **cap: off_policy.truncated_weights(TRAINER, ROLLOUT, **cap),
         "mask": lambda **cap: off_policy.masked_weights(TRAINER, ROLLOUT, **cap),
         "sequence_truncate": lambda **cap: off_policy.sequence_weights(TRAINER, ROLLOUT, MASK, CU, **cap),
@@ -135,4 +136,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"^the cap of importance weights must be a number at least 1, got 0.5"):
         off_policy.truncated_weights(TRAINER, ROLLOUT, cap=0.5)
     with pytest.raises(ValueError, match="unknown off-policy correction 'clip': use one of none, truncate"):
-        off_policy.weights("clip", TRAINER, ROLLOUT, MASK, CU)
+        off_policy.weights("clip", TRAINER, ROLLOUT, MASK, CU)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from objectives.off_policy import CORRECTIONS
 
 # Option: (the others it needs to have an effect, values that are good, values that are not).
 NUMBERS_BELOW_0 = (-1, -0.001, math.nan, -math.inf, "1", True)
-GRPO_OPTIONS = {
+GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
     "policy_loss": ({}, ["ppo", "cispo"], ["cipso", "", "PPO", None, 1]),
     "clip_low": ({}, [0, 0.0, 0.2, 1.0], [1.001, 2, *NUMBERS_BELOW_0]),
     "clip_high": ({}, [0, 0.28, 5.0, math.inf], NUMBERS_BELOW_0),
@@ -66,15 +68,16 @@ def test_an_option_without_effect_is_refused(options):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_policy_loss_takes_the_options_that_it_declares_and_no_other(kind, name):
     value = {"clip_low": 0.5, "clip_high": 0.5, "dual_clip": 2.0}[name]
+    options: dict[str, Any] = {name: value}
     if name in POLICY_LOSSES[kind].defaults:
-        assert getattr(GRPO(policy_loss=kind, **{name: value}), name) == value
+        assert getattr(GRPO(policy_loss=kind, **options), name) == value
         return
     with pytest.raises(ValueError, match=f"{name}={value} has no effect: policy_loss '{kind}' takes"):
-        GRPO(policy_loss=kind, **{name: value})
+        GRPO(policy_loss=kind, **options)
 
 
 def test_the_texts_name_the_fix():
-    for options, text in [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"policy_loss": "cipso"}, "unknown policy_loss 'cipso': use one of ppo, cispo"),
         ({"kl_coef": -1.0}, "kl_coef must be a number at least 0, got -1.0"),
         ({"kl_coef": math.inf}, "kl_coef must be finite"),
@@ -89,10 +92,11 @@ def test_the_texts_name_the_fix():
         ({"policy_loss": "cispo", "dual_clip": 2.0}, "policy_loss 'cispo' takes clip_low, clip_high$"),
         ({"aggregation": "mean"}, "unknown aggregation 'mean': use one of token, sequence, constant$"),
         ({"kl_coef": 1.0, "kl_estimator": "k4"}, "unknown kl_estimator 'k4': use one of k1, k2, k3$"),
-    ]:
+    ]
+    for options, text in wrong:
         with pytest.raises(ValueError, match=text):
             GRPO(**options)
-    register_policy_loss("test-bare")(policy_gradient)
+    register_policy_loss("test-bare")(policy_gradient)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"policy_loss 'test-bare' takes none of these options$"):
         GRPO(policy_loss="test-bare", clip_low=0.1)
     del POLICY_LOSSES._entries["test-bare"]

@@ -33,11 +33,11 @@ def test_loss_gradient_and_metric(aggregation, parts):
     masks = [mask.tolist() for mask in batch["loss_mask"].unbind()]
     used = [mask for mask in masks if any(mask)]
     tokens = sum(map(sum, masks))
-    share = {"token": lambda _: 1 / tokens, "sequence": lambda mask: 1 / (sum(mask) * len(used))}[aggregation]
+    part_of = {"token": lambda _: 1 / tokens, "sequence": lambda mask: 1 / (sum(mask) * len(used))}[aggregation]
     want = 0.0
     for mask, row, grad in zip(masks, scores, grads, strict=True):
-        want -= sum(share(mask) * float(x) for x, trained in zip(row, mask, strict=True) if trained)
-        assert grad.tolist() == pytest.approx([-share(mask) if trained else 0.0 for trained in mask])
+        want -= sum(part_of(mask) * float(x) for x, trained in zip(row, mask, strict=True) if trained)
+        assert grad.tolist() == pytest.approx([-part_of(mask) if trained else 0.0 for trained in mask])
     assert float(loss.detach()) == pytest.approx(want, rel=1e-12)
     trained = torch.cat(scores)[torch.cat(list(batch["loss_mask"].unbind()))]
     assert nll.tolist() == pytest.approx([-float(trained.sum()), tokens])

@@ -1,6 +1,7 @@
 """Configurations are checked when they are made, and what is built is what was asked for."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -8,10 +9,11 @@ from rollout.build import build_rollout
 from rollout.capability import BACKENDS, NATIVE, supports
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine, Sampling
+from rollout.native.engine import NativeEngine
 from rollout.testing.model import tiny_model
 from seqpack.capability import No
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "backend": ["Native", "", None],
     "max_batch": [0, -1, 1.5, True, None],
     "max_length": [0, 2.0, False],
@@ -40,13 +42,17 @@ def test_the_engine_has_its_settings():
     model = tiny_model(48)
     engine = build_rollout(RolloutConfig(max_length=20, max_batch=2, decoder="module", seed=5), model, version=3)
     assert isinstance(engine, RolloutEngine)
+    assert isinstance(engine, NativeEngine)
     assert engine.version == 3
     with pytest.raises(ValueError, match="max_length=20"):
         engine.generate_batch([[3] * 18], Sampling(max_new_tokens=3))
     prompts = [[3, 4], [5, 6, 7], [8]]
     done = engine.generate_batch(prompts, Sampling(max_new_tokens=4))
-    again = build_rollout(RolloutConfig(seed=5), model).generate_batch(prompts, Sampling(max_new_tokens=4))
-    other = build_rollout(RolloutConfig(seed=6), model).generate_batch(prompts, Sampling(max_new_tokens=4))
+    alike, unlike = (build_rollout(RolloutConfig(seed=seed), model) for seed in (5, 6))
+    assert isinstance(alike, NativeEngine)
+    assert isinstance(unlike, NativeEngine)
+    again = alike.generate_batch(prompts, Sampling(max_new_tokens=4))
+    other = unlike.generate_batch(prompts, Sampling(max_new_tokens=4))
     assert [c.ids for c in done] == [c.ids for c in again]
     assert [c.ids for c in done] != [c.ids for c in other]
 

@@ -4,6 +4,8 @@ The oracles: transformers' own rendering says whether what came before stays as 
 rendered conversation says which tokens follow.
 """
 
+from typing import Any
+
 import pytest
 
 from chat_tools.rendering.continuation import extend
@@ -17,7 +19,15 @@ WEATHER = Tool(
     "get_weather", "Tells it.", {"type": "object", "properties": {"city": {"type": "string"}}}, lambda city: "sunny"
 )
 # No tool messages: their templates want alternating roles, or parts.
-REFUSE_TOOLS = ("cohere", "cohere_training", "gemma", "gemma3", "gemma_training", "gemma3_training", "idefics3")
+REFUSE_TOOLS: tuple[str, ...] = (
+    "cohere",
+    "cohere_training",
+    "gemma",
+    "gemma3",
+    "gemma_training",
+    "gemma3_training",
+    "idefics3",
+)
 REFUSE_TOOLS += ("idefics3_training", "llava_next", "llava_next_training", "smolvlm", "smolvlm_training")
 
 
@@ -45,7 +55,7 @@ def stock(tokenizer, messages, prompt):
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except TypeError:
-        call = {"type": "function", "id": "call00000"}
+        call: dict[str, Any] = {"type": "function", "id": "call00000"}
         call["function"] = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
         return tokenizer.apply_chat_template(
             [{**m, "tool_calls": [call]} if "tool_calls" in m else m for m in messages], **options
@@ -113,6 +123,7 @@ def test_another_stop_than_the_models_is_followed_by_the_templates_own():
     said, new = conversation("tiny", calls=False, thinks=False)
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     tail = chat.follow(said, new, (), chat.end_of_turn_id)
+    assert tail is not None
     assert chat.follow(said, new, (), other) == [chat.end_of_turn_id, *tail]
     both = Chat(tokenizer, "<|im_end|>", stop_tokens=["<|im_end|>", other])
     assert both.stop_ids == (chat.end_of_turn_id, other)

@@ -2,12 +2,13 @@
 
 import asyncio
 import copy
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rollout.continued import ContinuedEngine
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import manifest_of
 from rollout.sync.pieces import buckets
@@ -72,7 +73,7 @@ class Parts:
         ids, stop = self.parts.pop(0)
         if stop == "interrupted":
             await self.outer.pause("abort")
-        reason = "abort" if stop == "interrupted" else stop
+        reason: Any = "abort" if stop == "interrupted" else stop
         return Completion(tuple(ids), (-0.5,) * len(ids), reason, (len(self.asked),) * len(ids), {"experts": list(ids)})
 
     async def pause(self, mode="finish"):
@@ -84,7 +85,7 @@ class Parts:
 
 def played(parts, **options):
     inner = Parts(parts)
-    inner.outer = ContinuedEngine(inner)
+    inner.outer = ContinuedEngine(cast(RolloutEngine, inner))
     sampling = Sampling(max_new_tokens=10, seed=7)
     return asyncio.run(inner.outer.generate([1, 2], sampling, **options)), inner
 
@@ -116,7 +117,7 @@ def test_other_ends_are_ends(reason):
 
 def test_a_cancelled_answer_is_not_continued():
     inner = Parts([([5], "interrupted")])
-    inner.outer = engine = ContinuedEngine(inner)
+    inner.outer = engine = ContinuedEngine(cast(RolloutEngine, inner))
 
     async def play():
         assert await engine.cancel("mine")

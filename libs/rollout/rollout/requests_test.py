@@ -76,4 +76,4 @@ def test_who_settles_lets_the_others_ask_first():
 def test_an_unknown_way_to_pause_is_refused():
     check_pause("finish")
     with pytest.raises(ValueError, match='"finish" or "abort", got \'stop\''):
-        check_pause("stop")
+        check_pause("stop")  # type: ignore[arg-type]

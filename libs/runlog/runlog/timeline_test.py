@@ -27,9 +27,9 @@ def test_the_picture_has_every_span_where_it_was():
     root = ET.fromstring(timeline_svg(SPANS))
     bars = root.findall("rect")
     assert len(bars) == len(SPANS)
-    left, width = (float(bars[0].get(name)) for name in ("x", "width"))
-    assert float(bars[2].get("x")) == pytest.approx(left + width, abs=0.02)  # training begins where sampling ends
-    assert float(bars[3].get("width")) == pytest.approx(width / 2, abs=0.02)
+    left, width = (float(bars[0].attrib[name]) for name in ("x", "width"))
+    assert float(bars[2].attrib["x"]) == pytest.approx(left + width, abs=0.02)  # training begins where sampling ends
+    assert float(bars[3].attrib["width"]) == pytest.approx(width / 2, abs=0.02)
     said = "".join(root.itertext())
     assert "10.0 s; sampler idle 40%, trainer idle 70%" in said
 

@@ -1,19 +1,29 @@
 """The marks that tell whose each character is: which they are, what they enclose, and what is done without them."""
 
 import re
+from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering import owners
-from chat_tools.rendering.owners import find_by_difference, find_owners
+from chat_tools.rendering.owners import Piece, find_by_difference, find_owners
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 PRIVATE = 0xF0000
 CUTS = "{{ m.content.split('</think>')[-1] if '<a>' in m.content and m.content.startswith('word') else ' ' in m }}"
+
+
+def difference(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], index: int, text: str, prompted: bool
+) -> list[Piece]:
+    pieces = find_by_difference(template, messages, index, text, prompted)
+    assert pieces is not None
+    return pieces
 
 
 def call(name="f", **arguments):
@@ -46,7 +56,9 @@ def test_segments_are_what_stands_between_cuts(text):
     place = owners._Place(0)
     marked = marks.wrap(place)(text)
     assert marks.pattern.sub("", marked) == text
-    plain, found = marks.read(marked)
+    read = marks.read(marked)
+    assert read is not None
+    plain, found = read
     assert plain == text
     segments = [part.strip() for part in re.split(r"\n|</think>|<a>", text)]
     assert [text[start:end] for start, end, _ in found] == [segment for segment in segments if segment]
@@ -83,7 +95,7 @@ CALLS = (
 )
 BODY = "{{ m.content }}" + CALLS.replace("NAME", "c.function.name")
 COUNTED = "{{ m.content | length if m.role == 'user' }}"
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": ""},
     {"role": "user", "content": "alpha\n  beta"},
     {"role": "assistant", "content": "gamma", "tool_calls": [call(x="delta\nepsilon"), call("g", y="zeta")]},
@@ -209,13 +221,18 @@ def test_a_turn_with_calls_is_replaced_by_one_with_calls(prompted):
     """Else its result would be left out, and be taken for the turn's."""
     template = ChatTemplate(tiny_tokenizer("chatml", template=WITH_ITS_CALL), None, {})
     turn = {"role": "assistant", "content": "yo ", "tool_calls": [{"id": "7", **call(x="\ue0a1 what")}]}
-    messages = [MESSAGES[1], turn, {"role": "tool", "content": "42"}, {"role": "user", "content": "so"}]
+    messages: list[dict[str, Any]] = [
+        MESSAGES[1],
+        turn,
+        {"role": "tool", "content": "42"},
+        {"role": "user", "content": "so"},
+    ]
     text = template.text(messages, prompted)
-    (piece,) = find_by_difference(template, messages, 1, text, prompted)
+    (piece,) = difference(template, messages, 1, text, prompted)
     assert (text[piece.start : piece.end], piece.message) == ("yo (7\ue0a1 what", 1)
-    (piece,) = find_by_difference(template, messages, 3, text, prompted)
+    (piece,) = difference(template, messages, 3, text, prompted)
     assert (text[piece.start : piece.end], piece.message) == ("so", 3)
-    (piece,) = find_by_difference(template, messages, 2, text, prompted)
+    (piece,) = difference(template, messages, 2, text, prompted)
     assert (text[piece.start : piece.end], piece.message) == ("42", 2)
 
 
@@ -226,11 +243,14 @@ def test_parts_are_replaced_by_parts_and_thoughts_with_the_words():
     )
     template = ChatTemplate(tiny_tokenizer("chatml", template=source), None, {})
     parts = [{"type": "text", "text": "so"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts, "thinking": "hm"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": parts, "thinking": "hm"},
+    ]
     text = template.text(messages)
-    (piece,) = find_by_difference(template, messages, 1, text, False)
+    (piece,) = difference(template, messages, 1, text, False)
     assert text[piece.start : piece.end] == "(hm)so"
-    (piece,) = find_by_difference(template, messages, 0, text, False)
+    (piece,) = difference(template, messages, 0, text, False)
     assert text[piece.start : piece.end] == "so"
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from chat_tools.rendering.continuation import extend
@@ -17,8 +19,15 @@ TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
-SEEN = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "video"}]}
-TALK = [SEEN, {"role": "assistant", "content": "hello"}, {"role": "user", "content": [{"type": "image"}]}]
+SEEN: dict[str, Any] = {
+    "role": "user",
+    "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "video"}],
+}
+TALK: list[dict[str, Any]] = [
+    SEEN,
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": [{"type": "image"}]},
+]
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -44,7 +53,7 @@ def test_an_image_in_a_tool_result_of_a_running_conversation():
     rendered = render(tokenizer, [SEEN], add_generation_prompt=True, media=[images([4]), videos([2])])
     sampled = tokenizer("look<|im_end|>")["input_ids"]
     longer = extend(rendered.generated(sampled), TALK[2:], media=[images([6])])
-    whole = [SEEN, {"role": "assistant", "content": "look"}, TALK[2]]
+    whole: list[dict[str, Any]] = [SEEN, {"role": "assistant", "content": "look"}, TALK[2]]
     again = render(tokenizer, whole, add_generation_prompt=True, media=[images([4, 6]), videos([2])])
     assert (longer.text, longer.mm_token_type_ids) == (again.text, again.mm_token_type_ids)
     assert longer.assistant_mask == again.assistant_mask

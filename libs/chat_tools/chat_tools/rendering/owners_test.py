@@ -1,6 +1,7 @@
 """Whose each character is: overlaps, what a message holds, replaced calls, and whole renderings of real families."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -122,7 +123,7 @@ def test_a_call_with_other_arguments(call, renamed):
     assert owners._renamed(call, "M") == renamed
 
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "alpha\n  beta"},
     {
         "role": "assistant",
@@ -157,7 +158,9 @@ def test_every_word_is_its_messages(name, prompted):
 def test_a_message_is_found_by_what_another_text_changes(prompted):
     template = ChatTemplate(tiny_tokenizer("chatml", marks=False), None, {})
     text = template.text(MESSAGES[:1], prompted)
-    (piece,) = find_by_difference(template, MESSAGES[:1], 0, text, prompted)
+    pieces = find_by_difference(template, MESSAGES[:1], 0, text, prompted)
+    assert pieces is not None
+    (piece,) = pieces
     assert text[piece.start : piece.end] == "alpha\n  beta"
     refused = ChatTemplate(tiny_tokenizer("chatml", template="{{ raise_exception('no') }}"), None, {})
     assert find_by_difference(refused, MESSAGES[:1], 0, text, prompted) is None

@@ -48,7 +48,7 @@ class Film:
         return {"video_grid_thw": np.array([GRID] * len(videos)), "video_metadata": metadata}
 
 
-class Processor(Qwen3VLProcessor):
+class Processor(Qwen3VLProcessor):  # type: ignore[misc]
     """The real one, without its check of the video part's class, which imports torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:

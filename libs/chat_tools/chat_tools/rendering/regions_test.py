@@ -1,6 +1,7 @@
 """Where a region begins and ends, one decision at a time: bounds, prompts, stop tokens, and what is given up."""
 
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -231,13 +232,13 @@ def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monk
 
     monkeypatch.setattr(masks, "find_by_difference", difference)
     around = [Piece(0, 4, 0), Piece(5, 8, 2)]
-    (bounds,) = masks._found_alone(None, [], 1, "x" * 9, False, Owners(around))
+    (bounds,) = masks._found_alone(None, [], 1, "x" * 9, False, Owners(around))  # type: ignore[arg-type]
     assert (tuple(bounds), asked) == ((Piece(4, 4, 1), 4, 5, True, True), [1])
     for given_up in (Owners(around, unknown=[1]), Owners(around, without_calls=[1])):
-        assert masks._found_alone(None, [], 1, "x" * 9, False, given_up) == []
+        assert masks._found_alone(None, [], 1, "x" * 9, False, given_up) == []  # type: ignore[arg-type]
     assert asked == [1]
     shown = None
-    assert masks._found_alone(None, [], 1, "x" * 9, False, Owners(around)) == []
+    assert masks._found_alone(None, [], 1, "x" * 9, False, Owners(around)) == []  # type: ignore[arg-type]
 
 
 def test_regions_with_a_line_of_a_text_are_left_out():
@@ -322,7 +323,7 @@ def test_the_stops_that_were_given_are_known():
 
 def test_calls_left_out_are_listed():
     made = template(PLAIN)
-    messages = [USER, CALLS, USER, SAY]
+    messages: list[dict[str, Any]] = [USER, CALLS, USER, SAY]
     regions = find_regions(made, messages, made.text(messages), False)
     assert regions.left_out == [f"message 1: {masks.CALLS_LEFT_OUT}"]
     assert regions.owners.without_calls == [1]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from dyncp.comm.process_groups import ProcessGroups, world_timeout
 from dyncp.ops.attention import attention
 from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
-from dyncp.ops.methods import METHODS
+from dyncp.ops.methods import METHODS, Method
 from dyncp.planning.planner import static_plan
 from dyncp.sharding.layout import Sharding
 from dyncp.testing.processes import run_world
@@ -26,7 +27,9 @@ def told(call: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def attend(cu: object, method: str = "ring", group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def attend(
+    cu: torch.Tensor | list[int] | Sharding, method: Method = "ring", group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     x = torch.ones(4, 4, 4, dtype=torch.float64)
     return attention(x, x, x, cu, group or dist.group.WORLD, method)
 
@@ -44,7 +47,7 @@ def disagree() -> dict[str, str]:
     out["same plan"] = told(lambda: ProcessGroups().prepare(static_plan([4, 4], 2, 16, 1)))
     cu = [0, 5, 8] if rank else [0, 3, 8]
     for method in METHODS:
-        out[method] = told(lambda method=method: attend(cu, method))
+        out[method] = told(partial(attend, cu, method))
     out["methods"] = told(lambda: attend([0, 8], "ring" if rank else "ulysses"))
     out["delta rule"] = told(lambda: delta(cu))
     x, weight = torch.ones(4, 3, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)

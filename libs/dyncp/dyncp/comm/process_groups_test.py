@@ -1,5 +1,7 @@
 """Process groups are made in one order on every rank, kept, and bounded; collectives carry gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,8 @@ def plan_of(*steps: list[list[int]]) -> DynamicPlan:
 
 
 def groups_over_time() -> dict:
-    rank, out = dist.get_rank(), {}
+    rank = dist.get_rank()
+    out: dict[Any, Any] = {}
     cache = ProcessGroups(limit=1)
     cache.prepare(plan_of([[0, 1], [2]]))
     out["world"] = cache.get((0, 1, 2)) is dist.group.WORLD
@@ -54,9 +57,11 @@ def groups_over_time() -> dict:
 
 def gradients() -> dict:
     group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
     x = torch.full((2, 3), float(rank), dtype=torch.float64, requires_grad=True)
     weights = torch.arange(18, dtype=torch.float64).view(6, 3) * (rank + 1)
     (all_gather(x, group) * weights).sum().backward()
+    assert x.grad is not None
     expected = torch.arange(18, dtype=torch.float64).view(6, 3)[2 * rank : 2 * rank + 2] * 6
     y = torch.arange(3, dtype=torch.float64, requires_grad=True)
     swapped = all_to_all(y + 10 * rank, group)

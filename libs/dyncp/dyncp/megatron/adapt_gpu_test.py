@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from dyncp.comm.process_groups import ProcessGroups
+from dyncp.ops.methods import Method
+from dyncp.planning.sizes import Layout
 from dyncp.testing.megatron import (
     Difference,
     Tiny,
@@ -42,9 +44,9 @@ def cells(device: str, lengths: tuple[int, ...]) -> dict[str, tuple]:
         single = Tiny(kinds, **SIZES, dtype=torch.float32, device=device)
         batch = make(single, lengths)
         trained, expected = count_trained(batch), alone(single, batch)
-        ways = [("contiguous", "ring")] + (
-            [("zigzag", "all_gather"), ("contiguous", "ulysses")] if kinds == "aa" else []
-        )
+        ways: list[tuple[Layout, Method]] = [("contiguous", "ring")]
+        if kinds == "aa":
+            ways += [("zigzag", "all_gather"), ("contiguous", "ulysses")]
         for layout, method in ways:
             for made in plans(lengths, WORLD, trained, method, layout):
                 cell = f"float32 {kinds} {layout} {method} {made.name}"

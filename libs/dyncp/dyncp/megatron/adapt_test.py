@@ -8,6 +8,7 @@ What Megatron computes in float32 whatever the weights are (its output gate, its
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.adapt import adapt, cost_model, with_core_attention
 from dyncp.megatron.layers import CoreAttention
+from dyncp.ops.methods import METHODS, Method
 from dyncp.planning.planner import plan
+from dyncp.planning.sizes import Layout
 from dyncp.planning.types import DynamicPlan
 from dyncp.testing.megatron import (
     LENGTHS,
@@ -36,7 +39,7 @@ from dyncp.testing.megatron import (
 from dyncp.testing.processes import run_world
 
 WORLD = 4
-WAYS = [(layout, method) for layout in ("contiguous", "zigzag") for method in ("ring", "ulysses", "all_gather")]
+WAYS: list[tuple[Layout, Method]] = [(layout, method) for layout in get_args(Layout) for method in METHODS]
 
 
 def once(made: list[DynamicPlan]) -> list[DynamicPlan]:
@@ -66,13 +69,14 @@ def hybrid_cells(groups: ProcessGroups) -> tuple[dict[str, Difference], dict[str
     batch, found, among = make(tiny), {}, {}
     trained, expected = count_trained(batch), alone(tiny, batch)
     first = None
-    for method in ("ring", "ulysses", "all_gather"):
+    for method in METHODS:
         for made in once(plans(LENGTHS, WORLD, trained, method, "contiguous")):
             result = under_plan(tiny, batch, made, groups)
             first = first or result
             found[f"{method} {made.name}"] = difference(result, expected)
             among[f"{method} {made.name}"] = difference(result, first)
     whole = plans(LENGTHS, WORLD, trained, "ring", "contiguous")[0]
+    assert first is not None
     among["packed by Megatron"] = difference(under_megatron(tiny, batch, whole, own_group=False), first)
     return found, among
 
@@ -87,7 +91,7 @@ def rows_of_one_sequence() -> float:
     config = SimpleNamespace(attention_dropout=0.0)
     expected = CoreAttention(config, 1, "causal", "self")(*whole)
     core = CoreAttention(config, 1, "causal", "self", pg_collection=SimpleNamespace(cp=dist.group.WORLD))
-    return (core(*(x[mine] for x in whole)) - expected[mine]).abs().max().item()
+    return float((core(*(x[mine] for x in whole)) - expected[mine]).abs().max())
 
 
 def refusals() -> dict[str, str]:
@@ -137,7 +141,8 @@ def costs() -> dict[str, str]:
     cost = cost_model(model, flops=6.0)
     counted = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "word_embeddings" not in name)
     told["counted"] = f"{cost.linear / counted:.6f}, {cost.delta_layers} + {cost.attention_layers}"
-    for layout, world in (("zigzag", 2), ("contiguous", 5)):
+    cases: list[tuple[Layout, int]] = [("zigzag", 2), ("contiguous", 5)]
+    for layout, world in cases:
         try:
             plan([10 * world], world, 10, cost, method="ulysses", layout=layout)
         except ValueError as error:
@@ -153,8 +158,10 @@ def four_ranks() -> tuple[dict, dict, dict, float, dict]:
     groups = ProcessGroups()
     with without_cuda():
         found, among = hybrid_cells(groups)
-        rows = [{name: tuple(row) for name, row in cells.items()} for cells in (attention_cells(groups), found, among)]
-        return *rows, rows_of_one_sequence(), refusals() | costs()
+        one, two, three = (
+            {name: tuple(row) for name, row in cells.items()} for cells in (attention_cells(groups), found, among)
+        )
+        return one, two, three, rows_of_one_sequence(), refusals() | costs()
 
 
 @pytest.fixture(scope="module")

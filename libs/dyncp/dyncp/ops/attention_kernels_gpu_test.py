@@ -26,10 +26,11 @@ def test_flash_blocks_equal_plain_ones(heads, kv, dim, q_lengths, k_lengths, cau
     block = block_of(q_lengths, k_lengths, causal)
     tokens = ((sum(q_lengths), heads), (sum(k_lengths), kv), (sum(k_lengths), kv), (sum(q_lengths), heads))
     q, k, v, grad = (torch.randn(*shape, dim, device="cuda", dtype=torch.bfloat16) for shape in tokens)
-    exact = [x.double() for x in (q, k, v, grad)]
+    exact_q, exact_k, exact_v, exact_grad = (x.double() for x in (q, k, v, grad))
     out, lse = flash_forward(q, k, v, block, dim**-0.5)
-    expected, expected_lse = plain_forward(*exact[:3], block, dim**-0.5)
+    expected, expected_lse = plain_forward(exact_q, exact_k, exact_v, block, dim**-0.5)
     found = [out, lse, *flash_backward(grad, q, k, v, out, lse, block, dim**-0.5)]
-    wanted = [expected, expected_lse, *plain_backward(exact[3], *exact[:3], expected, expected_lse, block, dim**-0.5)]
+    exact = exact_grad, exact_q, exact_k, exact_v, expected, expected_lse
+    wanted = [expected, expected_lse, *plain_backward(*exact, block, dim**-0.5)]
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).norm() <= 1e-2 * b.norm()

@@ -40,12 +40,12 @@ def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Bloc
 @pytest.mark.parametrize(("q_lengths", "k_lengths", "causal"), [([5, 1, 3], [5, 4, 9], True), ([2, 3], [7, 1], False)])
 def test_plain_blocks_equal_the_definition_and_its_gradient(q_lengths, k_lengths, causal) -> None:
     block = block_of(q_lengths, k_lengths, causal)
-    *inputs, grad = tensors(sum(q_lengths), sum(k_lengths))
-    leaves = [x.requires_grad_() for x in inputs]
-    expected = by_definition(*leaves, block, 0.3)
-    out, lse = plain_forward(*inputs, block, 0.3)
+    q, k, v, grad = tensors(sum(q_lengths), sum(k_lengths))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected = by_definition(q, k, v, block, 0.3)
+    out, lse = plain_forward(q, k, v, block, 0.3)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    found = plain_backward(grad, *inputs, out, lse, block, 0.3)
+    found = plain_backward(grad, q, k, v, out, lse, block, 0.3)
     for a, b in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dyncp.calibrate.calibration import Timing, calibrate_groups, fit, uniform_plan, workloads
+from dyncp.ops.methods import METHODS, Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology, imbalance
 from dyncp.planning.planner import plan
 from seqpack.planning.costs import SequenceCost
@@ -88,7 +89,7 @@ def test_imbalance_is_the_busiest_rank_of_a_long_sequence(size: int) -> None:
 
 def test_communication_costs_more_across_nodes_and_with_more_ranks() -> None:
     cost, topology = CostModel(), Topology()
-    for method in ("ring", "ulysses", "all_gather"):
+    for method in METHODS:
         near = cost.coefficients(8, method, "contiguous", topology)
         far = cost.coefficients(8, method, "contiguous", replace(topology, ranks_per_node=4))
         assert far.token > near.token
@@ -97,7 +98,7 @@ def test_communication_costs_more_across_nodes_and_with_more_ranks() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8, 9])
 @pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
-def test_a_groups_seconds_are_what_its_ranks_compute_and_send(method: str, size: int) -> None:
+def test_a_groups_seconds_are_what_its_ranks_compute_and_send(method: Method, size: int) -> None:
     """Counted block by block: each rank holds an equal part of the stream, and sends it as the method says."""
     cost = replace(CostModel(), query_heads=72, kv_heads=2, attention_layers=5, delta_layers=3)
     topology = Topology(bandwidth=1e9, node_bandwidth=1e8, ranks_per_node=8, latency=1e-4, overlap=0.25)

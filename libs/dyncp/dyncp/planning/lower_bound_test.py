@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -52,7 +53,7 @@ def bound_by_loops(problem: Problem, at_most: float) -> float:
         work, alone = work + least, max(alone, fastest)
     if math.isinf(work):
         return at_most
-    return min(at_most, max(steps * base + work / problem.world_size, alone + (steps - 1) * base))
+    return float(min(at_most, max(steps * base + work / problem.world_size, alone + (steps - 1) * base)))
 
 
 @given(problems(), st.floats(0.1, 10.0))
@@ -98,7 +99,7 @@ def test_a_bound_is_a_little_below_the_sum_it_is_compared_with() -> None:
 
 @pytest.mark.parametrize("given_tokens", [0, 1, 7])
 def test_tokens_that_are_trained_are_all_unless_they_are_given(given_tokens: int) -> None:
-    options = {"trained_tokens": given_tokens} if given_tokens else {}
+    options: dict[str, Any] = {"trained_tokens": given_tokens} if given_tokens else {}
     for made in (plan([5, 3, 9], 2, 16, COST, **options), static_plan([5, 3, 9], 2, 16, 1, COST, **options)):
         assert made.trained_tokens == (given_tokens or 17)
 

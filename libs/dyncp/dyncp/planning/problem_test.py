@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,8 @@ COST = replace(CostModel(), delta_layers=0, attention_layers=4, query_heads=8, k
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    world, layout = draw(st.integers(1, 7)), draw(st.sampled_from(["contiguous", "zigzag"]))
+    world = draw(st.integers(1, 7))
+    layout: Layout = draw(st.sampled_from(get_args(Layout)))
     align = draw(st.sampled_from([1, 2, 3]))
     cap = draw(st.integers(2, 12)) * 2 * align + draw(st.integers(0, 1))
     each = 2 * world if layout == "zigzag" else 1
@@ -87,7 +89,8 @@ def test_idle_ranks_run_a_dummy_alone() -> None:
     assert problem.step_seconds([Bin(1, 0, -base[1] / 2)]) == base[1]  # three ranks wait in dummies
     assert problem.step_seconds([]) == base[1]
     made = problem.candidate([[Bin(4, 0, 0.5)], [Bin(2, 0, 1.0)]], "one")
-    assert (made.name, made.total) == ("one", pytest.approx(sum(made.seconds)))
+    assert made.name == "one"
+    assert made.total == pytest.approx(sum(made.seconds))
     assert made.seconds == [problem.step_seconds(step) for step in made.steps]
 
 

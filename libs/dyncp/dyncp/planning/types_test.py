@@ -91,7 +91,7 @@ def test_choices_are_checked_where_a_plan_is_made() -> None:
     with pytest.raises(ValueError, match="align must be positive, got 0"):
         replace(PLAN, align=0)
     with pytest.raises(ValueError, match="choose one of contiguous, zigzag"):
-        replace(PLAN, layout="striped")
+        replace(PLAN, layout="striped")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="4 ranks cannot be cut into groups of 3"):
         seed_plan((1, 2), 4, 9, 3)
 

@@ -6,6 +6,7 @@ trial.
 """
 
 from itertools import pairwise
+from typing import get_args
 
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 
 from dyncp.planning.cost import CostModel
 from dyncp.planning.planner import plan
+from dyncp.planning.sizes import Layout
 from dyncp.planning.types import DynamicPlan, Group, Step
 from dyncp.sharding.batches import split_batch
 from dyncp.sharding.shards import pack_group, shard, unshard
@@ -41,7 +43,8 @@ def make(lengths: list[int]) -> TensorDict:
 def plans(draw: st.DrawFn) -> DynamicPlan:
     """Any plan at all: random partitions of the ranks, samples dealt at random, dummies of any size."""
     lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=7))
-    world, layout = draw(st.integers(1, 5)), draw(st.sampled_from(["contiguous", "zigzag"]))
+    world = draw(st.integers(1, 5))
+    layout: Layout = draw(st.sampled_from(get_args(Layout)))
     steps: list[list[tuple[tuple[int, ...], list[int]]]] = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted({0, world, *draw(st.lists(st.integers(1, world), max_size=3))})

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import peft
 import pytest
@@ -28,7 +29,7 @@ def base_of(tmp_path, kind="dense", dtype=torch.float32):
 
 
 def engine_of(path, lora=LORA, **options):
-    settings = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 32, "weight_decay": 0.1}
+    settings: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 32, "weight_decay": 0.1}
     return build_engine(EngineConfig(**settings | options, model=str(path), lora=lora))
 
 

@@ -1,5 +1,7 @@
 """Adapters on two gloo processes, with and without shared sequences, equal one process. One start for all cases."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,7 +31,9 @@ def engine(mode="off"):
 
 
 def results_of(built, folder=None):
-    out = {"loss": [built.train_batch(tiny_batch(LENGTHS, seed=step), SFT())["loss"] for step in range(2)]}
+    out: dict[str, Any] = {
+        "loss": [built.train_batch(tiny_batch(LENGTHS, seed=step), SFT())["loss"] for step in range(2)]
+    }
     out["scores"] = built.forward(tiny_batch(LENGTHS))["log_probs"].values().clone()
     out["weights"] = {piece.name: piece.flat.clone() for piece in built.export_weights(max_bytes=2**40)}
     out["adapters"] = {

@@ -4,6 +4,7 @@ One file, so that the stand-in is built once. Everything runs in forks: torch ha
 """
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from engines.execution.micro_batches import MicroBatches
 from engines.launch import RankError
 from engines.megatron.executor import MegatronExecutor
 from engines.megatron.groups import release
+from engines.testing.executors import inside
 from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.canary import canary, raises
@@ -56,8 +58,14 @@ def planted(owner, name, value):
         setattr(owner, name, before)
 
 
+def module_of_npu() -> Any:
+    """What stands for `torch.npu`."""
+    devices: Any = devices_of("npu")
+    return devices.module
+
+
 def canaries():
-    npu = devices_of("npu").module
+    npu = module_of_npu()
     return canary("npu", npu.synchronize, npu.library.calls, npu.memory_allocated)
 
 
@@ -70,7 +78,7 @@ def test_the_stand_in_is_a_device_of_its_own_and_an_alias_is_not():
 
 
 def misuses():
-    npu, package = devices_of("npu").module, torch_npu()
+    npu, package = module_of_npu(), torch_npu()
     x = torch.ones(2, 8, device="npu")
     yield "an unknown function", AttributeError, lambda: npu.synchronise()
     yield "an unknown operator", AttributeError, lambda: package.npu_rms_norms(x, x)
@@ -146,7 +154,7 @@ def run(device, kind="dense", grpo=False, options=()):
     steps = [built.train_batch(tiny_batch(LENGTHS, seed=step), objective) for step in range(2)]
     weights = {part.name: part.flat.cpu().clone() for part in built.export_weights(max_bytes=2**40)}
     scores = built.forward(tiny_batch(LENGTHS, seed=7))["log_probs"].values().cpu()
-    return steps, weights, scores, {parameter.device.type for parameter in parameters_of(built.executor)}
+    return steps, weights, scores, {parameter.device.type for parameter in parameters_of(inside(built))}
 
 
 def parameters_of(executor):
@@ -199,7 +207,7 @@ def test_steps_equal_the_cpus(ranks):
         same(there, here, "npu")
 
 
-MEGATRON = {
+MEGATRON: dict[int, list[dict[str, Any]]] = {
     1: [{"kind": "moe", "grpo": True, "options": (("distributed_optimizer", True),)}],
     2: [
         {"kind": "dense", "options": (("tensor_parallel", 2), ("gradient_checkpointing", True))},
@@ -252,7 +260,7 @@ def test_a_checkpoint_holds_the_devices_random_state(tmp_path):
 
 
 def moments_of(built):
-    return [state[name] for state in built.executor.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [state[name] for state in inside(built).optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
 def with_moments_on(host, folder):
@@ -314,7 +322,7 @@ def operator_cases():
     q, k, cos, sin = normal(2, 3, 5, 6), normal(2, 1, 5, 6), normal(2, 5, 4), normal(2, 5, 4)
     rows, matrices, counts = normal(9, 4), normal(4, 4, 6), torch.tensor([3, 0, 5, 1])
     return {
-        "rms_norm": (lambda *t: plain_norm(*t, 1e-3), (x, weight), (1e-3,)),
+        "rms_norm": (lambda x, w: plain_norm(x, w, 1e-3), (x, weight), (1e-3,)),
         "gated_rms_norm": (lambda x, g, w: plain_norm(x, w, 1e-3) * silu(g), (x, gate, weight), (1e-3,)),
         "swiglu": (lambda g, u: silu(g) * u, (gate, x), ()),
         "rotary": (plain_rotary, (q, k, cos, sin), ()),
@@ -345,7 +353,7 @@ def test_operators_equal_their_formulas():
     for name, (plain, inputs, _) in operator_cases().items():
         wanted = values_and_gradients(plain, inputs, (), "cpu", torch.float64)
         for here, there in zip(wanted, found[name], strict=True):
-            torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 # ---- planted errors

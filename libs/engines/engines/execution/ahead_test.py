@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,11 +80,16 @@ def test_every_tensor_is_found_once():
         same: object
 
     base, hidden = torch.zeros(1), torch.ones(1)
-    base.extra = (hidden, base)
+    base.extra = (hidden, base)  # type: ignore[attr-defined]
     context = PackedContext(torch.zeros(2), 1)
     context.derived["more"] = torch.zeros(3)
     found = list(tensors_in(Holder({"a": [base, context]}, base)))
     assert [id(one) for one in found] == [id(base), id(hidden), id(context.cu_seqlens), id(context.derived["more"])]
+
+
+def group_of(ranks: tuple[int, ...]) -> Any:
+    """What stands for a process group."""
+    return f"group of {ranks}"
 
 
 class Cuda:
@@ -91,7 +97,8 @@ class Cuda:
 
     def __init__(self, monkeypatch):
         self.happened = []
-        cuda, now = self, ["the step's"]
+        cuda = self
+        now: list[Any] = ["the step's"]
 
         class Stream:
             def __init__(self, device):
@@ -136,9 +143,7 @@ def test_micro_batches_ahead_are_the_micro_batches(cuda, begin):
     batch = view_batch(tiny_batch([5, 3, 6, 4]))
     parts = [PlannedRows((3, 1), (0,)), PlannedRows((), (0,)), PlannedRows((0, 2), (0, 1))]
     device = torch.device("cpu")
-    source = MicroBatches(
-        LocalBatch(batch, (0, 1, 2, 3), batch.lengths), parts, lambda ranks: f"group of {ranks}", device, ("input_ids",)
-    )
+    source = MicroBatches(LocalBatch(batch, (0, 1, 2, 3), batch.lengths), parts, group_of, device, ("input_ids",))
 
     def prepare(micro_batch):
         assert cuda.on_own_stream()

@@ -1,6 +1,7 @@
 """Rows that ranks hold: what is refused, what is required, and the facts that they gather, against the whole batch."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def part(batch, rows):
 
 def test_rows_are_tuples_and_have_places():
     batch = tiny_batch([4, 6, 5])
-    held = LocalBatch(view_batch(batch).select([2, 0]), [2, 0], [4, 6, 5])
+    held = LocalBatch(view_batch(batch).select([2, 0]), (2, 0), (4, 6, 5))
     assert (held.rows, held.lengths) == ((2, 0), (4, 6, 5))
     assert held.view.lengths == (5, 4)
     assert held.view is held.view
@@ -207,7 +208,8 @@ def test_a_rank_that_lacks_a_row_is_named_on_every_rank(patch):
 
         want = f"rank {lacking} of the plan lacks a row that it is to compute: give each rank at least "
         want += "engine.plan(lengths).rows_of(rank)"
-        assert Ranks(patch, 2).run(facts) == ([frozenset()] * 2 if lacking is None else [want] * 2)
+        told: list[Any] = [frozenset()] * 2 if lacking is None else [want] * 2
+        assert Ranks(patch, 2).run(facts) == told
         ranks = Ranks(patch, 2)
         assert ranks.run(held) == ([None] * 2 if lacking is None else [want] * 2)
         assert set(ranks.groups) == {"the plan's"}

@@ -1,6 +1,7 @@
 """The loss of a micro-batch: shares, what the model adds, and dummies that stay connected."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def test_an_objective_gets_scores_batch_and_totals():
     assert seen == [(log_probs, entropy, one.packed, totals)]
     assert all(got is want for got, want in zip(seen[0], (log_probs, entropy, one.packed, totals), strict=True))
     loss.backward()
+    assert log_probs.grad is not None
     assert torch.equal(log_probs.grad, torch.ones(3))
     assert step.metrics._sums == {"some": 2.0, "loss": -3.0}
 
@@ -70,6 +72,7 @@ def test_a_loss_without_the_log_probs_is_connected_to_them():
     loss = StepLoss(objective(lambda x: torch.tensor(7.0), {}), Totals(1, 1))(micro_batch(), Scores(log_probs))
     assert loss.item() == 7.0
     loss.backward()
+    assert log_probs.grad is not None
     assert torch.equal(log_probs.grad, torch.zeros(2))
 
 
@@ -86,7 +89,8 @@ def test_what_an_objective_lacks_is_named():
         def __call__(self):
             """Nothing is called here."""
 
-    check_objective(Whole())
+    whole: Any = Whole()
+    check_objective(whole)
     for name in NAMES[:3]:
         known = {other: None for other in NAMES[:3] if other != name}
         lacking = type("Lacking", (), {**known, "__call__": lambda self: None})()

@@ -1,5 +1,7 @@
 """Metrics add up by shape and name alone, and what cannot add up is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -92,6 +94,11 @@ def test_the_odd_key_is_named(metrics, key):
         MetricSum().add({"x/max": torch.zeros(2)})
 
 
+# Names stand for process groups: nothing is exchanged.
+BOTH: Any = "both"
+ALONE: Any = "alone"
+
+
 @pytest.fixture
 def two_ranks(monkeypatch):
     """Another rank, which holds `other`; what was exchanged is in `calls`."""
@@ -102,7 +109,7 @@ def two_ranks(monkeypatch):
         brought = torch.tensor(other.pop(0), dtype=values.dtype)
         values.copy_(values + brought if op == torch.distributed.ReduceOp.SUM else torch.maximum(values, brought))
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2 if group == "both" else 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2 if group == BOTH else 1)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     return other, calls
 
@@ -114,9 +121,9 @@ def test_ranks_are_added_up(two_ranks):
     one.add(
         {"a": torch.tensor(7.0), "b": torch.tensor([2.0, 1.0]), "m/max": torch.tensor(0.0), "n/max": torch.tensor(-8.0)}
     )
-    assert one.reduce("both") == {"a": 17.0, "b": 0.75, "m/max": 0.5, "n/max": -8.0}
-    assert calls == [(torch.distributed.ReduceOp.SUM, "both"), (torch.distributed.ReduceOp.MAX, "both")]
-    assert one.reduce("alone") == {"a": 7.0, "b": 2.0, "m/max": 0.0, "n/max": -8.0}
+    assert one.reduce(BOTH) == {"a": 17.0, "b": 0.75, "m/max": 0.5, "n/max": -8.0}
+    assert calls == [(torch.distributed.ReduceOp.SUM, BOTH), (torch.distributed.ReduceOp.MAX, BOTH)]
+    assert one.reduce(ALONE) == {"a": 7.0, "b": 2.0, "m/max": 0.0, "n/max": -8.0}
 
 
 @pytest.mark.parametrize("theirs", [-1, 0, 1, 2**52 - 1])
@@ -125,14 +132,14 @@ def test_ranks_that_disagree_raise(two_ranks, theirs):
     mine = 2**52 - 2
     for number in (mine, mine + theirs):
         other.append([float(number), -float(number)])
-    check_agreement(mine, "the plan", torch.device("cpu"), "both")
-    assert calls == [(torch.distributed.ReduceOp.MAX, "both")]
+    check_agreement(mine, "the plan", torch.device("cpu"), BOTH)
+    assert calls == [(torch.distributed.ReduceOp.MAX, BOTH)]
     if theirs:
         with pytest.raises(RuntimeError, match=r"^ranks disagree on the plan: every rank must be given the same"):
-            check_agreement(mine, "the plan", torch.device("cpu"), "both")
+            check_agreement(mine, "the plan", torch.device("cpu"), BOTH)
     else:
-        check_agreement(mine, "the plan", torch.device("cpu"), "both")
-    check_agreement(mine, "the plan", torch.device("cpu"), "alone")
+        check_agreement(mine, "the plan", torch.device("cpu"), BOTH)
+    check_agreement(mine, "the plan", torch.device("cpu"), ALONE)
     assert len(calls) == 2
 
 
@@ -146,7 +153,7 @@ def test_the_number_is_exchanged_where_the_group_is(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     with pytest.raises(ExchangedError) as raised:
-        check_agreement(7, "the plan", torch.device("meta"), "both")
+        check_agreement(7, "the plan", torch.device("meta"), BOTH)
     assert raised.value.args == ("meta", torch.float64)
 
 

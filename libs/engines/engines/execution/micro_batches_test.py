@@ -1,5 +1,7 @@
 """A rank's micro-batches: rows, wanted tokens, who shares them, and the dummies between them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,6 +22,11 @@ def local(batch, rows):
     return LocalBatch(view_batch(batch).select(rows), tuple(rows), view_batch(batch).lengths)
 
 
+def group_of(ranks: tuple[int, ...]) -> Any:
+    """What stands for a process group."""
+    return f"group of {ranks}"
+
+
 def same(one, other):
     assert one.values.keys() == other.values.keys()
     assert all(torch.equal(one.values[key], other.values[key]) for key in one.values)
@@ -30,7 +37,7 @@ def same(one, other):
 def test_micro_batches_are_the_rows_packed(keys):
     batch = tiny_batch([5, 3, 6, 4])
     batch["loss_mask"] = jagged([torch.arange(n) == n - 1 for n in (5, 3, 6, 4)])
-    made = MicroBatches(local(batch, [3, 0, 1]), PARTS, lambda ranks: f"group of {ranks}", CPU, keys)
+    made = MicroBatches(local(batch, [3, 0, 1]), PARTS, group_of, CPU, keys)
     assert len(made) == 3
     assert made.parts == tuple(PARTS)
     for _ in range(2):  # each iteration packs anew
@@ -40,7 +47,7 @@ def test_micro_batches_are_the_rows_packed(keys):
         assert [one.rows for one in (first, dummy, last)] == [(3, 1), (), (0,)]
         assert [one.dummy for one in (first, dummy, last)] == [False, True, False]
         assert [one.loss_weight for one in (first, dummy, last)] == [1.0, 1.0, 0.5]
-        assert [one.group for one in (first, last)] == ["group of (0,)", "group of (0, 1)"]
+        assert [one.group for one in (first, last)] == [group_of((0,)), group_of((0, 1))]
         trained = keys is None or "loss_mask" in keys
         want = torch.tensor([False, True, True, True, False, True, True])
         assert torch.equal(first.wanted, first.packed.values["loss_mask"] if trained else want)

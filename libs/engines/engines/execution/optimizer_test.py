@@ -1,6 +1,7 @@
 """What decays, and clipping against torch's own."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from engines.execution.optimizer import (
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
+
+GROUP: Any = "the group"  # stands for a process group
 
 
 class Several(nn.Module):
@@ -123,14 +126,14 @@ class Cuda(torch.Tensor):
 
 @pytest.fixture
 def exchanged(monkeypatch):
-    """(dtype, group) of each sum over the ranks of "the group", two of them; others have one rank, and sum nothing."""
+    """(dtype, group) of each sum over the ranks of GROUP, two of them; others have one rank, and sum nothing."""
     given = []
 
     def all_reduce(values, op, group=None):
         given.append((values.dtype, group))
         values.add_(144.0)
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group == "the group" else 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group == GROUP else 1)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     return given
 
@@ -139,9 +142,9 @@ def test_shards_of_other_ranks_count(exchanged):
     """The squares of all ranks' shards are added over the group that is given, in float64."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(2))])
     module[0].grad = torch.tensor([3.0, 4.0])
-    norm = gradient_norm(module, torch.zeros(()), group="the group")
+    norm = gradient_norm(module, torch.zeros(()), group=GROUP)
     assert float(norm) == 13.0
-    assert exchanged == [(torch.float64, "the group")]
+    assert exchanged == [(torch.float64, GROUP)]
     assert float(gradient_norm(module, torch.zeros(()))) == 5.0
     assert len(exchanged) == 1
 
@@ -149,8 +152,8 @@ def test_shards_of_other_ranks_count(exchanged):
 def test_the_losses_of_other_ranks_count(exchanged):
     assert finite_everywhere(torch.tensor(1.0))
     assert exchanged == []
-    assert not finite_everywhere(torch.tensor(1.0), group="the group")
-    assert [group for _, group in exchanged] == ["the group"]
+    assert not finite_everywhere(torch.tensor(1.0), group=GROUP)
+    assert [group for _, group in exchanged] == [GROUP]
 
 
 def test_a_shard_counts_by_its_local_part():

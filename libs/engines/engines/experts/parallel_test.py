@@ -16,7 +16,7 @@ ALL_SHARE = ("one micro-batch", "replay, a rank without tokens")  # four ranks, 
 
 
 def alone(folder):
-    every = dict.fromkeys((*ON_TWO, *ON_FOUR, *ALL_SHARE))
+    every = list(dict.fromkeys((*ON_TWO, *ON_FOUR, *ALL_SHARE)))
     return run_all(every, 1), save(folder, "one", 1), exact("moe", 0), exact("moe", 1)
 
 

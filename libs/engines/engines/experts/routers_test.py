@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from engines import EngineConfig, build_engine
 from engines.families.cases import CASES
 from engines.launch import ensure_group, launch
+from engines.testing.executors import inside
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
@@ -110,7 +112,8 @@ class Forced:
         return logits, value, taken
 
     def loss(self, batch, rows):
-        total, tokens = 0.0, int(batch["loss_mask"].values().sum())
+        total: Any = 0.0
+        tokens = int(batch["loss_mask"].values().sum())
         for ids, mask, self.row in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), rows, strict=True):
             table = torch.log_softmax(self.stock(input_ids=ids[None], use_cache=False).logits[0], -1)
             total = total - table[:-1].gather(1, ids[1:, None]).squeeze(1)[mask[1:]].sum() / tokens
@@ -128,10 +131,10 @@ def test_the_experts_of_another_are_those_of_stock_transformers(kind, options):
     loss.backward()
     built = build_engine(config(routing_replay=True, router_aux_loss_coef=0.0, **options), made)
     told = with_experts(batch, rows)
-    built.executor.optimizer_step = lambda rate, loss: torch.ones(())  # gradients stay for a look
+    inside(built).optimizer_step = lambda rate, loss: torch.ones(())  # gradients stay for a look
     assert built.train_batch(told, SFT())["loss"] == pytest.approx(loss.item(), rel=1e-5)
     want = {name: parameter.grad for name, parameter in forced.stock.named_parameters()}
-    for name, parameter in built.executor.model.named_parameters():
+    for name, parameter in inside(built).model.named_parameters():
         grad = 0 * parameter.data.full_tensor() if parameter.grad is None else parameter.grad.full_tensor()
         expected = torch.zeros_like(grad) if want[name] is None else want[name]
         torch.testing.assert_close(grad, expected, atol=2e-5, rtol=1e-4, msg=name)

@@ -1,6 +1,7 @@
 """A model over layer functions against stock transformers, one sequence at a time: logits and every gradient."""
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -96,12 +97,14 @@ def test_traced_whole_and_once(backend):
 def test_one_token_runs_uncompiled():
     torch._dynamo.reset()
     model, before = fast_model("eager", torch.float32), compilations()
-    run_packed(model, *inputs((1,), torch.float32)[:1], (1,), inputs((1,), torch.float32)[1])
+    given = inputs((1,), torch.float32)
+    run_packed(model, given[0], (1,), given[1])
     assert compilations() == before
 
 
 def test_calls_without_a_context_and_after_undo_are_stock():
-    model, ids = tiny_model().eval(), inputs((9,))[0][None]
+    model: Any = tiny_model().eval()
+    ids = inputs((9,))[0][None]
     expected = model(ids).logits
     adapt_for_packing(model)
     functions = use_layer_functions(model, None)

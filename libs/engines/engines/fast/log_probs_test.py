@@ -44,8 +44,8 @@ def test_no_tokens_stay_connected():
 @pytest.mark.parametrize("kept_bytes", [0, 2**20])
 def test_bfloat16_errors_are_no_larger_than_the_plain_paths(kept_bytes):
     h, w, targets = problem(64, 32, 80, torch.float32)
-    low = [x.detach().bfloat16().requires_grad_() for x in (h, w)]
-    exact = [x.detach().double().requires_grad_() for x in low]
+    low = h.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
+    exact = low[0].detach().double().requires_grad_(), low[1].detach().double().requires_grad_()
     expected = torch.autograd.grad(token_log_probs_reference(*exact, targets)[0].sum(), exact)
     plain = torch.autograd.grad(token_log_probs(*low, targets, chunk=16)[0].sum(), low)
     fused = fused_log_probs(*low, targets, chunk=16, kept_bytes=kept_bytes)[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engines import EngineConfig, NonFiniteError, build_engine
+from engines.testing.executors import inside
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.rows import rows_of
@@ -114,12 +115,12 @@ class Broken:
 def test_a_step_that_is_not_finite_changes_nothing(broken):
     built = engine(on_nonfinite="skip")
     curve(built, steps=[0])
-    before, updates = exported(built), float(built.executor.updates)
+    before, updates = exported(built), float(inside(built).updates)
     assert built.train_batch(tiny_batch(LENGTHS), broken)["skipped"] == 1.0
     built.guard.in_a_row = 0
     after = exported(built)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert float(built.executor.updates) == updates
+    assert float(inside(built).updates) == updates
     with pytest.raises(NonFiniteError):
         engine().train_batch(tiny_batch(LENGTHS), broken)
 
@@ -136,7 +137,7 @@ def test_offload_and_onload():
 def test_a_reference_policy_has_no_moments():
     config = EngineConfig(device="cpu", weights="replicated", max_tokens_per_rank=20)
     built = build_engine(config, tiny_model(num_hidden_layers=2), trainable=False)
-    assert all(one.moments is None for one in built.executor.masters)
+    assert all(one.moments is None for one in inside(built).masters)
     assert built.forward(tiny_batch(LENGTHS))["log_probs"].values().numel() == sum(LENGTHS)
 
 

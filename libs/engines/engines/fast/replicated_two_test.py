@@ -1,5 +1,7 @@
 """Whole weights with shared masters on two gloo processes: the curves, scores, weights and files of one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def same(one, other, tolerance):
 
 def on_ranks(folder):
     """Curves, weights, scores and a resumed run, of engines whose micro-batches differ in number."""
-    out = {}
+    out: dict[Any, Any] = {}
     for dtype in ("float32", "bfloat16"):
         for cap in (20, 200):
             built = engine(dtype=dtype, max_tokens_per_rank=cap)

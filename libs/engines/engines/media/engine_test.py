@@ -1,6 +1,7 @@
 """A vision-language model trained on packed rows is stock transformers on one sequence at a time, tower included."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ model = vision_model
 
 
 def engine(module=None, vision="trained", **options):
-    usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 64, "weight_decay": 0.1}
+    usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 64, "weight_decay": 0.1}
     given = None if "model" in options else module or model()
     return build_engine(EngineConfig(**usual | options, vision=vision), given)
 

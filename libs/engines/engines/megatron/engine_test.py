@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import peft
 import pytest
@@ -25,7 +26,7 @@ from engines.megatron.inputs import EvenInputs
 from engines.megatron.layouts import LENGTHS, OPTIONS, PADDING, LayoutCase, engine_of, largest_difference, model_of
 from engines.megatron.moving import Moved
 from engines.parallel.layout import ParallelLayout
-from engines.testing.executors import weights
+from engines.testing.executors import inside, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.disk import DiskTensor
@@ -42,7 +43,7 @@ def test_recomputed_layers_change_nothing():
     built = [engine_of(CASE, gradient_checkpointing=on) for on in (False, True)]
     calls = []
     for engine in built:
-        mixer = engine.executor.stages[0].decoder.layers[0].self_attention
+        mixer = inside(engine).stages[0].decoder.layers[0].self_attention
         mixer.register_forward_hook(lambda *_: calls.append(1))
         micro_batches = engine.train_batch(batch, SFT())["micro_batches"]
         calls.append(0)
@@ -95,7 +96,7 @@ def test_a_save_is_a_transformers_directory_that_is_read_a_box_at_a_time(tmp_pat
     monkeypatch.setattr(DiskTensor, "__getitem__", noted)
     other = build_engine(EngineConfig(backend="megatron", model=str(tmp_path / "export"), **OPTIONS))
     assert largest_difference(weights(built), weights(other)) == 0
-    shapes = built.executor.shapes
+    shapes = inside(built).shapes
     assert sum(size for _, size in sizes) == sum(map(math.prod, shapes.values()))  # each element once
     assert max(size for name, size in sizes if ".experts." in name or "q_proj" in name) < 32 * 32
 
@@ -120,7 +121,7 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(tmp_path):
     plain, host = (engine_of(CASE, optimizer_on_host=on) for on in (False, True))
     for engine in (plain, host):
         engine.train_batch(batch, SFT())
-    for part, master in host.executor.updates.updated():
+    for part, master in inside(host).updates.updated():
         assert master.data_ptr() != part.values.data_ptr()
     assert largest_difference(weights(plain), weights(host)) == 0
     plain.save(tmp_path / "saved")
@@ -136,16 +137,16 @@ def test_bfloat16_layers_with_float32_masters(tmp_path):
     """Two steps beside FSDP2's in bfloat16, and files that hold what is trained, to its last bit."""
     engines = [engine_of(CASE, backend, dtype="bfloat16") for backend in ("fsdp2", "megatron")]
     built = engines[1]
-    assert {p.dtype for p in built.executor.stages[0].parameters()} == {torch.bfloat16}
-    assert {p.main_grad.dtype for p in built.executor.stages[0].parameters()} == {torch.float32}
+    assert {p.dtype for p in inside(built).stages[0].parameters()} == {torch.bfloat16}
+    assert {p.main_grad.dtype for p in inside(built).stages[0].parameters()} == {torch.float32}
     assert largest_difference(*(weights(engine) for engine in engines)) == 0
     for step in range(2):
         batch = tiny_batch(list(LENGTHS), seed=step)
         left, right = (engine.train_batch(batch, SFT()) for engine in engines)
         assert right["loss"] == pytest.approx(left["loss"], rel=5e-3)
         assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=3e-2)
-    for parameter in built.executor.parameters:  # what computes is the master, rounded
-        master = next(m for part, m in built.executor.updates.updated() if part.one is parameter)
+    for parameter in inside(built).parameters:  # what computes is the master, rounded
+        master = next(m for part, m in inside(built).updates.updated() if part.one is parameter)
         assert torch.equal(parameter.parameter.flatten(), master.to(torch.bfloat16))
     built.save(tmp_path / "saved")
     other = engine_of(CASE, seed=1, dtype="bfloat16")
@@ -161,7 +162,7 @@ def test_buffers_go_away_and_come_back(options):
     built = engine_of(CASE, **options)
     batch = tiny_batch(list(LENGTHS))
     built.train_batch(batch, SFT())
-    executor, moved = built.executor, Moved()
+    executor, moved = inside(built), Moved()
     before = weights(built)
     buffers = [*executor.chunks[0].buffers, *executor.chunks[0].expert_parallel_buffers]
     kept = [p.detach() for p in executor.stages[0].parameters()] + executor.updates.tensors()
@@ -262,9 +263,9 @@ def test_adapters_are_files_that_peft_reads_and_merge_as_peft_does(tmp_path):
 def test_bfloat16_layers_keep_the_base_of_adapters_as_it_is_on_disk(tmp_path, dtype):
     path = base_of(tmp_path / "base", dtype=dtype)
     built = {backend: with_lora(path, backend, dtype="bfloat16") for backend in ("fsdp2", "megatron")}
-    assert {p.dtype for p in built["megatron"].executor.stages[0].parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in inside(built["megatron"]).stages[0].parameters()} == {torch.bfloat16}
     assert largest_difference(*(weights(engine) for engine in built.values())) == 0
-    assert torch.equal(*(engine.executor._base() for engine in built.values()))
+    assert torch.equal(*(inside(engine)._base() for engine in built.values()))
     steps = [engine.train_batch(tiny_batch(list(LENGTHS)), SFT()) for engine in built.values()]
     assert steps[1]["loss"] == pytest.approx(steps[0]["loss"], rel=5e-3)
     assert steps[1]["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=3e-2)
@@ -275,7 +276,7 @@ def test_adapters_resume_on_their_own_base_alone(tmp_path):
     built = with_lora(path)
     built.train_batch(tiny_batch(list(LENGTHS)), SFT())
     built.save(tmp_path / "saved")
-    assert all(".lora_" in name or name == "lora_base" for name in built.executor.state()["model"])
+    assert all(".lora_" in name or name == "lora_base" for name in inside(built).state()["model"])
     other = with_lora(path)
     other.load(tmp_path / "saved")
     for engine in (built, other):
@@ -342,9 +343,11 @@ def test_the_shared_head_of_one_rank_equals_the_reference(entropy):
     hidden, weight = (torch.randn(n, 6, generator=rng, dtype=torch.float64, requires_grad=True) for n in (11, 8))
     targets = torch.randint(0, 8, (11,), generator=rng)
     given = torch.randn(2, 11, generator=rng, dtype=torch.float64)
-    results = []
+    results: list[list[Any]] = []
+    world = dist.group.WORLD
+    assert world is not None
     for function in (
-        lambda: shared_log_probs(hidden, weight, targets, 0.7, 4, entropy, dist.group.WORLD),
+        lambda: shared_log_probs(hidden, weight, targets, 0.7, 4, entropy, world),
         lambda: token_log_probs_reference(hidden, weight, targets, 0.7),
     ):
         log_probs, entropies = function()

@@ -24,6 +24,7 @@ from engines.megatron.layouts import (
     measure,
     measure_all,
 )  # fmt: skip
+from engines.testing.executors import inside
 from engines.tiny import tiny_batch
 from objectives import GRPO, SFT
 from seqpack import index_select
@@ -64,8 +65,8 @@ def planted(bug):
         engine = engine_of(MOE)
     marks = {"delta net's norm": ("out_norm",), "q and k norms": ("q_layernorm", "k_layernorm")}.get(bug, ())
     if bug == "q and k norms":  # megatron-core knows them by their names as well
-        engine.executor.settings.qk_layernorm = False
-    for name, parameter in engine.executor.stages[0].named_parameters():
+        inside(engine).settings.qk_layernorm = False
+    for name, parameter in inside(engine).stages[0].named_parameters():
         if any(mark in name for mark in marks):
             parameter.sequence_parallel = False
     for step in range(STEPS):

@@ -1,6 +1,7 @@
 """Training with static and dynamic context parallelism on two and four gloo processes gives one process' curve."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ MODES = {2: ["static:2", "dynamic"], 4: ["static:4", "dynamic"]}
 
 def engine(kind="dense", cap=16, mode="off"):
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
-    options = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+    options: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
     return build_engine(
         EngineConfig(**options, max_tokens_per_rank=cap, context_parallel=mode),
         tiny_model(kind, scale=2.0, num_hidden_layers=2),

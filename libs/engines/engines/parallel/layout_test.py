@@ -54,7 +54,7 @@ def test_of_world_leaves_dp(layout):
     ("make", "message"),
     [
         (lambda: ParallelLayout(dp=0), "dp must be an integer of at least 1, got 0"),
-        (lambda: ParallelLayout(tp=2.0), "tp must be an integer of at least 1, got 2.0"),
+        (lambda: ParallelLayout(tp=2.0), "tp must be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: ParallelLayout(pp=True), "pp must be an integer"),
         (lambda: ParallelLayout(dp=2, tp=2, ep=3), "ep=3 must divide dp \\* cp \\* tp = 4"),
         (lambda: ParallelLayout(dp=2, tp=2, ep=2, etp=4), "ep \\* etp = 2 \\* 4 must divide dp"),

@@ -55,7 +55,7 @@ def test_what_a_killed_writer_left_is_put_back_or_deleted(tmp_path):
 @pytest.fixture
 def operations(monkeypatch):
     """The renames, exchanges and synced files, in order."""
-    seen = []
+    seen: list[tuple[str, ...]] = []
 
     def rename(source, target, real=os.rename):
         seen.append(("rename", source.name, target.name))

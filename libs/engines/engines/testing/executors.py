@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.build import build_engine
 from engines.config import EngineConfig
 from engines.protocol import TrainEngine
+from engines.step import Engine
 from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_model
 
@@ -30,6 +31,12 @@ def engine(
     """Build a tiny engine on the CPU; `options` are those of `EngineConfig`."""
     config = EngineConfig(**{"device": "cpu", "lr": 1e-2, "eps": EPS, "weight_decay": 0.1, **options})
     return BUILDERS[executor](config, model or tiny_model(kind, seed=seed, scale=2.0), trainable=trainable)
+
+
+def inside(built: TrainEngine) -> Any:
+    """The executor of a built engine, whose parts the tests look at."""
+    assert isinstance(built, Engine)
+    return built.executor
 
 
 def weights(built: TrainEngine) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from engines import EngineConfig, build_engine
 from engines.families.cases import CASES
 from engines.loading import load, load_model, open_model
+from engines.testing.executors import inside
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_model
 from engines.weights.directory import INDEX, ModelDirectory
@@ -49,12 +50,12 @@ def test_an_engine_is_filled_after_it_was_sharded(case, weights, tmp_path):
     case.model().save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", weights=weights)
     built, want = build_engine(config), AutoModelForCausalLM.from_pretrained(tmp_path)
-    live = dict(built.executor.tensors())
+    live = dict(inside(built).tensors())
     assert list(live) == [name for name, _ in want.named_parameters()]
     for name, tensor in want.named_parameters():
         assert torch.equal(live[name], tensor), name
     for name, buffer in want.named_buffers():
-        assert torch.equal(built.executor.model.get_buffer(name), buffer), name
+        assert torch.equal(inside(built).model.get_buffer(name), buffer), name
 
 
 def test_what_is_opened_takes_no_memory_and_knows_its_buffers(tmp_path):

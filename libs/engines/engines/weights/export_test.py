@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_one_tensor_is_alive_at_a_time(tmp_path):
 
 def test_buffers_that_belong_to_a_model_are_exported(tmp_path):
     case = BY_TYPE["qwen3_moe"]
-    model = case.model()
+    model: Any = case.model()
     for layer in model.model.layers:
         layer.mlp.gate.register_buffer("e_score_correction_bias", torch.rand(4))
     family = dataclasses.replace(family_of(model.config), buffers=("*.mlp.gate.e_score_correction_bias",))

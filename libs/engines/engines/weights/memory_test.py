@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
 from engines.loading import load
+from engines.testing.executors import inside
 from engines.testing.forked import launch_forked
 from engines.tiny import tiny_config, tiny_model
 from engines.weights.empty import empty_model
@@ -46,7 +47,7 @@ def held_while_loading(small, large, weights):
     before = status("VmRSS")
     built = build_engine(EngineConfig(model=str(large), device="cpu", weights=weights), trainable=False)
     held = torch.tensor([status("VmHWM") - before])
-    own = sum(parameter.to_local().nbytes for parameter in built.executor.model.parameters())
+    own = sum(parameter.to_local().nbytes for parameter in inside(built).model.parameters())
     dist.all_reduce(held, dist.ReduceOp.MAX)
     return int(held), own
 

@@ -64,8 +64,8 @@ def test_an_answer_that_ends_lets_the_others_go_faster():
 def test_laws_of_every_forecast(lengths, batch, steps, threshold, partial, pools):
     settings = StalenessSettings(batch, steps, threshold, partial_rollout=partial)
     workload = Workload(tuple(lengths), group_size=3, slots=4, decode_s=0.01, row_s=0.002, train_s=0.1, sync_s=0.05)
-    forecast = simulate(settings, workload, *pools, seed=3)
-    same = simulate(settings, workload, *pools, seed=3)
+    forecast = simulate(settings, workload, pools[0], pools[1], seed=3)
+    same = simulate(settings, workload, pools[0], pools[1], seed=3)
     assert forecast == same
     assert len(forecast.staleness) == steps
     assert max(forecast.staleness) <= settings.bound

@@ -71,7 +71,7 @@ def test_a_group_plays_one_game() -> None:
     assert len({episodes[0].messages[0]["content"] for episodes in seeds}) > 1
 
 
-class Echo(gymnasium.Env):
+class Echo(gymnasium.Env):  # type: ignore[misc]
     """A text environment: it wants to hear its own words backwards."""
 
     observation_space = Text(20)

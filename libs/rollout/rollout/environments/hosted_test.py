@@ -283,7 +283,7 @@ def test_methods_need_not_be_async() -> None:
     async def main():
         made = await host(Blocks)
         await made.open(EpisodeContext("t"))
-        outcome = await made.step(None)
+        outcome = await made.step(None)  # type: ignore[arg-type]
         await made.close()
         return outcome.metrics
 

@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,8 @@ def play(task, player, size=1, row=None, **limits):
 
 def shortest(start, goal, moves):
     """The moves of a shortest way by breadth-first search; `moves(state)` gives (move, state) pairs."""
-    came, queue = {start: None}, deque([start])
+    came: dict[Any, Any] = {start: None}
+    queue = deque([start])
     while queue:
         state = queue.popleft()
         if goal(state):

@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -221,7 +222,7 @@ def test_a_reward_that_is_no_number_fails_the_episode_by_name(reward, reason):
 CALL = (
     "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>\n</function>\n</tool_call><|im_end|>"
 )
-LIMITS = {
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "done": ({}, "95<|im_end|>"),
     "length": ({}, "no end"),
     "max_turns": ({"max_turns": 2}, "no<|im_end|>"),

@@ -29,6 +29,7 @@ class Endless:
 
     instant = True
     compact, helpers = False, 0
+    ends: list[str]
     caught: list[Exception]
 
     def __init__(self):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import openai
 import pytest
@@ -29,8 +30,9 @@ def play(agent, *texts, chat=None, group=None, **options):
     """The engine and the episode (with `group` the episodes) of an agent whose policy says `texts` in turn."""
     engine = ScriptedEngine(lambda prompt, turn: encode(texts[turn % len(texts)]))
 
-    async def run():
+    async def run() -> Any:
         async with TokenGateway(engine, chat or Chat(TOKENIZER)) as gateway:
+            played: Any
             if group is None:
                 played = await run_agent(agent, gateway, **options)
             else:

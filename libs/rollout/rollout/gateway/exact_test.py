@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -29,7 +30,7 @@ def caller():
     model = tiny_model(vocab=len(TOKENIZER))
     said = [{"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
     follow = chat.after_turn([{"role": "tool", "content": "7", "name": "add", "tool_call_id": said[0]["id"]}])
-    tools = [type("Offered", (), {"schema": ADD})]
+    tools: list[Any] = [type("Offered", (), {"schema": ADD})]
     turns = [encode(CALL + "<|im_end|>"), encode("It is 7.<|im_end|>")]
     ids = chat.open([QUESTION], tools)
     mask = [False] * len(ids)
@@ -74,7 +75,8 @@ class Watched:
 
 async def streamed(api, **asked):
     """What a stream adds up to: the message to send back, and the reason of the end."""
-    message, reason = {"role": "assistant", "content": ""}, None
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    reason = None
     async for chunk in await api.chat.completions.create(**asked, stream=True):
         (choice,) = chunk.choices
         message["content"] += choice.delta.content or ""

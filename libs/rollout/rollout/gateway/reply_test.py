@@ -188,6 +188,8 @@ def test_a_stream_that_waits_is_kept_alive(monkeypatch) -> None:
 class Breaking(Script):
     """Fails once the gate is open."""
 
+    error: Exception
+
     async def generate(self, *arguments, **options):
         await super().generate(*arguments, **options)
         raise self.error

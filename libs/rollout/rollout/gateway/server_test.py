@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Literal
 
 import httpx
 import openai
@@ -219,14 +220,15 @@ def test_token_ids_are_given_to_who_asks() -> None:
 class Aborting(Script):
     """Breaks off each answer after two tokens, as an engine does whose weights are being replaced."""
 
-    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None):
+    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None, on_tokens=None):
+        assert on_tokens is None
         done = len(prompt_ids) - (len(self.prompts[0]) if self.prompts else len(prompt_ids))
         rest = encode(self.texts[0])[done : done + 2]
         self.prompts.append(list(prompt_ids))
         self.samplings.append(sampling)
         self.version += 1
         log_probs = tuple(-float(len(prompt_ids) + i) for i in range(len(rest)))
-        reason = "stop" if rest[-1:] == encode("<|im_end|>") else "abort"
+        reason: Literal["stop", "abort"] = "stop" if rest[-1:] == encode("<|im_end|>") else "abort"
         return Completion(tuple(rest), log_probs, reason, (self.version,) * len(rest))
 
 
@@ -344,7 +346,8 @@ def test_500_sessions_are_held_at_once() -> None:
 class Late(Script):
     """Past its deadline an answer holds nothing."""
 
-    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None):
+    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None, on_tokens=None):
+        assert on_tokens is None
         self.prompts.append(list(prompt_ids))
         return Completion((), (), "deadline", ())
 

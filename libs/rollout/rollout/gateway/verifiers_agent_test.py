@@ -166,7 +166,7 @@ def test_a_multi_turn_environment_with_tools_and_two_roles(tmp_path, monkeypatch
 class Broken(vf.Task):
     """A task whose reward breaks."""
 
-    @vf.reward
+    @vf.reward  # type: ignore[untyped-decorator]
     async def right(self, trace) -> float:
         raise KeyError("no answer key")
 

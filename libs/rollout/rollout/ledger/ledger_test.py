@@ -289,6 +289,7 @@ def test_a_kill_at_twenty_random_moments(tmp_path):
         child.start()
         assert mine.poll(60)
         time.sleep(draw.uniform(0, 0.03))
+        assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         with RolloutLedger(tmp_path / "ledger") as ledger:

@@ -119,6 +119,7 @@ def end_of(folder, *arguments, after=None, **options):
     child.start()
     if after is not None:
         time.sleep(after)
+        assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
     child.join(120)
     assert child.exitcode is not None

@@ -1,6 +1,8 @@
 """Continuous batching, step by step: who joins and leaves when, what is computed once, what a swap changes."""
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +139,13 @@ def test_prefills_are_bounded_and_old_prompts_forgotten_first():
     play = Play(max_rows=8, prefill_tokens=10)
     sizes = []
     prefill = play.batch.decoder.prefill
-    play.batch.decoder.prefill = lambda prompts: sizes.append([len(p) for p in prompts]) or prefill(prompts)
+
+    def counted(prompts: Sequence[Sequence[int]], pasts: Any = None) -> Any:
+        assert pasts is None
+        sizes.append([len(p) for p in prompts])
+        return prefill(prompts)
+
+    play.batch.decoder.prefill = counted
     prompts = [[3] * n for n in (4, 5, 6, 12, 2)]
     for prompt in prompts:
         play.ask(prompt, max_new_tokens=20)

@@ -1,5 +1,7 @@
 """Every decoder against the module itself: one unpadded sequence at a time, whatever joins, moves and leaves."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,7 +37,7 @@ DELTA = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2, **WINDOWS},
     "qwen3": {},
@@ -56,7 +58,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-DENSE = {
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3, biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3, no groups": ("qwen3", {"num_key_value_heads": 4}),
@@ -92,7 +94,7 @@ def play(model, decoder, bound=1e-5):
     for prompt, row in zip(prompts, logits, strict=True):
         close(row, reference(model, prompt), bound)
     decoder.place(cache, [0, 1, 2, 3, 4, 1], [0, 1, 2, 3, 4, 5])
-    rows = [list(prompts[i]) for i in (0, 1, 2, 3, 4, 1)]
+    rows: list[list[int] | None] = [list(prompts[i]) for i in (0, 1, 2, 3, 4, 1)]
     generator = torch.Generator().manual_seed(0)
 
     def steps(count, rows):

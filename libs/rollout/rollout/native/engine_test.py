@@ -296,5 +296,5 @@ def test_user_errors_name_the_fix(model):
     with pytest.raises(ValueError, match="text alone"):
         asyncio.run(engine.generate([2], Sampling(max_new_tokens=1), media={"image": 1}))
     with pytest.raises(ValueError, match="pause mode"):
-        asyncio.run(engine.pause("now"))
+        asyncio.run(engine.pause("now"))  # type: ignore[arg-type]
     assert engine.generate_batch([], Sampling()) == []

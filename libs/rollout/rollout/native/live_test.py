@@ -259,9 +259,9 @@ def test_greedy_ids_are_those_of_generate_and_log_probs_of_a_forward_pass(model)
 
 def test_choices_are_checked():
     with pytest.raises(ValueError, match="decoder is"):
-        NativeEngine(OLD, decoder="fast")
+        NativeEngine(OLD, decoder="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_commit is"):
-        NativeEngine(OLD, on_commit="forget")
+        NativeEngine(OLD, on_commit="forget")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefill_tokens"):
         NativeEngine(OLD, prefill_tokens=0)
     with pytest.raises(ValueError, match="compact_below"):

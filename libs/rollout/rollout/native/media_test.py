@@ -1,6 +1,7 @@
 """Images in the native engine against the stock module's own generate and forward."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def shown(seed, *grids, video=None):
         count = t * h * w // 4
         ids += [token] * count + torch.randint(2, 40, (2,), generator=rng).tolist()
         types += [kind] * count + [0, 0]
-    media = {"mm_token_type_ids": types}
+    media: dict[str, Any] = {"mm_token_type_ids": types}
     for pixels, name, chosen in (("pixel_values", "image", grids), ("pixel_values_videos", "video", [video])):
         if chosen and chosen[0]:
             size = sum(t * h * w for t, h, w in chosen)

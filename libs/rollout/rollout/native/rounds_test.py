@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ VOCAB = 24
 SAMPLING = Sampling(max_new_tokens=12, stop_token_ids=(1, 2, 3))
 
 
-def engine_of(admit: str = "rounds") -> NativeEngine:
+def engine_of(admit: Literal["any_step", "rounds"] = "rounds") -> NativeEngine:
     torch.set_num_threads(1)
     return NativeEngine(tiny_model(VOCAB, layers=2, seed=0), admit=admit)
 
@@ -135,7 +136,7 @@ def test_another_loop_starts_anew():
 
 def test_another_word_is_refused():
     with pytest.raises(ValueError, match='admit is "any_step" or "rounds", got "now"'.replace('"now"', "'now'")):
-        engine_of("now")
+        engine_of("now")  # type: ignore[arg-type]
 
 
 def begun_by(engine: NativeEngine) -> list[int]:
@@ -222,7 +223,7 @@ def test_episodes_of_the_generator_are_waited_for(patient):
         async def step(self, reply):
             self.turn += 1
             await asyncio.sleep(0.08 * (self.index % 3))
-            return Outcome([{"role": "user", "content": "again"}], done=self.turn == 2)
+            return Outcome(({"role": "user", "content": "again"},), done=self.turn == 2)
 
         async def finish(self, end):
             await asyncio.sleep(0.02 * self.index)  # who is scored asks no more

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,8 @@ LONG = 20_000  # tokens: a swap that was asked for comes before the last of them
 def test_after_a_swap_each_token_keeps_the_experts_that_made_it(on_commit):
     model, new = copy.deepcopy(MIXTURE), tiny_mixture(seed=5)
     engine = NativeEngine(model, routed_experts=True, on_commit=on_commit, max_length=LONG + 4)
-    prompt, begun, after, tasks = [3, 4, 5, 6], [], [], []
+    prompt, begun, after = [3, 4, 5, 6], [], []
+    tasks: list[asyncio.Future[Any]] = []
 
     async def play():
         def heard(ids, log_probs):
@@ -193,6 +195,7 @@ def test_a_cancelled_answer_tells_those_of_what_it_has():
 def test_they_travel_through_an_episode_into_the_batch():
     """Two turns, written down and read again; the row of an engine that tells nothing has -1 throughout."""
     engine = build_rollout(RolloutConfig(routed_experts=True), MIXTURE)
+    assert isinstance(engine, NativeEngine)
     stream, silent = Stream(), Stream()
     for given in ([3, 4, 5], [9, 10]):
         stream.given(given)
@@ -231,4 +234,4 @@ def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="routed_experts has no effect"):
         RolloutConfig(backend="openai", routed_experts=True)
     with pytest.raises(ValueError, match="true or false"):
-        RolloutConfig(routed_experts=1)
+        RolloutConfig(routed_experts=1)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -123,7 +124,8 @@ def test_what_a_listener_raises_ends_its_request_alone(admit, error):
     async def play():
         hurt = engine.generate([3, 4], LONG, request_id="a", on_tokens=broken)
         whole = streamed(engine, [3, 5], Sampling(max_new_tokens=30, seed=2))
-        failed, (_, done) = await asyncio.gather(hurt, whole, return_exceptions=True)
+        told: list[Any] = list(await asyncio.gather(hurt, whole, return_exceptions=True))
+        failed, (_, done) = told
         again = await engine.generate([3, 4], Sampling(max_new_tokens=2), request_id="a")
         return failed, done, again
 

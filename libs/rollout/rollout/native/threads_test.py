@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 from rollout.native.threads import StepThread
 
@@ -56,7 +57,7 @@ def test_nothing_posted_is_ever_left_lying():
     work = Work()
     done = []
     for i in range(2000):
-        work.thread.post(lambda i=i: done.append(i))
+        work.thread.post(partial(done.append, i))
         work.thread.start()
     until(lambda: len(done) == 2000)
     assert done == list(range(2000))

@@ -105,4 +105,4 @@ def test_a_completion_is_aligned_and_says_how_it_ended():
     with pytest.raises(ValueError, match="differ in length"):
         Completion((1, 2), (0.0,), "stop", (0, 0))
     with pytest.raises(ValueError, match="one of stop, length, abort, deadline"):
-        Completion((), (), "done", ())
+        Completion((), (), "done", ())  # type: ignore[arg-type]

@@ -1,10 +1,12 @@
 """Settings of a server that generates: what can't be is refused where it is made."""
 
+from typing import Any
+
 import pytest
 
 from rollout.openai.config import OpenAIConfig
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "base_url": ["", "127.0.0.1:8000", "ftp://127.0.0.1", "http://user:secret@localhost/v1", "http://localhost/v1?a=b"],
     "model": [""],
     "key_variable": ["", "A B"],

@@ -31,8 +31,7 @@ def behind():
 def served(behind):
     """The server, its address in `url`."""
     server = CompletionServer(behind)
-    with server.open() as url:
-        server.url = url
+    with server.open():
         yield server
 
 

@@ -3,11 +3,12 @@
 import asyncio
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from rollout.config import RolloutConfig
-from rollout.engine import Sampling
+from rollout.engine import RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.openai.config import OpenAIConfig
 from rollout.openai.engine import OpenAIEngine
@@ -30,8 +31,7 @@ def behind():
 def served(behind):
     """The server, its address in `url`."""
     server = CompletionServer(behind)
-    with server.open() as url:
-        server.url = url
+    with server.open():
         yield server
 
 
@@ -143,9 +143,9 @@ def test_a_refusal_may_come_in_a_stream_that_has_begun(engine, served, code, kin
 
 
 def test_a_server_that_dies_in_mid_answer_is_told(behind):
-    server = CompletionServer(Stalling(behind))
+    server = CompletionServer(cast(RolloutEngine, Stalling(behind)))
 
-    async def ask():
+    async def ask(engine: RolloutEngine, served: ExitStack) -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -155,8 +155,7 @@ def test_a_server_that_dies_in_mid_answer_is_told(behind):
 
     with ExitStack() as served:
         url = served.enter_context(server.open())
-        engine = engine_at(url)
-        asyncio.run(ask())
+        asyncio.run(ask(engine_at(url), served))
     with pytest.raises(ValueError, match=r"nobody answers at .*start the server first"):
         engine_at(url)
 

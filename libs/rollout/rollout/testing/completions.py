@@ -31,6 +31,8 @@ class CompletionServer:
         self.gone = 0
         """Streams that their clients left."""
         self.change: Any = lambda event: event
+        self.url = ""
+        """Its address, once it is open."""
 
     @contextlib.contextmanager
     def open(self) -> Iterator[str]:
@@ -45,7 +47,8 @@ class CompletionServer:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+            self.url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+            yield self.url
         finally:
             server.should_exit = True
             thread.join(20)

@@ -6,6 +6,7 @@ Held by order of events: everything that shall be done is done while everything 
 import asyncio
 import contextlib
 import threading
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,10 @@ def test_what_hangs_delays_nobody(where, hang):
     release = threading.Event()
     run = hang(release)
     engine = NativeEngine(tiny_model(50), pad_token_id=0, max_length=64)
-    asked = []
+    asked: list[asyncio.Task[Any]] = []
 
     async def play():
+        stuck: list[asyncio.Task[Any]]
         if where == "tools":
             calls = [ToolCall("hangs", "{}")] * 40
             stuck = [asyncio.create_task(call_tools([Tool("hangs", "", SCHEMA, run, timeout=GUARD)], calls))]

@@ -1,6 +1,7 @@
 """What can't be is refused when a configuration is made; what a CPU can't compute, from a model's config alone."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from rollout.vllm.config import VllmConfig, accelerator_arguments, text_config
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal, refusal
 from rollout.vllm.process import environment, find_python
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "python": ["", " "],
     "dtype": ["float8", None],
     "tensor_parallel": [0, 1.5, True],
@@ -40,11 +41,13 @@ def test_every_setting_refuses_what_it_cannot_be(name):
 def test_a_setting_without_effect_is_refused():
     with pytest.raises(ValueError, match="vllm has no effect with backend 'native'"):
         RolloutConfig(vllm=VllmConfig(threads=2))
-    for name, value in (("compact_below", 0.5), ("decoder", "lean"), ("admit", "rounds")):
+    useless: list[dict[str, Any]] = [{"compact_below": 0.5}, {"decoder": "lean"}, {"admit": "rounds"}]
+    for setting in useless:
+        (name,) = setting
         with pytest.raises(ValueError, match=f"{name} has no effect with backend 'vllm'"):
-            RolloutConfig(backend="vllm", **{name: value})
+            RolloutConfig(backend="vllm", **setting)
     with pytest.raises(ValueError, match="vllm is a VllmConfig"):
-        RolloutConfig(backend="vllm", vllm={})
+        RolloutConfig(backend="vllm", vllm={})  # type: ignore[arg-type]
 
 
 def test_experts_are_not_spread_over_one_worker():

@@ -125,6 +125,7 @@ def test_who_waits_for_a_process_that_dies_hears_of_it():
     left = worker.call("echo", text="nobody's", seconds=3600)
     waiting = worker.call("echo", text="never", seconds=3600)
     left.cancel()
+    assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied):
         waiting.result(60)

@@ -1,6 +1,7 @@
 """Packed rows in stock transformers models and trainers equal the sequences one by one, losses and weights."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ HYBRID = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 16}
-MORE = {
+MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": EXPERTS,
     "qwen3_next": SHARED,
@@ -151,7 +152,7 @@ def padded(samples):
 def trained(base, pack, samples, **arguments):
     """Losses and model of a few optimizer steps on the same samples a step, packed or padded."""
 
-    class OverRows(base):
+    class OverRows(base):  # type: ignore[misc,valid-type]
         def get_train_dataloader(self):
             args = self.args
             loader = packed_dataloader(

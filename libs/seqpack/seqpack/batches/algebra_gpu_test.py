@@ -6,6 +6,7 @@ SEQPACK_TEST_DEVICE=cpu tries the same examples on a machine without one.
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_packed_rows_and_back(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=6))
     align = data.draw(st.integers(1, 4))
-    samples = [
+    samples: list[dict[str, Any]] = [
         {
             "input_ids": torch.arange(n) + 10 * i,
             "position_ids": torch.arange(3 * n).reshape(3, n),

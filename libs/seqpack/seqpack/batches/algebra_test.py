@@ -123,7 +123,7 @@ def td(**values: Any) -> TensorDict:
         (lambda: index_select(torch.zeros(3), [0, 3]), r"indices\[1\] = 3 is out of range for 3 samples"),
         (lambda: index_select(torch.zeros(3), [-1]), r"indices\[0\] must be at least 0"),
         (lambda: index_select(torch.zeros(3), torch.ones(3).bool()), "turn a mask into indices"),
-        (lambda: index_select(torch.zeros(3), [0.0]), r"indices\[0\] must be an integer"),
+        (lambda: index_select(torch.zeros(3), [0.0]), r"indices\[0\] must be an integer"),  # type: ignore[list-item]
         (lambda: concat([]), "at least one batch"),
         (lambda: concat([td(a=torch.zeros(2)), torch.zeros(2)]), "batch 1 is a dense tensor, batch 0 is a TensorDict"),
         (lambda: concat([torch.zeros(2), td(a=torch.zeros(2))]), "input 1 is a TensorDict, input 0 is a dense tensor"),

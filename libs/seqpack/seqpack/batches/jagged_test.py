@@ -17,7 +17,7 @@ def test_law(law: str) -> None:
         (lambda: jagged([torch.zeros(2), torch.zeros(2, 2)]), "sample 1 has shape"),
         (lambda: jagged([torch.zeros(3, 2), torch.zeros(4, 2)]), "sample 1 has shape"),
         (lambda: jagged([torch.zeros(2), torch.zeros(2).int()]), "sample 1 is torch.int32"),
-        (lambda: jagged([torch.zeros(2), [1]]), "sample 1 must be a plain tensor"),
+        (lambda: jagged([torch.zeros(2), [1]]), "sample 1 must be a plain tensor"),  # type: ignore[list-item]
         (lambda: jagged([torch.zeros(())]), "stack scalars"),
         (lambda: jagged([torch.zeros(2)], 1), "ragged_dim 1 is out of range"),
         (lambda: jagged_from_values(torch.zeros(3), [1, 1]), "lengths add up to 2"),

@@ -47,7 +47,7 @@ def test_gradcheck():
     x, weight, bias, state = inputs([3, 1, 5], dim=2)
     cu = cumulative([3, 1, 5])
     assert torch.autograd.gradcheck(
-        lambda *a: causal_conv1d(*a[:3], cu, "silu", a[3], backend="torch"), (x, weight, bias, state)
+        lambda x, w, b, s: causal_conv1d(x, w, b, cu, "silu", s, backend="torch"), (x, weight, bias, state)
     )
 
 

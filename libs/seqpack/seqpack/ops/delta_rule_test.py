@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,6 +8,10 @@ from hypothesis import strategies as st
 
 from seqpack.ops.delta_rule import gated_delta_rule, gated_delta_rule_step
 from seqpack.ops.delta_rule_chunks import choose_chunk_size, plan_chunks
+
+# The tests hand over lists of tensors, whose number a type checker cannot know.
+delta_rule: Callable[..., tuple[torch.Tensor, Any]] = gated_delta_rule
+delta_step: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gated_delta_rule_step
 
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(0, 24)), min_size=1, max_size=5).filter(lambda x: sum(x) > 0)
 
@@ -28,7 +35,7 @@ def inputs(lengths, key_heads=1, groups=1, dims=(3, 2), seed=0, dtype=torch.floa
 
 def run(tensors, lengths, with_state, backend, **options):
     *operands, state = tensors
-    o, final = gated_delta_rule(
+    o, final = delta_rule(
         *operands,
         cumulative(lengths),
         initial_state=state if with_state else None,
@@ -59,7 +66,7 @@ def test_chunks_equal_the_recurrence_forward_and_backward(lengths, size, with_st
 def test_the_first_two_tokens_by_hand(backend):
     # With S = 0: S_1 = beta_1 k_1 v_1; S_2 = a S_1 + beta_2 k_2 (v_2 - k_2 a S_1), a = exp(g_2); o = S^T q / sqrt(Dk).
     q, k, v, g, beta, _ = inputs([2], dims=(3, 2))
-    o, final = gated_delta_rule(q, k, v, g, beta, cumulative([2]), output_final_state=True, backend=backend)
+    o, final = delta_rule(q, k, v, g, beta, cumulative([2]), output_final_state=True, backend=backend)
     unit_q, unit_k = (t[:, 0] / (t[:, 0] ** 2).sum(-1, keepdim=True).sqrt() for t in (q, k))
     first = beta[0] * torch.outer(unit_k[0], v[0, 0])
     old = g[1].exp() * first
@@ -71,8 +78,8 @@ def test_the_first_two_tokens_by_hand(backend):
 
 def test_a_step_scales_as_the_row_does():
     q, k, v, g, beta, _ = (t.detach() for t in inputs([1], key_heads=2, groups=2, dims=(5, 2)))
-    o, final = gated_delta_rule(q, k, v, g, beta, cumulative([1]), output_final_state=True)
-    stepped, state = gated_delta_rule_step(q, k, v, g, beta, torch.zeros(1, 4, 5, 2, dtype=torch.float64))
+    o, final = delta_rule(q, k, v, g, beta, cumulative([1]), output_final_state=True)
+    stepped, state = delta_step(q, k, v, g, beta, torch.zeros(1, 4, 5, 2, dtype=torch.float64))
     torch.testing.assert_close(stepped, o)
     torch.testing.assert_close(state, final)
 
@@ -84,7 +91,7 @@ def test_gradcheck(with_final):
     cu = cumulative(lengths)
 
     def call(*a):
-        o, final = gated_delta_rule(
+        o, final = delta_rule(
             *a[:5], cu, initial_state=a[5], output_final_state=with_final, chunk_size=2, backend="torch"
         )
         return (o, final) if with_final else o
@@ -96,10 +103,10 @@ def test_without_any_state_the_short_path_is_the_same():
     lengths = [7, 1, 12, 3]
     *operands, _ = inputs(lengths, 2, 2)
     cu = cumulative(lengths)
-    expected, none = gated_delta_rule(*operands, cu, backend="naive")
+    expected, none = delta_rule(*operands, cu, backend="naive")
     assert none is None
     for size in (None, 4, 12, 64):
-        got, none = gated_delta_rule(*operands, cu, chunk_size=size, backend="torch")
+        got, none = delta_rule(*operands, cu, chunk_size=size, backend="torch")
         assert none is None
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
@@ -109,41 +116,39 @@ def test_float32_stays_close_over_long_sequences_with_strong_and_weak_decay():
     for decay in (1e-4, 0.05, 5.0):
         *exact, _ = inputs(lengths, 2, 2, (16, 16), decay=decay)
         cu = cumulative(lengths)
-        reference, _ = gated_delta_rule(*exact, cu, backend="torch", chunk_size=8)
-        naive, _ = gated_delta_rule(*exact, cu, backend="naive")
+        reference, _ = delta_rule(*exact, cu, backend="torch", chunk_size=8)
+        naive, _ = delta_rule(*exact, cu, backend="naive")
         torch.testing.assert_close(reference, naive, rtol=1e-9, atol=1e-9)
-        got, _ = gated_delta_rule(*(t.detach().float() for t in exact), cu)
+        got, _ = delta_rule(*(t.detach().float() for t in exact), cu)
         assert ((got - naive).norm() / naive.norm()).item() < 2e-6
 
 
 def test_a_state_handed_on_equals_one_call():
     lengths = [13, 2, 30]
     *operands, state = inputs(lengths, 1, 2)
-    whole, final = gated_delta_rule(*operands, cumulative(lengths), initial_state=state, output_final_state=True)
+    whole, final = delta_rule(*operands, cumulative(lengths), initial_state=state, output_final_state=True)
     cuts = [5, 0, 30]
     first, second = [], []
     for length, cut, tokens in zip(lengths, cuts, torch.arange(sum(lengths)).split(lengths), strict=True):
         first.append(tokens[:cut])
         second.append(tokens[cut:])
         assert len(tokens) == length
-    first, second = torch.cat(first), torch.cat(second)
-    o1, middle = gated_delta_rule(
-        *(t[first] for t in operands), cumulative(cuts), initial_state=state, output_final_state=True
+    head, tail = torch.cat(first), torch.cat(second)
+    o1, middle = delta_rule(
+        *(t[head] for t in operands), cumulative(cuts), initial_state=state, output_final_state=True
     )
     left = [n - c for n, c in zip(lengths, cuts, strict=True)]
-    o2, last = gated_delta_rule(
-        *(t[second] for t in operands), cumulative(left), initial_state=middle, output_final_state=True
-    )
-    torch.testing.assert_close(torch.cat([o1, o2]), whole[torch.cat([first, second])], rtol=1e-9, atol=1e-9)
+    o2, last = delta_rule(*(t[tail] for t in operands), cumulative(left), initial_state=middle, output_final_state=True)
+    torch.testing.assert_close(torch.cat([o1, o2]), whole[torch.cat([head, tail])], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(last, final, rtol=1e-9, atol=1e-9)
 
 
 def test_steps_equal_the_packed_call():
     lengths = [6, 6, 6]
     *operands, state = inputs(lengths, 2, 2)
-    whole, final = gated_delta_rule(*operands, cumulative(lengths), initial_state=state, output_final_state=True)
+    whole, final = delta_rule(*operands, cumulative(lengths), initial_state=state, output_final_state=True)
     for t in range(6):
-        o, state = gated_delta_rule_step(*(x[t::6] for x in operands), state)
+        o, state = delta_step(*(x[t::6] for x in operands), state)
         torch.testing.assert_close(o, whole[t::6], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(state, final, rtol=1e-9, atol=1e-9)
 
@@ -153,9 +158,9 @@ def test_steps_equal_the_packed_call():
 def test_a_step_in_place_is_the_step(kind, width, l2norm):
     *operands, state = (x.detach().to(kind) for x in inputs([1, 1, 1], 2, 2))
     state = state.to(width)
-    o, after = gated_delta_rule_step(*operands, state, l2norm_qk=l2norm)
+    o, after = delta_step(*operands, state, l2norm_qk=l2norm)
     own = state.clone()
-    again, returned = gated_delta_rule_step(*operands, own, l2norm_qk=l2norm, inplace=True)
+    again, returned = delta_step(*operands, own, l2norm_qk=l2norm, inplace=True)
     assert returned.data_ptr() == own.data_ptr()
     assert torch.equal(own, after)
     assert torch.equal(o, again)
@@ -165,17 +170,17 @@ def test_a_step_in_place_is_the_step(kind, width, l2norm):
 def test_a_step_in_place_is_refused_where_a_gradient_flows():
     *operands, state = inputs([1, 1, 1], 2, 2)
     with pytest.raises(ValueError, match="no_grad"):
-        gated_delta_rule_step(*operands, state.detach(), inplace=True)
+        delta_step(*operands, state.detach(), inplace=True)
 
 
 def test_nothing_crosses_a_boundary_not_even_nan():
     lengths = [20, 3, 33]
     *operands, _ = inputs(lengths, dtype=torch.float32)
     with torch.no_grad():
-        before, _ = gated_delta_rule(*operands, cumulative(lengths), chunk_size=16)
+        before, _ = delta_rule(*operands, cumulative(lengths), chunk_size=16)
         for t in operands:
             t[20:23] = float("nan")
-        after, _ = gated_delta_rule(*operands, cumulative(lengths), chunk_size=16)
+        after, _ = delta_rule(*operands, cumulative(lengths), chunk_size=16)
     assert torch.equal(before[:20], after[:20])
     assert torch.equal(before[23:], after[23:])
 
@@ -183,7 +188,7 @@ def test_nothing_crosses_a_boundary_not_even_nan():
 @pytest.mark.parametrize("edges", [[0], [0, 0, 0]])
 def test_no_tokens_at_all(edges):
     q, g, state = torch.randn(0, 2, 4), torch.randn(0, 2), torch.randn(len(edges) - 1, 2, 4, 4)
-    o, final = gated_delta_rule(q, q, q, g, g, torch.tensor(edges), initial_state=state, output_final_state=True)
+    o, final = delta_rule(q, q, q, g, g, torch.tensor(edges), initial_state=state, output_final_state=True)
     assert o.shape == (0, 2, 4)
     assert torch.equal(final, state)
 
@@ -192,10 +197,10 @@ def test_half_precision_is_computed_in_float32():
     lengths = [40, 2, 70]
     *operands, _ = inputs(lengths, 1, 2, (16, 16), dtype=torch.float32)
     half = [t.detach().bfloat16() for t in operands]
-    o, final = gated_delta_rule(*half, cumulative(lengths), output_final_state=True)
-    exact, _ = gated_delta_rule(*(t.double() for t in half), cumulative(lengths))
+    o, final = delta_rule(*half, cumulative(lengths), output_final_state=True)
+    exact, _ = delta_rule(*(t.double() for t in half), cumulative(lengths))
     with torch.autocast("cpu", torch.bfloat16):
-        under_autocast, _ = gated_delta_rule(*half, cumulative(lengths))
+        under_autocast, _ = delta_rule(*half, cumulative(lengths))
     assert torch.equal(under_autocast, o)
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(o.double(), exact, rtol=2**-8, atol=1e-6)
@@ -243,4 +248,4 @@ def test_bad_calls_are_named(change, text):
     call = {"q": torch.randn(5, 2, 4), "k": torch.randn(5, 2, 4), "v": torch.randn(5, 4, 4), "g": -torch.rand(5, 4)}
     call |= {"beta": torch.rand(5, 4), "cu_seqlens": cumulative([5])}
     with pytest.raises(ValueError, match=text):
-        gated_delta_rule(**{**call, **change})
+        delta_rule(**{**call, **change})

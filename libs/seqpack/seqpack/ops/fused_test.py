@@ -51,7 +51,7 @@ def chunk_kernel(
     assert all(x.is_contiguous() for x in (q, k, v, g, beta))
     assert g.dtype == torch.float32
     assert cu_seqlens.dtype == torch.int64
-    operands = (x[0] for x in (q, k, v, g, beta))
+    operands = q[0], k[0], v[0], g[0], beta[0]
     call = DeltaCall(*operands, cu_seqlens, scale, use_qk_l2norm_in_kernel, initial_state, output_final_state, None)
     o, final = gated_delta_rule_torch(call)
     return o[None], final
@@ -64,7 +64,10 @@ def test_the_chunked_kernels_get_one_packed_row(stand_in, package, state):
     run = fused.gated_delta_rule_fla if package.startswith("fla.") else fused.gated_delta_rule_flash_qla
     call = delta_call(state)
     for got, expected in zip(run(call), gated_delta_rule_torch(call), strict=True):
-        assert (got is None and expected is None) or torch.equal(got, expected)
+        if got is None or expected is None:
+            assert got is expected
+        else:
+            assert torch.equal(got, expected)
 
 
 def test_flash_qla_is_asked_to_keep_no_states(stand_in):
@@ -108,13 +111,14 @@ def test_the_recurrent_kernel_gets_one_token_a_sequence(stand_in):
     def kernel(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel):
         assert output_final_state
         assert {x.shape[1] for x in (q, k, v, g, beta)} == {1}
-        operands = (x[:, 0] for x in (q, k, v, g, beta))
+        operands = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]
         o, after = gated_delta_rule_step_torch(DeltaStep(*operands, initial_state, scale, use_qk_l2norm_in_kernel))
         return o[:, None], after
 
     stand_in("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=kernel)
     call = delta_call()
-    step = DeltaStep(*(x[:3] for x in (call.q, call.k, call.v, call.g, call.beta)), call.initial_state, 0.3, False)
+    operands = call.q[:3], call.k[:3], call.v[:3], call.g[:3], call.beta[:3]
+    step = DeltaStep(*operands, call.initial_state, 0.3, False)
     for got, expected in zip(fused.gated_delta_rule_step_fla(step), gated_delta_rule_step_torch(step), strict=True):
         assert torch.equal(got, expected)
 

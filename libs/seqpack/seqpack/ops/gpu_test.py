@@ -1,5 +1,8 @@
 """Fused kernels against float64, forward and backward. Shapes are fixed: every new one costs kernel tuning."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -7,6 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpack.ops import attention, backends, causal_conv1d, causal_conv1d_state, gated_delta_rule, gated_delta_rule_step
 from seqpack.testing import check_packing
+
+# The tests hand over lists of tensors, whose number a type checker cannot know.
+delta_rule: Callable[..., tuple[torch.Tensor, Any]] = gated_delta_rule
+delta_step: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gated_delta_rule_step
+packed_attention: Callable[..., torch.Tensor] = attention
+conv1d: Callable[..., torch.Tensor] = causal_conv1d
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +70,7 @@ def compare(call, tensors, bound):
 @pytest.mark.parametrize("backend", ["fla", "flash_qla"])
 def test_gated_delta_rule(backend):
     need("gated_delta_rule", backend)
-    compare(lambda t, b=backend: gated_delta_rule(*t, cumulative(), backend=b)[0], delta_inputs(), 1e-2)
+    compare(lambda t, b=backend: delta_rule(*t, cumulative(), backend=b)[0], delta_inputs(), 1e-2)
 
 
 def test_a_recomputed_layer_keeps_its_inputs_alone():
@@ -71,7 +80,7 @@ def test_a_recomputed_layer_keeps_its_inputs_alone():
     g, beta, ends = logsigmoid(random(8192, 2)), random(8192, 2).sigmoid().bfloat16(), cumulative([8192])
 
     def layer(*operands):
-        return gated_delta_rule(*operands, ends)[0].sum()
+        return delta_rule(*operands, ends)[0].sum()
 
     layer(q, k, v, g, beta)  # whatever is made once
     torch.cuda.synchronize()
@@ -83,7 +92,7 @@ def test_a_recomputed_layer_keeps_its_inputs_alone():
 
 def test_gated_delta_rule_in_plain_torch_and_float32():
     tensors = [t.detach().float().requires_grad_() for t in delta_inputs()]
-    compare(lambda t, b="auto": gated_delta_rule(*t, cumulative(), backend=b)[0], tensors, 2e-5)
+    compare(lambda t, b="auto": delta_rule(*t, cumulative(), backend=b)[0], tensors, 2e-5)
 
 
 @pytest.mark.parametrize("backend", ["fla", "flash_qla"])
@@ -94,7 +103,7 @@ def test_states_of_the_gated_delta_rule(backend):
 
     def call(operands, name=backend):
         *operands, start = operands
-        _, final = gated_delta_rule(*operands, cumulative(), initial_state=start, output_final_state=True, backend=name)
+        _, final = delta_rule(*operands, cumulative(), initial_state=start, output_final_state=True, backend=name)
         return final
 
     # q does not reach the final state: leave it out of the gradients
@@ -106,7 +115,7 @@ def test_causal_convolution(backend):
     need("causal_conv1d", backend)
     torch.manual_seed(0)
     tensors = [t.bfloat16().requires_grad_() for t in (random(TOTAL, CHANNELS), random(CHANNELS, 4), random(CHANNELS))]
-    compare(lambda t, b=backend: causal_conv1d(*t, cumulative(), "silu", backend=b), tensors, 1e-2)
+    compare(lambda t, b=backend: conv1d(*t, cumulative(), "silu", backend=b), tensors, 1e-2)
 
 
 def test_causal_convolution_with_a_state():
@@ -114,7 +123,7 @@ def test_causal_convolution_with_a_state():
     torch.manual_seed(0)
     shapes = ((TOTAL, CHANNELS), (CHANNELS, 4), (len(LENGTHS), CHANNELS, 3))
     tensors = [random(*s).bfloat16().requires_grad_() for s in shapes]
-    compare(lambda t, b="fla": causal_conv1d(t[0], t[1], None, cumulative(), None, t[2], b), tensors, 1e-2)
+    compare(lambda t, b="fla": conv1d(t[0], t[1], None, cumulative(), None, t[2], b), tensors, 1e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 128}, {"causal": False}])
@@ -122,7 +131,7 @@ def test_attention(options):
     need("attention", "varlen")
     torch.manual_seed(0)
     tensors = [random(TOTAL, h, DIM).bfloat16().requires_grad_() for h in (8, 2, 2)]
-    compare(lambda t, b="varlen": attention(*t, cumulative(), backend=b, **options), tensors, 1e-2)
+    compare(lambda t, b="varlen": packed_attention(*t, cumulative(), backend=b, **options), tensors, 1e-2)
 
 
 def test_nothing_crosses_a_boundary_in_what_auto_takes():
@@ -130,9 +139,9 @@ def test_nothing_crosses_a_boundary_in_what_auto_takes():
     tensors, x, weight = delta_inputs(), random(TOTAL, CHANNELS).bfloat16(), random(CHANNELS, 4).bfloat16()
     q, k, v = (random(TOTAL, h, DIM).bfloat16() for h in (8, 2, 2))
     runs = {
-        "gated_delta_rule": (lambda: gated_delta_rule(*tensors, cu)[0], tensors),
-        "causal_conv1d": (lambda: causal_conv1d(x, weight, None, cu, "silu"), [x]),
-        "attention": (lambda: attention(q, k, v, cu), [q, k, v]),
+        "gated_delta_rule": (lambda: delta_rule(*tensors, cu)[0], tensors),
+        "causal_conv1d": (lambda: conv1d(x, weight, None, cu, "silu"), [x]),
+        "attention": (lambda: packed_attention(q, k, v, cu), [q, k, v]),
     }
     with torch.no_grad():
         for name, (run, operands) in runs.items():
@@ -148,13 +157,13 @@ def test_nothing_crosses_a_boundary_in_what_auto_takes():
 def test_steps_continue_a_prefix():
     lengths = [64] * 8
     q, k, v, g, beta = (t.detach()[:512].unflatten(0, (8, 64)) for t in delta_inputs())
-    exact, _ = gated_delta_rule(*(t.flatten(0, 1).double() for t in (q, k, v, g, beta)), cumulative(lengths))
+    exact, _ = delta_rule(*(t.flatten(0, 1).double() for t in (q, k, v, g, beta)), cumulative(lengths))
     exact = exact.unflatten(0, (8, 64))
     with torch.no_grad():
         prefix = [t[:, :60].flatten(0, 1) for t in (q, k, v, g, beta)]
-        _, state = gated_delta_rule(*prefix, cumulative([60] * 8), output_final_state=True)
+        _, state = delta_rule(*prefix, cumulative([60] * 8), output_final_state=True)
         for t in range(60, 64):
-            o, state = gated_delta_rule_step(*(x[:, t] for x in (q, k, v, g, beta)), state)
+            o, state = delta_step(*(x[:, t] for x in (q, k, v, g, beta)), state)
             assert error(o, exact[:, t]) < 2e-2
     x = random(512, 256).bfloat16()
     assert causal_conv1d_state(x, cumulative(lengths), 4).shape == (8, 256, 3)
@@ -164,31 +173,34 @@ def test_empty_sequences_are_allowed():
     lengths = [64, 0, 448]
     tensors = [t.detach()[:512] for t in delta_inputs()]
     state = random(3, HEADS, DIM, DIM)
-    o, final = gated_delta_rule(*tensors, cumulative(lengths), initial_state=state, output_final_state=True)
-    expected, expected_final = gated_delta_rule(
+    o, final = delta_rule(*tensors, cumulative(lengths), initial_state=state, output_final_state=True)
+    expected, expected_final = delta_rule(
         *(t.double() for t in tensors), cumulative(lengths), initial_state=state, output_final_state=True
     )
     assert error(o, expected) < 1e-2
     assert error(final, expected_final) < 1e-2
     x, weight = random(512, CHANNELS).bfloat16(), random(CHANNELS, 4).bfloat16()
-    y = causal_conv1d(x, weight, None, cumulative(lengths))
-    assert error(y, causal_conv1d(x.double(), weight.double(), None, cumulative(lengths))) < 1e-2
+    y = conv1d(x, weight, None, cumulative(lengths))
+    assert error(y, conv1d(x.double(), weight.double(), None, cumulative(lengths))) < 1e-2
     q = random(512, 8, DIM).bfloat16()
-    assert error(attention(q, q, q, cumulative(lengths)), attention(*[q.double()] * 3, cumulative(lengths))) < 1e-2
+    assert (
+        error(packed_attention(q, q, q, cumulative(lengths)), packed_attention(*[q.double()] * 3, cumulative(lengths)))
+        < 1e-2
+    )
 
 
 def test_a_row_of_one_token():
     """What a rank without samples runs, so that collectives match."""
     one = cumulative([1])
     x, weight = random(1, CHANNELS).bfloat16().requires_grad_(), random(CHANNELS, 4).bfloat16().requires_grad_()
-    compare(lambda t, b="auto": causal_conv1d(*t, None, one, "silu", backend=b), [x, weight], 1e-2)
+    compare(lambda t, b="auto": conv1d(*t, None, one, "silu", backend=b), [x, weight], 1e-2)
     q, k, v, g, beta = (t.detach()[:1].requires_grad_() for t in delta_inputs())
     still = g.detach()  # nothing is there to decay
-    compare(lambda t, b="auto": gated_delta_rule(*t[:3], still, t[3], one, backend=b)[0], [q, k, v, beta], 1e-2)
+    compare(lambda t, b="auto": delta_rule(*t[:3], still, t[3], one, backend=b)[0], [q, k, v, beta], 1e-2)
     q, k, v = (random(1, h, DIM).bfloat16() for h in (8, 2, 2))  # only v matters
 
     def attend(t, backend="auto"):
-        return attention(q.to(t[0].dtype), k.to(t[0].dtype), t[0], one, backend=backend)
+        return packed_attention(q.to(t[0].dtype), k.to(t[0].dtype), t[0], one, backend=backend)
 
     compare(attend, [v.requires_grad_()], 1e-2)
 
@@ -196,8 +208,8 @@ def test_a_row_of_one_token():
 def test_float32_is_refused_by_name_and_served_by_auto():
     q = random(8, 2, DIM)
     with pytest.raises(ValueError, match="'varlen': its kernels are for bfloat16 and float16, not float32"):
-        attention(q, q, q, cumulative([8]), backend="varlen")
-    assert attention(q, q, q, cumulative([8])).dtype == torch.float32
+        packed_attention(q, q, q, cumulative([8]), backend="varlen")
+    assert packed_attention(q, q, q, cumulative([8])).dtype == torch.float32
 
 
 def test_stock_qwen_with_fused_kernels_is_isolated_once_it_is_told_the_boundaries():

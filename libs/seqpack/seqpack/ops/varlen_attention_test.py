@@ -1,9 +1,14 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpack.ops.varlen_attention import attention, buckets
+
+# The tests hand over lists of tensors, whose number a type checker cannot know.
+packed_attention: Callable[..., torch.Tensor] = attention
 
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(0, 50)), min_size=1, max_size=5).filter(lambda x: 0 < sum(x) < 90)
 
@@ -19,7 +24,7 @@ def inputs(lengths, heads=1, groups=1, dim=4, dtype=torch.float64):
 
 
 def run(tensors, lengths, **options):
-    o = attention(*tensors, cumulative(lengths), **options)
+    o = packed_attention(*tensors, cumulative(lengths), **options)
     return o, *torch.autograd.grad((o * torch.arange(o.numel(), dtype=o.dtype).reshape(o.shape).cos()).sum(), tensors)
 
 
@@ -41,17 +46,17 @@ def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
 @pytest.mark.parametrize("backend", ["naive", "torch"])
 def test_scores_are_scaled_by_the_root_of_the_head_size_as_torch_does(backend):
     q, k, v = inputs([7], heads=2, groups=2, dim=6)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(attention(q, k, v, cumulative([7]), backend=backend), expected[0].transpose(0, 1))
+    heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    whole = torch.nn.functional.scaled_dot_product_attention
+    expected = whole(heads_first[0], heads_first[1], heads_first[2], is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(packed_attention(q, k, v, cumulative([7]), backend=backend), expected[0].transpose(0, 1))
 
 
 def test_gradcheck():
     lengths = [40, 1, 3]
     tensors = inputs(lengths, 1, 2, 2)
     assert torch.autograd.gradcheck(
-        lambda *t: attention(*t, cumulative(lengths)).reshape(44, -1)[[0, 39, 40, 42]], tensors
+        lambda *t: packed_attention(*t, cumulative(lengths)).reshape(44, -1)[[0, 39, 40, 42]], tensors
     )
 
 
@@ -60,10 +65,10 @@ def test_nothing_crosses_a_boundary_not_even_nan():
     for options in ({}, {"window": 4}, {"causal": False}):
         tensors = inputs(lengths, 2, 2, dtype=torch.float32)
         with torch.no_grad():
-            before = attention(*tensors, cumulative(lengths), **options)
+            before = packed_attention(*tensors, cumulative(lengths), **options)
             for t in tensors:
                 t[40:45] = float("nan")
-            after = attention(*tensors, cumulative(lengths), **options)
+            after = packed_attention(*tensors, cumulative(lengths), **options)
         assert torch.equal(before[:40], after[:40])
         assert torch.equal(before[45:], after[45:])
 
@@ -72,9 +77,9 @@ def test_autocast_casts_as_it_does_for_torch_attention():
     lengths = [40, 3]
     q, k, v = inputs(lengths, 2, 2, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        o = attention(q, k, v.bfloat16(), cumulative(lengths))
+        o = packed_attention(q, k, v.bfloat16(), cumulative(lengths))
     assert o.dtype == torch.bfloat16
-    exact = attention(*(t.bfloat16().double() for t in (q, k, v)), cumulative(lengths))
+    exact = packed_attention(*(t.bfloat16().double() for t in (q, k, v)), cumulative(lengths))
     assert ((o.double() - exact).norm() / exact.norm()).item() < 1e-2
 
 
@@ -109,4 +114,4 @@ def test_bad_calls_are_named(change, text):
         "cu_seqlens": cumulative([5]),
     }
     with pytest.raises(ValueError, match=text):
-        attention(**{**call, **change})
+        packed_attention(**{**call, **change})

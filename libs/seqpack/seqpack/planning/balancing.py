@@ -9,7 +9,7 @@ from math import fsum
 import numpy as np
 
 from seqpack.planning.bounds import Floats, heaviest_part_bound
-from seqpack.planning.checks import check_costs, check_positive_int
+from seqpack.planning.checks import Array, check_costs, check_positive_int
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
 
 CLOSE_ENOUGH = 1e-4
@@ -56,7 +56,7 @@ class BalancePlan:
         return from_json(cls, text)
 
 
-def balance(costs: Sequence[float], num_parts: int, equal_size: bool = False) -> BalancePlan:
+def balance(costs: Sequence[float] | Array, num_parts: int, equal_size: bool = False) -> BalancePlan:
     """Deal the costs into `num_parts` parts of nearly equal sums.
 
     With `equal_size` their counts differ by at most one. Deterministic. ValueError names the cost that is not finite.

@@ -2,10 +2,17 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Array(Protocol):
+    """A numpy array or a torch tensor of one dimension."""
+
+    def tolist(self) -> Any:
+        """Its values as plain numbers."""
 
 
 def check_positive_int(value: Any, name: str) -> int:

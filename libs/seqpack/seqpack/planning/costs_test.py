@@ -97,11 +97,11 @@ def counted(model: torch.nn.Module, length: int) -> int:
     solve = torch.ops.aten.linalg_solve_triangular  # torch's counter leaves it out
 
     def flops(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
-        return torch.Size(matrix).numel() * right[-1]
+        return int(torch.Size(matrix).numel() * right[-1])
 
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={solve: flops}) as counter:
         model(torch.arange(length).unsqueeze(0) % 90, use_cache=False)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

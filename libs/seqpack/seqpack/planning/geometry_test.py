@@ -94,7 +94,7 @@ def test_what_fits_the_usable_capacity_is_laid_out_within_the_capacity(
         (lambda: usable_capacity(0), "capacity must be a positive integer"),
         (lambda: packed_geometry([3], bucket=True), "bucket must be a positive integer"),
         (lambda: alignment(tp=0), "tp must be a positive integer"),
-        (lambda: alignment(layout="striped"), "'zigzag' or 'contiguous', got 'striped'"),
+        (lambda: alignment(layout="striped"), "'zigzag' or 'contiguous', got 'striped'"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named(call, words: str) -> None:

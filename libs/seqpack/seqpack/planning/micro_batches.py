@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from seqpack.planning.balancing_capped import balance_capped
-from seqpack.planning.checks import check_costs, check_lengths, check_positive_int
+from seqpack.planning.checks import Array, check_costs, check_lengths, check_positive_int
 from seqpack.planning.geometry import (
     Bucket,
     aligned_length,
@@ -78,12 +78,12 @@ class MicroBatchPlan:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Array,
     max_tokens: int,
     dp_size: int = 1,
     cost: Cost | None = None,
     *,
-    groups: Sequence[int] | None = None,
+    groups: Sequence[int] | Array | None = None,
     long_groups: Literal["split", "refuse"] = "split",
     align: int = 1,
     bucket: int | Sequence[int] | None = None,
@@ -124,7 +124,7 @@ def _costs(cost: Cost | None, sizes: list[int]) -> list[float]:
 
 
 def _items(
-    aligned: list[int], cap: int, groups: Sequence[int] | None, long_groups: str
+    aligned: list[int], cap: int, groups: Sequence[int] | Array | None, long_groups: str
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Return what must stay together, as tuples of indices, and the groups that could not."""
     if long_groups not in ("split", "refuse"):

@@ -134,7 +134,7 @@ def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
         (lambda: plan_micro_batches([3], 15, align=4, bucket=6), "bucket 6 is not a multiple of align 4"),
         (lambda: plan_micro_batches([3, 0], 8), r"lengths\[1\] must be at least 1"),
         (lambda: plan_micro_batches([3, -2], 8), r"lengths\[1\] must be at least 1, got -2"),
-        (lambda: plan_micro_batches([3, 1.5], 8), r"lengths\[1\] must be an integer, got 1.5"),
+        (lambda: plan_micro_batches([3, 1.5], 8), r"lengths\[1\] must be an integer, got 1.5"),  # type: ignore[list-item]
         (lambda: plan_micro_batches([3], 0), "max_tokens must be a positive integer"),
         (lambda: plan_micro_batches([3], 8, 0), "dp_size must be a positive integer"),
         (lambda: plan_micro_batches([3], 8, align=0), "align must be a positive integer"),
@@ -142,9 +142,9 @@ def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
         (lambda: plan_micro_batches([3], 8, cost=lambda s: float("nan")), r"cost\[0\] must be finite"),
         (lambda: plan_micro_batches([3], 8, cost=[1.0, 2.0]), "2 costs for 1 lengths"),
         (lambda: plan_micro_batches([3], 8, groups=[1, 2]), "2 groups for 1 lengths"),
-        (lambda: plan_micro_batches([3], 8, groups=["a"]), r"groups\[0\] must be an integer, got 'a'"),
+        (lambda: plan_micro_batches([3], 8, groups=["a"]), r"groups\[0\] must be an integer, got 'a'"),  # type: ignore[list-item]
         (lambda: plan_micro_batches([5, 5], 8, groups=[7, 7], long_groups="refuse"), "group 7 has 10 tokens"),
-        (lambda: plan_micro_batches([5], 8, groups=[7], long_groups="drop"), "must be 'split' or 'refuse'"),
+        (lambda: plan_micro_batches([5], 8, groups=[7], long_groups="drop"), "must be 'split' or 'refuse'"),  # type: ignore[arg-type]
         (lambda: MicroBatchPlan.from_json("{}"), "expected a plan of kind 'MicroBatchPlan', got None"),
         (lambda: MicroBatchPlan.from_json("nothing"), "not a plan"),
         (lambda: MicroBatchPlan.from_json('{"kind":"MicroBatchPlan","ranks":[]}'), "not a whole MicroBatchPlan"),

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from seqpack.planning.bounds import Ints, bins_bound
-from seqpack.planning.checks import check_lengths, check_positive_int
+from seqpack.planning.checks import Array, check_lengths, check_positive_int
 from seqpack.planning.geometry import (
     Bucket,
     aligned_length,
@@ -72,7 +72,9 @@ class PackPlan:
         return from_json(cls, text)
 
 
-def pack(lengths: Sequence[int], capacity: int, align: int = 1, bucket: int | Sequence[int] | None = None) -> PackPlan:
+def pack(
+    lengths: Sequence[int] | Array, capacity: int, align: int = 1, bucket: int | Sequence[int] | None = None
+) -> PackPlan:
     """Put the lengths into few bins of `capacity`; deterministic.
 
     No bin is over the capacity after padding: each sequence is rounded up to a multiple of `align`, the bin to `bucket`

@@ -173,7 +173,7 @@ def test_inputs_of_every_kind_give_the_same_plan_and_survive_json() -> None:
     lengths = [random.Random(0).randint(1, 50) for _ in range(40)]
     plan = pack(lengths, 64)
     assert plan == pack(tuple(lengths), 64) == pack(np.array(lengths), 64)
-    assert plan == pack([np.int32(n) for n in lengths], 64)
+    assert plan == pack([np.int32(n) for n in lengths], 64)  # type: ignore[misc]
     assert PackPlan.from_json(plan.to_json()) == plan
     assert plan.hash == pack(lengths, 64).hash
     assert plan.hash != pack(lengths, 65).hash

@@ -49,6 +49,7 @@ def victim():
         while True:
             sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
             stack.callback(sleeper.wait)
+            assert sleeper.stdin is not None
             stack.enter_context(sleeper.stdin)
             if sleeper.pid > 10:
                 break
