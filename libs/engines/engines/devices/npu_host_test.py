@@ -52,6 +52,7 @@ def with_parameters_on(host, kind, source, folder):
     scores = built.forward(batches[0])["log_probs"].values().cpu()
     parameters = list(built.executor.model.parameters())
     places = [{t.device.type for t in found} for found in (parameters, built.executor.model.buffers())]
+    places.append({part.flat.device.type for part in built.export_weights()})  # gathered by the device's collectives
     return held, places, sum(p.to_local().nbytes for p in parameters), steps, weights, scores
 
 
@@ -66,7 +67,7 @@ def test_parameters_on_the_host_change_no_bit(kind, ranks, tmp_path):
         for host in (True, False)
     ]
     (lean, places, size, steps, weights, scores), (full, plain_places, _, wanted, plain, plain_scores) = found
-    assert (places, plain_places) == ([{"cpu"}, {"npu"}], [{"npu"}] * 2)
+    assert (places, plain_places) == ([{"cpu"}, {"npu"}, {"npu"}], [{"npu"}] * 3)
     assert steps == wanted
     assert steps[2] == steps[3]
     for one in (*weights, plain[1]):
