@@ -1,10 +1,11 @@
-"""Bytes of weights, gradients and optimizer states on the fullest rank. Activations and caches come on top."""
+"""Bytes of weights, gradients and optimizer states on a rank, by part. Activations and caches come on top."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apps.common.plan.grid import Grid
-from apps.common.plan.model_shape import ModelShape, count_parameters
+from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
+from engines import EngineConfig
 
 GIB = 2**30
 
@@ -33,14 +34,53 @@ def held_by_stage(shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[
     return held
 
 
-def megatron_bytes(held: Held, grid: Grid, optimizer_on_host: bool) -> float:
-    """Weights in bfloat16, gradients in float32, and float32 masters with two moments sharded over equal ranks."""
-    states = 0.0 if optimizer_on_host else 12.0
-    dense = held.dense * (6 + states / (grid.dp * grid.cp))
-    return dense + held.experts * (6 + states / grid.edp)
+@dataclass(frozen=True)
+class States:
+    """Bytes of a rank. `optimizer`: float32 masters, where weights are narrower, and two moments, wherever they are."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    on_host: bool = False
+    """Whether the optimizer's are in host memory."""
+    all_on_host: bool = False
+    """Whether all are (`parameters_on_host`)."""
+
+    @property
+    def device(self) -> float:
+        """What a device holds of them."""
+        if self.all_on_host:
+            return 0.0
+        return self.weights + self.gradients + (0.0 if self.on_host else self.optimizer)
+
+    @property
+    def host(self) -> float:
+        """What host memory holds of them."""
+        if self.all_on_host:
+            return self.weights + self.gradients + self.optimizer
+        return self.optimizer if self.on_host else 0.0
 
 
-def fsdp_bytes(shape: ModelShape, shards: int, master_bytes: int, optimizer_on_host: bool) -> float:
-    """Masters, gradients and two moments, all shared by as many ranks as there are shards."""
-    states = 0 if optimizer_on_host else 2 * master_bytes
-    return count_parameters(shape).total * (2 * master_bytes + states) / shards
+def megatron_states(engine: EngineConfig, grid: Grid, held: Held, width: int, tower: int = 0) -> States:
+    """Weights in the compute dtype of `width` bytes, gradients in float32, and masters with two moments in float32.
+
+    The distributed optimizer shares out the latter. `tower`: parameters of a frozen vision tower, whole on each rank of
+    the first stage.
+    """
+    own = 12 if width < 4 or engine.optimizer_on_host else 8
+    dense, experts = (grid.dp * grid.cp, grid.edp) if engine.distributed_optimizer else (1, 1)
+    every = held.dense + held.experts
+    share = own * (held.dense / dense + held.experts / experts)
+    return States(width * (every + tower), 4.0 * every, share, engine.optimizer_on_host)
+
+
+def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: int) -> States:
+    """Masters, gradients and two moments, shared by as many ranks as there are shards; of a frozen tower masters."""
+    master = 4 if engine.master_dtype == "float32" else 2
+    moment = 4 if engine.optimizer_on_host else 2 if engine.moments_dtype == "bfloat16" else master
+    tower = 0 if engine.vision == "off" else tower_parameters(shape)
+    trained = count_parameters(shape).total + (tower if engine.vision == "trained" else 0)
+    kept = count_parameters(shape).total + tower
+    optimizer = 2 * moment * trained / shards
+    weights, gradients = master * kept / shards, master * trained / shards
+    return States(weights, gradients, optimizer, engine.optimizer_on_host, engine.parameters_on_host)

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.common.plan.grid import make_grid
-from apps.common.plan.memory import fsdp_bytes, held_by_stage, megatron_bytes
-from apps.common.plan.model_shape import ModelShape, count_parameters
+from apps.common.plan.memory import fsdp_states, held_by_stage, megatron_states
+from apps.common.plan.model_shape import ModelShape, VisionTower, count_parameters, tower_parameters
+from engines import EngineConfig
 from engines.parallel.stages import split_layers
 
 SHAPE = ModelShape(
@@ -37,12 +40,36 @@ def test_one_copy_of_every_parameter_is_held_by_the_ranks_together(tp, pp, ep):
 
 
 def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_on_one_rank():
-    grid = make_grid(1)
-    (held,) = held_by_stage(SHAPE, grid, [8])
-    assert megatron_bytes(held, grid, optimizer_on_host=False) == pytest.approx(18 * count_parameters(SHAPE).total)
-    assert megatron_bytes(held, grid, optimizer_on_host=True) == pytest.approx(6 * count_parameters(SHAPE).total)
+    (held,) = held_by_stage(SHAPE, make_grid(1), [8])
+    total = count_parameters(SHAPE).total
+
+    def states(width, ranks=1, **settings):
+        return megatron_states(EngineConfig(backend="megatron", **settings), make_grid(ranks), held, width)
+
+    assert states(2).device == pytest.approx(18 * total)
+    assert states(4).device == pytest.approx(16 * total)
+    moved = states(2, optimizer_on_host=True)
+    assert (moved.device, moved.host) == (pytest.approx(6 * total), pytest.approx(12 * total))
+    assert states(2, ranks=4).device == pytest.approx(18 * total), "each rank has all states, but for the option"
+    assert states(2, ranks=4, distributed_optimizer=True).device == pytest.approx((6 + 12 / 4) * total)
 
 
 def test_fsdp_shards_masters_gradients_and_two_moments():
-    assert fsdp_bytes(SHAPE, 4, 4, optimizer_on_host=False) == 4 * count_parameters(SHAPE).total
-    assert fsdp_bytes(SHAPE, 4, 4, optimizer_on_host=True) == 2 * count_parameters(SHAPE).total
+    total = count_parameters(SHAPE).total
+    assert fsdp_states(SHAPE, EngineConfig(), 4).device == 4 * total
+    moved = fsdp_states(SHAPE, EngineConfig(optimizer_on_host=True), 4)
+    assert (moved.device, moved.host) == (2 * total, 2 * total)
+    assert fsdp_states(SHAPE, EngineConfig(master_dtype="bfloat16"), 1).device == 8 * total
+    assert fsdp_states(SHAPE, EngineConfig(moments_dtype="bfloat16", betas=(0.9, 0.95)), 1).device == 12 * total
+
+
+def test_a_tower_is_held_where_it_sees_and_has_gradients_where_it_is_trained():
+    seeing = replace(SHAPE, vision=VisionTower(layers=2, hidden=16, intermediate=20, positions=9))
+    tower, total = tower_parameters(seeing), count_parameters(SHAPE).total
+    for vision, each in (("off", 0), ("frozen", 4), ("trained", 16)):
+        assert fsdp_states(seeing, EngineConfig(vision=vision), 1).device == 16 * total + each * tower
+    grid = make_grid(2, pp=2)
+    first, _ = held_by_stage(seeing, grid, [4, 4])
+    engine = EngineConfig(backend="megatron", vision="frozen")
+    more = megatron_states(engine, grid, first, 2, tower).device - megatron_states(engine, grid, first, 2).device
+    assert more == pytest.approx(2 * tower)

@@ -1,15 +1,39 @@
 """The sizes of a published model, enough to plan with: no weights and no config file are read."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """Sizes of Qwen3.5's vision tower, the defaults those of transformers' Qwen3_5VisionConfig.
+
+    Patches of `patch` x `patch` pixels, `temporal_patch` frames and `channels` colors; `merge` x `merge` of them make a
+    token of the decoder's hidden size.
+    """
+
+    layers: int = 27
+    hidden: int = 1152
+    intermediate: int = 4304
+    positions: int = 2304
+    patch: int = 16
+    temporal_patch: int = 2
+    channels: int = 3
+    merge: int = 2
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) < 1:
+                raise ValueError(f"{item.name} of a vision tower must be at least 1, got {getattr(self, item.name)}")
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder's sizes. `full_attention_interval` n: every n-th layer attends in full, others are gated delta nets.
 
-    Dense where `experts` is 0. Only the text part is counted: a vision tower is not.
+    Dense where `experts` is 0. `vision`: the tower beside it, counted by `tower_parameters`.
     """
 
     name: str
@@ -37,7 +61,7 @@ class ModelShape:
     linear_head_dim: int = 128
     linear_conv_width: int = 4
     tied_embeddings: bool = False
-    vision: bool = False
+    vision: VisionTower | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -111,6 +135,22 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         linear_value_heads=size("linear_num_value_heads") if hybrid else 0,
         linear_head_dim=size("linear_key_head_dim") or 128,
         tied_embeddings=bool(text.tie_word_embeddings),
+        vision=_tower_of(getattr(config, "vision_config", None)),
+    )
+
+
+def _tower_of(config: Any) -> VisionTower | None:
+    if config is None:
+        return None
+    return VisionTower(
+        layers=config.depth,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        positions=config.num_position_embeddings,
+        patch=config.patch_size,
+        temporal_patch=config.temporal_patch_size,
+        channels=config.in_channels,
+        merge=config.spatial_merge_size,
     )
 
 
@@ -130,6 +170,20 @@ def count_parameters(shape: ModelShape) -> Parameters:
         experts=shape.layers * shape.experts * expert,
         active=embeddings + dense + shape.layers * shape.experts_per_token * expert,
     )
+
+
+def tower_parameters(shape: ModelShape) -> int:
+    """Count the parameters of the vision tower exactly, as transformers does; 0 of a text model."""
+    tower = shape.vision
+    if tower is None:
+        return 0
+    wide = tower.hidden
+    pixels = tower.channels * tower.temporal_patch * tower.patch**2
+    attention = 3 * (wide + 1) * wide + (wide + 1) * wide
+    mlp = (wide + 1) * tower.intermediate + (tower.intermediate + 1) * wide
+    merged = tower.merge**2 * wide
+    merger = 2 * wide + (merged + 1) * merged + (merged + 1) * shape.hidden
+    return (pixels + 1) * wide + tower.positions * wide + tower.layers * (attention + mlp + 4 * wide) + merger
 
 
 def _attention(shape: ModelShape) -> int:

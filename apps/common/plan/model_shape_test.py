@@ -7,9 +7,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from apps.common.plan.model_shape import ModelShape, count_parameters
+from apps.common.plan.model_shape import ModelShape, VisionTower, count_parameters, shape_of, tower_parameters
+from apps.grpo.recipes.qwen3_5_27b_fsdp2 import QWEN3_5_27B
+from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import QWEN3_5_35B_A3B
+from apps.grpo.recipes.qwen3_5_122b_a10b_megatron import QWEN3_5_122B_A10B
+from apps.sft.recipes.qwen3_5_397b_a17b_megatron import QWEN3_5_397B_A17B
 
 SMALL = ModelShape("small", "", "", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, vocab=64, intermediate=48)
 
@@ -73,6 +86,53 @@ def test_the_count_is_that_of_the_real_module(hybrid, mixture, tied, pairs, hidd
     assert count_parameters(shape).total == parameters_of_the_module(shape)
 
 
+def seeing_config(shape):
+    """Of the checkpoint that holds decoder and tower."""
+    tower = shape.vision
+    vision = {
+        "depth": tower.layers,
+        "hidden_size": tower.hidden,
+        "intermediate_size": tower.intermediate,
+        "num_heads": 4,
+        "num_position_embeddings": tower.positions,
+        "patch_size": tower.patch,
+        "temporal_patch_size": tower.temporal_patch,
+        "in_channels": tower.channels,
+        "spatial_merge_size": tower.merge,
+        "out_hidden_size": shape.hidden,
+    }
+    maker = Qwen3_5MoeConfig if shape.experts else Qwen3_5Config
+    text = as_config(shape).to_dict()
+    return maker(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied_embeddings)
+
+
+SEEING = replace(
+    SMALL,
+    linear_head_dim=16,
+    vision=VisionTower(layers=2, hidden=16, intermediate=20, positions=9, patch=4, channels=1, merge=3),
+    **HYBRID,
+)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SEEING, QWEN3_5_27B, QWEN3_5_35B_A3B, QWEN3_5_122B_A10B, QWEN3_5_397B_A17B],
+    ids=lambda shape: shape.name,
+)
+def test_a_tower_and_its_decoder_are_counted_as_in_the_real_module(shape):
+    """Of full size, on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(seeing_config(shape))
+    assert tower_parameters(shape) == sum(p.numel() for p in model.model.visual.parameters())
+    assert count_parameters(shape).total + tower_parameters(shape) == sum(p.numel() for p in model.parameters())
+    assert shape_of(seeing_config(shape), shape.name).vision == shape.vision
+    assert tower_parameters(replace(shape, vision=None)) == 0
+
+
+def test_the_towers_default_sizes_are_those_of_transformers():
+    assert shape_of(Qwen3_5Config(), "default").vision == VisionTower()
+
+
 def test_the_active_parameters_of_a_dense_model_are_all():
     count = count_parameters(SMALL)
     assert count.active == count.total
@@ -90,5 +150,7 @@ def test_the_active_parameters_of_a_dense_model_are_all():
     ],
 )
 def test_sizes_that_make_no_model_are_refused(change, words):
+    with pytest.raises(ValueError, match="patch of a vision tower must be at least 1, got 0"):
+        VisionTower(patch=0)
     with pytest.raises(ValueError, match=words):
         replace(SMALL, **change)

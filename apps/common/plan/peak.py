@@ -7,9 +7,10 @@
    and gradients (FSDP2), the outermost weights' gradients before they are shared out (FSDP2), the update.
 
 The peak is the largest of these moments, not their sum. Every figure counts elements that the code keeps; nothing is
-fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, and what
-a compiler saves or fuses within a layer. Where layers and head are compiled (`engines.fast`), the head's logits stay in
-the compute dtype and are overwritten by their gradient.
+fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, what a
+compiler saves or fuses within a layer, and activations of a vision tower (its weights and their states are). Where
+layers and head are compiled (`engines.fast`), the head's logits stay in the compute dtype and are overwritten by their
+gradient.
 """
 
 import math
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apps.common.plan.grid import Grid
-from apps.common.plan.memory import Held, held_by_stage
-from apps.common.plan.model_shape import ModelShape, count_parameters
+from apps.common.plan.memory import Held, fsdp_states, held_by_stage, megatron_states
+from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from engines import EngineConfig
 from engines.fast.log_probs import KEPT_BYTES
 from engines.fast.support import settings_refusal
@@ -119,10 +120,11 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
     master = WIDE if engine.master_dtype == "float32" else 2
     largest = shape.vocab * shape.hidden * master / shards
     coming = (2 * engine.optimizer_on_host + 2 * engine.parameters_on_host) * largest
-    if engine.parameters_on_host:
+    parts = fsdp_states(shape, engine, shards)
+    gradients = 0.0 if parts.all_on_host else parts.gradients
+    states = parts.device - gradients
+    if parts.all_on_host:
         shards = math.inf  # none of them stays on the device
-    shard = count.total * master / shards
-    states = shard if engine.optimizer_on_host else 3 * shard
     root = count.embeddings + shape.hidden
     held = width * root  # gathered from the first layer on, until the last gradient is there
     kept = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
@@ -136,8 +138,8 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
         {
             "head": states + held + kept + logits,
             "layers": states + held + width * shape.vocab * shape.hidden + backward,
-            "outermost": states + shard + held + (width + WIDE) * root,
-            "update": states + shard + coming,  # what is on the host comes to the device, a parameter's at a time
+            "outermost": states + gradients + held + (width + WIDE) * root,
+            "update": states + gradients + coming,  # what is on the host comes to the device, a parameter's at a time
         },
     )
 
@@ -161,9 +163,14 @@ def _backward(
     return there + max(making, remain + WIDE * layer * (1 + 1 / shards))
 
 
+def width_of(engine: EngineConfig) -> int:
+    """Bytes of a number that layers compute in."""
+    return WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
+
+
 def peak_of(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], shards: int) -> Peak:
     """Of a run whose micro-batches are full, every token of which trains; `shards`: of FSDP2's weights."""
-    width = WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
+    width = width_of(engine)
     tokens = Tokens(engine.max_tokens_per_rank, engine.max_tokens_per_rank)
     if engine.backend == "megatron":
         return megatron_peak(shape, engine, grid, layers, tokens, width)
@@ -189,10 +196,8 @@ def _stage_peak(
     tokens: Tokens,
     width: int,
 ) -> Peak:
-    own = 3 * WIDE if width < WIDE else 2 * WIDE  # masters are the weights themselves where these are float32
-    sharers = (grid.dp * grid.cp, grid.edp) if engine.distributed_optimizer else (1, 1)
-    share = 0.0 if engine.optimizer_on_host else float(own)
-    states = held.dense * (width + WIDE + share / sharers[0]) + held.experts * (width + WIDE + share / sharers[1])
+    tower = tower_parameters(shape) if engine.vision != "off" and stage == 0 else 0
+    states = megatron_states(engine, grid, held, width, tower).device
     flying = len(layers) - stage
     recompute = engine.gradient_checkpointing
     kept = activation_bytes(shape, layers[stage], tokens.all, recompute, width, grid.tp)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from apps.common.plan.batches import BatchPlan, bubble_share, plan_batches, span
 from apps.common.plan.grid import DENSE, EXPERT, Grid
 from apps.common.plan.launch_lines import launch_lines
-from apps.common.plan.memory import GIB, fsdp_bytes, held_by_stage, megatron_bytes
-from apps.common.plan.model_shape import ModelShape, count_parameters
+from apps.common.plan.memory_lines import memory_lines
+from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from apps.common.plan.needs import Need, has_experts, needs_of
-from apps.common.plan.peak import peak_of
 from apps.common.plan.step_time import PEAK, SHARE, StepWork, training_seconds
 from apps.common.plan.work import Work
 from engines.capability import No
@@ -64,7 +63,9 @@ def make_plan(work: Work) -> Plan:
     if layers is not None and grid is not None and batches is not None:
         _stages(plan, work, grid, layers, batches)
     if shape is not None and grid is not None and layers is not None:
-        _memory(plan, work, shape, grid, layers)
+        lines, problems = memory_lines(work, shape, grid, layers)
+        plan.sections |= lines
+        plan.problems += problems
         if batches is not None:
             _time(plan, work, shape, grid, batches)
     if work.app == "grpo":
@@ -97,8 +98,10 @@ def _model(shape: ModelShape) -> list[str]:
     if shape.linear_layers:
         kinds += f" ({shape.full_attention_layers} of full attention, {shape.linear_layers} gated delta nets)"
     mlp = f"{shape.experts} experts, {shape.experts_per_token} a token" if shape.experts else "dense"
+    tower = tower_parameters(shape)
+    seen = f"{mlp}; a vision tower of {tower / 1e9:.2f}B" if tower else mlp
     return [
-        f"{shape.name}: {count.total / 1e9:.1f}B parameters, {count.active / 1e9:.1f}B active (text part); {mlp}",
+        f"{shape.name}: {count.total / 1e9:.1f}B parameters, {count.active / 1e9:.1f}B active (text part); {seen}",
         f"{kinds}, hidden {shape.hidden}, {shape.heads} heads over {shape.kv_heads} of keys and values; {shape.source}",
     ]
 
@@ -226,34 +229,6 @@ def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int], batches: Batc
             "another batch size, or virtual_pipeline_parallel 1"
         )
     plan.sections["Stages"] = lines
-
-
-def _memory(plan: Plan, work: Work, shape: ModelShape, grid: Grid, layers: list[int]) -> None:
-    on_host = work.engine.optimizer_on_host
-    if work.engine.backend == "megatron":
-        needed = max(megatron_bytes(held, grid, on_host) for held in held_by_stage(shape, grid, layers)) / GIB
-    else:
-        master = 4 if work.engine.master_dtype == "float32" else 2
-        held = fsdp_bytes(shape, work.shards, master, on_host)
-        needed = 0.0 if work.engine.parameters_on_host else held / GIB
-    fewer = "raise --engine.shard-ranks" if work.shards < work.ranks else "use more nodes"
-    states = "weights and gradients" if on_host else "weights, gradients and optimizer states"
-    line = f"{needed:.1f} GiB of {states} on the fullest rank"
-    memory = work.cluster.pools.device_memory_gib
-    if memory is not None:
-        line += f"; the device has {memory:g}"
-        if needed >= memory:
-            plan.problems.append(
-                f"{needed:.0f} GiB of {states} do not fit a device of {memory:g} GiB: {fewer}"
-                + ("" if on_host else ", or --engine.optimizer-on-host")
-            )
-    peak = peak_of(shape, work.engine, grid, layers, work.shards)
-    plan.sections["Memory"] = [line, f"{peak.bytes / GIB:.1f} GiB at the fullest moment of a step ({peak.when})"]
-    if memory is not None and needed < memory <= peak.bytes / GIB:
-        plan.problems.append(
-            f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
-            f"{memory:g} GiB: lower --engine.max-tokens-per-rank, recompute layers, or {fewer}"
-        )
 
 
 def _time(plan: Plan, work: Work, shape: ModelShape, grid: Grid, batches: BatchPlan) -> None:

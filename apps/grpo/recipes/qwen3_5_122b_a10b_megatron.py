@@ -1,7 +1,7 @@
 """Qwen3.5-122B-A10B on geometry problems with images, Megatron, four machines of eight GPUs."""
 
 from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
-from apps.common.plan.model_shape import ModelShape
+from apps.common.plan.model_shape import ModelShape, VisionTower
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -28,7 +28,7 @@ QWEN3_5_122B_A10B = ModelShape(
     full_attention_interval=4,
     linear_key_heads=16,
     linear_value_heads=64,
-    vision=True,
+    vision=VisionTower(),
 )
 
 RECIPE = Recipe(

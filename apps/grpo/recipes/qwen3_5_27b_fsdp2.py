@@ -1,7 +1,7 @@
 """Qwen3.5-27B on geometry problems with images, FSDP2, one machine of eight GPUs."""
 
 from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
-from apps.common.plan.model_shape import ModelShape
+from apps.common.plan.model_shape import ModelShape, VisionTower
 from apps.common.plan.origin import Origin
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -26,7 +26,7 @@ QWEN3_5_27B = ModelShape(
     full_attention_interval=4,
     linear_key_heads=16,
     linear_value_heads=48,
-    vision=True,
+    vision=VisionTower(),
 )
 
 RECIPE = Recipe(

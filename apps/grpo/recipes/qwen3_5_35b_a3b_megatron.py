@@ -1,7 +1,7 @@
 """Qwen3.5-35B-A3B on geometry problems with images, Megatron, one machine of eight GPUs."""
 
 from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
-from apps.common.plan.model_shape import ModelShape
+from apps.common.plan.model_shape import ModelShape, VisionTower
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -28,7 +28,7 @@ QWEN3_5_35B_A3B = ModelShape(
     full_attention_interval=4,
     linear_key_heads=16,
     linear_value_heads=32,
-    vision=True,
+    vision=VisionTower(),
 )
 GEO3K_ROWS = 2101
 GEO3K = DataConfig(prompt_column="prompt", answer_column="reward_model.ground_truth", max_prompt_tokens=1024)

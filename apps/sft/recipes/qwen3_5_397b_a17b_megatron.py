@@ -1,7 +1,7 @@
 """Qwen3.5-397B-A17B on conversations of a file, Megatron, sixteen machines of eight GPUs."""
 
 from apps.common.plan.cluster import Cluster, Pools
-from apps.common.plan.model_shape import ModelShape
+from apps.common.plan.model_shape import ModelShape, VisionTower
 from apps.common.plan.origin import Origin
 from apps.sft.config import DataConfig, SftConfig
 from apps.sft.recipe import Recipe
@@ -25,7 +25,7 @@ QWEN3_5_397B_A17B = ModelShape(
     full_attention_interval=4,
     linear_key_heads=16,
     linear_value_heads=64,
-    vision=True,
+    vision=VisionTower(),
 )
 
 RECIPE = Recipe(

@@ -1,0 +1,171 @@
+"""What the plan says of buffers, held to the bytes of the tensors that the code allocates."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from apps.common.plan.buffers import (
+    cache_bytes,
+    export_bytes,
+    largest_tensor,
+    sampler_buffers,
+    state_bytes,
+    train_buffers,
+    vllm_weights,
+)
+from apps.common.plan.cluster import RolloutLayout
+from apps.common.plan.memory import fsdp_states
+from apps.common.plan.model_shape import count_parameters, shape_of
+from engines import EngineConfig, build_engine
+from engines.step import PIECE_BYTES
+from engines.storage.writer import on_host
+from engines.tiny import tiny_batch, tiny_model
+from objectives import SFT
+from rollout.sync.pieces import buckets
+from rollout.sync.staging import WeightStaging
+from rollout.vllm.weights import SharedWeights
+
+KINDS = ["dense", "moe", "attention"]
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the storages that operations made since and that are alive; `most` of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        every = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # no proxies
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in every]
+        self.seen = {t.untyped_storage()._cdata for t in local if t.device.type == "cpu"}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage):
+        key = storage._cdata
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        size = storage.nbytes()
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+def trained(kind, **settings):
+    model = tiny_model(kind)
+    engine = build_engine(EngineConfig(device="cpu", **settings), model)
+    engine.train_batch(tiny_batch([9, 5]), SFT())
+    return engine, shape_of(model.config, kind)
+
+
+def size_of(state):
+    tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor) and t.ndim]
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def named(buffers):
+    return {buffer.name: buffer for buffer in buffers}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_copied_to_the_host_whole(kind):
+    engine, shape = trained(kind, weights="sharded")
+    states = fsdp_states(shape, engine.config, 1)
+    plan = named(train_buffers(shape, engine.config, states, shape.layers, False, 4, True))
+    found = size_of(on_host(engine.executor.state()))
+    assert plan["checkpoint, copied to be written meanwhile"].host == found == 12 * count_parameters(shape).total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_on_the_host(kind):
+    engine, shape = trained(kind, weights="sharded", optimizer_on_host=True)
+    moments = [v for s in engine.executor.optimizer.state.values() for v in s.values() if v.ndim]
+    states = fsdp_states(shape, engine.config, 1)
+    plan = named(train_buffers(shape, engine.config, states, shape.layers, False, 4, True))
+    assert plan["optimizer states"].host == sum(m.numel() * 4 for m in moments) == states.host
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_tensor_is_the_modules(kind):
+    model = tiny_model(kind)
+    assert largest_tensor(shape_of(model.config, kind)) == max(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_has_two_sets_of_weights_in_memory(kind):
+    model = tiny_model(kind).bfloat16()
+    shape = shape_of(model.config, kind)
+    shapes = {name: p.detach() for name, p in model.named_parameters()}
+    held = SharedWeights(shapes, {}, 0)
+    try:
+        (buffer,) = sampler_buffers(shape, RolloutLayout(engine="vllm"), 2)
+        assert buffer.always
+        assert buffer.host == pytest.approx(sum(file.nbytes for file in held.files), rel=0.02)  # slots are aligned
+        assert vllm_weights(shape, RolloutLayout(engine="vllm")) * 2 == buffer.host
+    finally:
+        held.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_sampler_stages_a_second_set(kind):
+    source, model = tiny_model(kind), tiny_model(kind)
+    shape = shape_of(model.config, kind)
+    engine = build_engine(EngineConfig(device="cpu"), source)
+    targets = {name: p.detach() for name, p in model.named_parameters()}
+    staging = WeightStaging(targets)
+    plan = named(sampler_buffers(shape, RolloutLayout(), 4))
+    assert plan["weights"].device == sum(p.numel() * 4 for p in targets.values())
+    with Allocated() as counted:
+        staging.replace(1, engine.export_weights(live=True))
+    assert counted.most == pytest.approx(plan["staged weights"].device, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_has_a_tensor_or_two_at_a_time(kind):
+    """Megatron's, whose every tensor is put together anew; in buckets, as they are handed over."""
+    engine, shape = trained(kind, backend="megatron")
+    bound = export_bytes(shape, engine.config) - 2 * PIECE_BYTES
+    with Allocated() as counted:
+        for bucket in buckets(engine.export_weights(max_bytes=1024), 1024):
+            del bucket
+    assert 0.75 * bound <= counted.most <= bound + 4 * 1024
+    assert counted.most < 4 * count_parameters(shape).total
+
+
+def test_caches_of_a_worker_are_those_of_its_heads():
+    shape = shape_of(tiny_model("dense").config, "dense")
+    assert cache_bytes(shape, 1) == 4 * shape.full_attention_layers * shape.kv_heads * shape.head_dim
+    assert cache_bytes(shape, 10**6) * shape.kv_heads == cache_bytes(shape, 1), "a head is on several workers"
+    assert state_bytes(shape, 2) * 2 == state_bytes(shape, 1) > 0
+    assert state_bytes(shape_of(tiny_model("attention").config, "attention"), 1) == 0
+
+
+def test_what_comes_with_which_setting():
+    shape = shape_of(tiny_model("dense").config, "dense")
+    engine = EngineConfig(device="cuda", gradient_checkpointing=True, activation_offload=True, max_tokens_per_rank=64)
+    states = fsdp_states(shape, engine, 2)
+
+    def plan(changed=engine, offload=False, samples=False):
+        return named(train_buffers(shape, changed, states, shape.layers, offload, 2, samples))
+
+    assert "offload" not in plan()
+    assert "hand-over" not in plan()
+    assert "hand-over" in plan(samples=True)
+    assert plan(offload=True)["offload"].host == states.weights + states.optimizer
+    assert plan()["recomputed layers' inputs"].host == 2 * 64 * shape.hidden * shape.layers
+    assert "recomputed layers' inputs" not in plan(replace(engine, activation_offload=False))

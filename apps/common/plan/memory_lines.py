@@ -1,0 +1,144 @@
+"""Lines on memory: of each training rank by part, of the hosts, of the pool that samples; and what is amiss."""
+
+from collections.abc import Sequence
+
+from apps.common.plan.buffers import Buffer, cache_bytes, sampler_buffers, state_bytes, train_buffers, vllm_weights
+from apps.common.plan.grid import Grid
+from apps.common.plan.memory import GIB, States, fsdp_states, held_by_stage, megatron_states
+from apps.common.plan.model_shape import ModelShape, tower_parameters
+from apps.common.plan.peak import Peak, activation_bytes, peak_of, width_of
+from apps.common.plan.work import Work
+
+Found = tuple[dict[str, list[str]], list[str]]
+
+
+def memory_lines(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> Found:
+    """Sections by title, and problems with their fixes."""
+    states = states_of(work, shape, grid, layers)
+    peak = peak_of(shape, work.engine, grid, layers, work.shards)
+    width, samples = width_of(work.engine), work.app == "grpo"
+    buffers = train_buffers(shape, work.engine, states, max(layers), work.cluster.offload, width, samples)
+    sections = {
+        "Memory": _device(work, shape, grid, layers, states, peak),
+        "Buffers": [f"{buffer.name}: {_places(buffer)}" for buffer in buffers],
+        "Host": [_host(buffers, work.processes, work.ranks, "training")],
+    }
+    problems = _too_much(work, states, peak)
+    moved = max((b.device for b in buffers), default=0.0) + max(0.0, states.device - states.gradients)
+    memory = work.cluster.pools.device_memory_gib
+    if memory is not None and peak.bytes / GIB < memory <= moved / GIB:
+        problems.append(
+            f"{moved / GIB:.0f} GiB of states and a tensor put together for the hand-over do not fit a device of "
+            f"{memory:g} GiB: {_fewer(work)}"
+        )
+    if samples:
+        pool, more = _pool(work, shape, width, peak)
+        sections["Pool"] = pool
+        problems += more
+    return sections, problems
+
+
+def states_of(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> States:
+    """Of the rank whose device has most."""
+    engine, width = work.engine, width_of(work.engine)
+    if engine.backend != "megatron":
+        return fsdp_states(shape, engine, work.shards)
+    tower = tower_parameters(shape) if engine.vision != "off" else 0
+    stages = enumerate(held_by_stage(shape, grid, layers))
+    each = (megatron_states(engine, grid, held, width, 0 if stage else tower) for stage, held in stages)
+    return max(each, key=lambda states: states.device)
+
+
+def _device(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int], states: States, peak: Peak) -> list[str]:
+    engine, memory = work.engine, work.cluster.pools.device_memory_gib
+    line = f"{_gib(states.device)} of {_named(states)} on the fullest rank"
+    if memory is not None:
+        line += f"; the device has {memory:g}"
+    where = " (all on the host)" if states.all_on_host else " (on the host)" if states.on_host else ""
+    parts = f"weights {_gib(states.weights)}, gradients {_gib(states.gradients)}, optimizer {_gib(states.optimizer)}"
+    tokens, width = engine.max_tokens_per_rank, width_of(engine)
+    kept, again = (_gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp)) for how in (False, True))
+    asked = f"{again}, layers computed again" if engine.gradient_checkpointing else f"{kept}, all kept"
+    other = f"{kept} were all kept" if engine.gradient_checkpointing else f"{again} by --engine.gradient-checkpointing"
+    return [
+        line,
+        parts + where,
+        f"activations of a full micro-batch: {asked} ({other})",
+        f"{_gib(peak.bytes)} at the fullest moment of a step ({peak.when})",
+    ]
+
+
+def _too_much(work: Work, states: States, peak: Peak) -> list[str]:
+    memory = work.cluster.pools.device_memory_gib
+    if memory is None or peak.bytes / GIB < memory:
+        return []
+    if states.device / GIB >= memory:
+        more = "" if states.on_host else ", or --engine.optimizer-on-host"
+        held = f"{states.device / GIB:.0f} GiB of {_named(states)}"
+        return [f"{held} do not fit a device of {memory:g} GiB: {_fewer(work)}{more}"]
+    problem = f"{peak.bytes / GIB:.0f} GiB at the fullest moment of a step ({peak.when}) do not fit a device of "
+    fix = "lower --engine.max-tokens-per-rank, recompute layers (--engine.gradient-checkpointing)"
+    return [f"{problem}{memory:g} GiB: {fix}, or {_fewer(work)}"]
+
+
+def _pool(work: Work, shape: ModelShape, width: int, peak: Peak) -> tuple[list[str], list[str]]:
+    """Of the devices that sample, and the processes that feed them."""
+    layout, memory = work.cluster.rollout, work.cluster.pools.device_memory_gib
+    buffers = sampler_buffers(shape, layout, width)
+    lines = [f"{buffer.name} of each sampler: {_places(buffer)}" for buffer in buffers]
+    if layout.engine != "vllm":
+        return lines or ["a server of its own: not planned"], []
+    size = layout.tp * layout.dp
+    samplers = max(1, work.rollout_ranks // size)
+    lines.append(_host(buffers, max(1, work.processes // size), samplers, "sampling"))
+    weights = vllm_weights(shape, layout)
+    line = f"{_gib(weights)} of weights a device"
+    if memory is None or not layout.memory_share:
+        return [*lines, f"{line}; its cache takes what vLLM is let (--cluster.rollout.memory-share)"], []
+    room = layout.memory_share * memory * GIB - weights
+    if room <= 0:
+        problem = (
+            f"{weights / GIB:.0f} GiB of weights do not fit {layout.memory_share:.0%} of a device of {memory:g} GiB"
+        )
+        return [*lines, line], [f"{problem}: raise --cluster.rollout.tp, or --cluster.rollout.memory-share"]
+    each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
+    fits = int(room / (each * work.longest + fixed))
+    lines.append(f"{line}, {_gib(room)} for caches, graphs and activations: {fits} sequences of {work.longest} tokens")
+    together = peak.bytes / GIB + layout.memory_share * memory
+    if work.cluster.pools.placement == "colocated" and together > memory:
+        lines.append(
+            f"training's fullest moment and the sampler's share are {together:.0f} GiB of {memory:g}: caches and "
+            "weights of the sampler must be freed while training has the device"
+        )
+    return lines, []
+
+
+def _host(buffers: Sequence[Buffer], node: int, every: int, pool: str) -> str:
+    """What stays, and the largest of what comes and goes beside it; each of them alone."""
+    stays = sum(buffer.host for buffer in buffers if buffer.always)
+    passing = max((buffer.host for buffer in buffers if not buffer.always), default=0.0)
+    rank = stays + passing
+    return (
+        f"{pool}: at most {_gib(rank)} of host memory a process ({_gib(stays)} of it always), {_gib(rank * node)} "
+        f"a node, {_gib(rank * every)} in all"
+    )
+
+
+def _places(buffer: Buffer) -> str:
+    places = (
+        f"{_gib(size)} {where}" for size, where in ((buffer.device, "on the device"), (buffer.host, "on the host"))
+    )
+    found = [text for text, size in zip(places, (buffer.device, buffer.host), strict=True) if size]
+    return " and ".join(found) + ("" if buffer.always else ", meanwhile")
+
+
+def _fewer(work: Work) -> str:
+    return "raise --engine.shard-ranks" if work.shards < work.ranks else "use more nodes"
+
+
+def _named(states: States) -> str:
+    return "weights and gradients" if states.on_host else "weights, gradients and optimizer states"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
