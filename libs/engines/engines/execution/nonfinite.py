@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engines.config import EngineConfig
@@ -53,8 +54,8 @@ class FiniteGuard:
 
 
 def finite_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Hand tensors on; `NonFiniteError` naming the first that is not finite."""
+    """Hand tensors on; `NonFiniteError` naming the first that is not finite: an extreme is NaN where an element is."""
     for name, tensor in tensors:
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and tensor.numel() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
             raise NonFiniteError(f"{name} has values that are not finite: training diverged, nothing was exported")
         yield name, tensor

@@ -59,10 +59,9 @@ class WeightAssembler:
         end = piece.offset + piece.flat.numel()
         if piece.offset < 0 or end > target.numel():
             raise ValueError(f"{piece.name}: elements {piece.offset}..{end} lie outside its {target.numel()}")
-        run = piece.flat.to(device=target.device, dtype=target.dtype)
-        bad = run.isnan() if name in self._optional else ~run.isfinite()
-        if bool(bad.any()):
-            at = int(bad.nonzero()[0])
+        run = piece.flat.to(dtype=target.dtype)  # where it is: a GPU looks through it sooner than a host
+        if not _is_good(run, infinities=name in self._optional):
+            at = int((run.isnan() if name in self._optional else ~run.isfinite()).nonzero()[0])
             raise NotFiniteError(
                 f"{piece.name}: element {piece.offset + at} is {float(piece.flat[at])} ({float(run[at])} as "
                 f"{target.dtype}): weights that are not finite are not taken"
@@ -98,6 +97,16 @@ class WeightAssembler:
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ValueError(f"weights never arrived: {', '.join(missing[:3])}{more}")
+
+
+def _is_good(run: Tensor, infinities: bool) -> bool:
+    """Whether no element is NaN, nor infinite but where that is allowed. The extremes tell, in one pass without memory
+    of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as long).
+    """
+    if not run.is_floating_point() or run.numel() == 0:
+        return True
+    extremes = torch.stack(torch.aminmax(run))
+    return not bool(extremes.isnan().any() if infinities else (~extremes.isfinite()).any())
 
 
 def _new_memory(name: str, target: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout.divergence import NotFiniteError
+from rollout.sync.assembler import WeightAssembler
 from rollout.sync.manifest import Manifest, TensorSpec, manifest_of
-from rollout.sync.pieces import bucket_of, buckets
+from rollout.sync.pieces import BucketPiece, bucket_of, buckets
 from rollout.sync.staging import WeightStaging
 from rollout.testing.pieces import pieces_of
 
@@ -212,3 +213,18 @@ def test_a_manifest_is_checked_when_it_is_made():
         Manifest(1, (SPECS[0], SPECS[0]))
     with pytest.raises(ValueError, match="count from 0"):
         Manifest(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_element_is_found_wherever_it_is(dtype, bad):
+    """At each place of vectors' and their rests' lengths, among large numbers of either sign."""
+    for length in (1, 7, 16, 33, 130):
+        whole = torch.linspace(-60000, 60000, length).to(dtype)
+        assembler = WeightAssembler({"a": whole})
+        assembler.add(BucketPiece("a", (length,), dtype, 0, whole))
+        for place in range(length):
+            wrong = whole.clone()
+            wrong[place] = bad
+            with pytest.raises(NotFiniteError, match=f"a: element {place} is "):
+                assembler.add(BucketPiece("a", (length,), dtype, 0, wrong))
