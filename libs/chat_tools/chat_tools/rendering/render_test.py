@@ -1,4 +1,5 @@
 from functools import wraps
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -238,7 +239,7 @@ def test_marked_blocks_give_the_mask_that_transformers_gives(name, talk):
     assert block_mask(blocks or [], offsets) == expected["assistant_masks"]
 
 
-class Padding(type(PLAIN["chatml"])):
+class Padding(type(PLAIN["chatml"])):  # type: ignore[misc]
     """A tokenizer whose `apply_chat_template` gives a token more than the text has."""
 
     def apply_chat_template(self, *arguments, tokenize=True, **options):
@@ -256,7 +257,7 @@ def test_ids_are_those_that_apply_chat_template_gives_whatever_the_text():
     padding.chat_template = own.chat_template
     assert render(own, TALK).problems == ()
     assert "differ from apply_chat_template" in render(padding, TALK).problems[0]
-    cut = {"truncation": True, "max_length": 8}
+    cut: dict[str, Any] = {"truncation": True, "max_length": 8}
     assert "differ from apply_chat_template" in render(own, TALK, **cut).problems[0]
 
 

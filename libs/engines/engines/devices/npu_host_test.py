@@ -7,6 +7,7 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.devices.choice import devices_of
+from engines.testing.executors import inside
 from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import stand_in_on_path
@@ -50,8 +51,8 @@ def with_parameters_on(host, kind, source, folder):
     steps += [timeless(one.train_batch(batches[2], SFT())) for one in (built, other)]
     weights = [{p.name: p.flat.cpu().clone() for p in one.export_weights(max_bytes=2**40)} for one in (built, other)]
     scores = built.forward(batches[0])["log_probs"].values().cpu()
-    parameters = list(built.executor.model.parameters())
-    places = [{t.device.type for t in found} for found in (parameters, built.executor.model.buffers())]
+    parameters = list(inside(built).model.parameters())
+    places = [{t.device.type for t in found} for found in (parameters, inside(built).model.buffers())]
     places.append({part.flat.device.type for part in built.export_weights()})  # gathered by the device's collectives
     return held, places, sum(p.to_local().nbytes for p in parameters), steps, weights, scores
 

@@ -3,6 +3,8 @@
 By the stand-in that computes on the CPU; everything runs in forks, as torch has one such device a process.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.compiler import set_stance
@@ -13,6 +15,7 @@ from engines.devices import npu_layers
 from engines.devices.npu import torch_npu
 from engines.devices.npu_layers import use_npu_operators
 from engines.megatron.groups import release
+from engines.testing.executors import inside
 from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.operators import CALLS
@@ -114,13 +117,13 @@ def test_undone_all_is_as_before():
 def undone_in_an_engine():
     """Log-probs of an engine whose operators were undone, beside one without; what was called before and after."""
     CALLS.clear()
-    usual = {"device": "npu", "dtype": "float32", "max_tokens_per_rank": 20}
+    usual: dict[str, Any] = {"device": "npu", "dtype": "float32", "max_tokens_per_rank": 20}
     made = [EngineConfig(**usual, npu_operators=value) for value in ("auto", "off")]
     fast, plain = (build_engine(config, tiny_model("moe", seed=0, num_hidden_layers=2)) for config in made)
     batch = tiny_batch(LENGTHS)
     fast.forward(batch)
     before = set(CALLS)
-    fast.executor.npu_operators.undo()
+    inside(fast).npu_operators.undo()
     CALLS.clear()
     found = [built.forward(batch)["log_probs"].values().cpu() for built in (fast, plain)]
     return torch.equal(*found), before, dict(CALLS)

@@ -3,6 +3,8 @@
 A checkpoint as published ones are: vision-language, `model.language_model.*`, `mtp.*`, in bfloat16.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +25,10 @@ MTP = {
     "mtp.layers.0.mlp.experts.0.gate_proj.weight": torch.full((3, 2), 1 / 3),  # float32 among bfloat16
     "mtp.norm.weight": torch.arange(32).bfloat16(),
 }
-LAYOUTS = {"TP2": {"tensor_parallel": 2, "expert_parallel": 2}, "PP2": {"pipeline_parallel": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor_parallel": 2, "expert_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+}
 
 
 @pytest.fixture(scope="module")

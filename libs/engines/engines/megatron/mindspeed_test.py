@@ -20,7 +20,7 @@ def forward(self, *args, **kwargs):
 def installed(monkeypatch, repatch):
     package, adaptor = ModuleType("mindspeed"), ModuleType("mindspeed.megatron_adaptor")
     if repatch is not None:
-        adaptor.repatch = repatch
+        adaptor.repatch = repatch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mindspeed", package)
     monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", adaptor)
 
