@@ -3,12 +3,16 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout import Episode, RolloutEngine
 from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.workers.channel import Message
+from rollout.workers.process import WorkerDied
+from rollout.workers.protocol import Workers
 
 Show = Callable[[Mapping[str, float | int | str]], None]
 EVERY = 0.5  # seconds between two looks
@@ -23,6 +27,7 @@ class Live:
     begun: int = 0
     ended: int = 0
     engine: RolloutEngine | None = None
+    _steps: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, begun: int = 0, ended: int = 0) -> None:
@@ -43,12 +48,19 @@ class Live:
 
     @asynccontextmanager
     async def step(self, total: int) -> AsyncIterator[None]:
-        """Around the sampling of `total` episodes; the last thing shown is how it ended."""
-        self.total, self.begun, self.ended = total, 0, 0
+        """Around the sampling of `total` episodes; the last thing shown is how it ended.
+
+        Those that overlap are counted together.
+        """
+        if not self._steps:
+            self.total, self.begun, self.ended = 0, 0, 0
+        self.total += total
+        self._steps += 1
         ticker = asyncio.ensure_future(self._tick()) if self.show is not None else None
         try:
             yield
         finally:
+            self._steps -= 1
             if ticker is not None:
                 ticker.cancel()
                 await asyncio.gather(ticker, return_exceptions=True)
@@ -60,6 +72,24 @@ class Live:
         while True:
             await asyncio.sleep(EVERY)
             self.show(self.values())
+
+
+class LoadElsewhere:
+    """What samplers in other processes are at, as they said when they were last asked: who looks does not wait."""
+
+    def __init__(self) -> None:
+        self._asked: list[Future[Message]] = []
+        self._told: dict[str, float | int | str] = {}
+
+    def values(self, workers: Workers) -> dict[str, float | int | str]:
+        """Their counts together, as the progress line says them; nothing until they have answered once."""
+        if all(future.done() for future in self._asked):
+            told = [f.result()[0]["answer"] for f in self._asked if not isinstance(f.exception(), WorkerDied)]
+            if told:
+                episodes, running, waiting = (sum(load[n] for load in told) for n in ("episodes", "running", "waiting"))
+                self._told = {"episodes": f"{episodes} in flight", "requests": f"{running} running, {waiting} waiting"}
+            self._asked = workers.call_all("load")
+        return self._told
 
 
 class CountedEngine:

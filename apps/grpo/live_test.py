@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from apps.grpo import live as module
-from apps.grpo.live import CountedEngine, CountedFactory, Live
+from apps.grpo.live import CountedEngine, CountedFactory, Live, LoadElsewhere
 from rollout import Chat, Opening, Outcome, Sampling, Score, TaskRow, run_group
 from rollout.engine import Load
 from rollout.episodes.playing import together
@@ -15,6 +16,7 @@ from rollout.failure import EpisodeFailed
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.tools.workers import instant
+from rollout.workers.process import WorkerDied
 
 CHAT = Chat(tiny_tokenizer())
 
@@ -120,3 +122,54 @@ def test_a_counted_factory_is_marked_as_its_own_is() -> None:
     marked: Any = CountedFactory(instant(Slow), Live())
     assert marked.instant
     assert counted.__qualname__ == Slow.__qualname__
+
+
+def test_groups_that_overlap_are_counted_together() -> None:
+    """As a process plays them for a fully asynchronous run."""
+    live = Live()
+
+    async def main():
+        async with live.step(4):
+            live.count(begun=4)
+            async with live.step(4):
+                live.count(begun=4, ended=3)
+                assert live.values() == {"episodes": "3/8, 5 in flight"}
+        live.count(ended=5)
+        async with live.step(2):
+            assert live.values() == {"episodes": "0/2, 0 in flight"}
+
+    asyncio.run(main())
+
+
+class Elsewhere:
+    """Samplers whose answers come when the test says so."""
+
+    def __init__(self, count):
+        self.count, self.asked = count, []
+
+    def call_all(self, name):
+        assert name == "load"
+        self.asked.append([Future() for _ in range(self.count)])
+        return self.asked[-1]
+
+    def answer(self, index, **load):
+        self.asked[-1][index].set_result(({"answer": load}, b""))
+
+
+def test_samplers_elsewhere_are_asked_without_waiting() -> None:
+    pool: Any = Elsewhere(2)
+    load = LoadElsewhere()
+    assert load.values(pool) == {}
+    pool.answer(0, episodes=3, running=2, waiting=1)
+    assert load.values(pool) == {}
+    assert len(pool.asked) == 1  # one of them is yet to answer
+    pool.answer(1, episodes=4, running=4, waiting=0)
+    both = {"episodes": "7 in flight", "requests": "6 running, 1 waiting"}
+    assert load.values(pool) == both
+    for future in pool.asked[-1]:
+        future.set_exception(WorkerDied("gone"))
+    assert load.values(pool) == both  # until others answer
+    pool.asked[-1][0].set_exception(RuntimeError("a fault of ours"))
+    pool.answer(1, episodes=0, running=0, waiting=0)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        load.values(pool)

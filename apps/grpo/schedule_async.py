@@ -27,7 +27,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
 from apps.grpo.ledgers import ASYNC, check_ledgers
-from apps.grpo.live import EVERY, Show
+from apps.grpo.live import EVERY, LoadElsewhere, Show
 from apps.grpo.samplers import hold_samplers, plain_shown, probes_media, probes_of
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_process import RESTARTS, SamplingProcess
@@ -102,6 +102,7 @@ class FullyAsync:
         self._begun: dict[int, float] = {}
         self._sampling_since: float | None = None
         self._timeline = Timeline(run_dir)
+        self._load = LoadElsewhere()
 
     def __enter__(self) -> "FullyAsync":
         begun = False
@@ -270,7 +271,8 @@ class FullyAsync:
     def _tell_live(self) -> None:
         with self._lock:
             state, staleness = self._controller.state, self._controller.staleness
-        self._show({"queue": len(state.ready), "sampling": len(state.running), "staleness": staleness})
+        groups = {"queue": len(state.ready), "sampling": len(state.running), "staleness": staleness}
+        self._show(groups | self._load.values(self._process.worker))
 
     def _train(self, decision: Train, begun: float) -> StepResult:
         """One step on the recorded episodes of its groups, in the order of the tasks."""

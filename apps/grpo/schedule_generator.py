@@ -45,8 +45,8 @@ def generate(
 def generating_handlers(
     config: GrpoConfig, tasks: Tasks, model: Path, version: int, place: Mapping[str, Any] | None
 ) -> dict[str, Handler]:
-    """Of a fully asynchronous run: "play" (a group by its number), "evaluate", what hands over weights, and "probe"
-    (answers that prove them).
+    """Of a fully asynchronous run: "play" (a group by its number), "evaluate", "load" (what is in flight), what
+    hands over weights, and "probe" (answers that prove them).
 
     `version`: the number that the weights of `model` count as. `place`: of `NumberedRows`.
     """
@@ -96,7 +96,12 @@ def _players(config: GrpoConfig, session: Session, rows: NumberedRows) -> dict[s
         groups = await session.playing(held_out, range(len(held_out)), likeliest(config), 1)
         return encode_episodes([group[0] for group in groups])
 
-    return {"play": play, "evaluate": evaluate}
+    async def load(call: dict[str, Any]) -> dict[str, int]:
+        del call
+        live, requests = session.live, session.sampler.load()
+        return {"episodes": live.begun - live.ended, "running": requests.running, "waiting": requests.waiting}
+
+    return {"play": play, "evaluate": evaluate, "load": load}
 
 
 def _prober(session: Session, sampler: NativeEngine | VllmEngine, model: Path) -> dict[str, Handler]:

@@ -105,6 +105,27 @@ def test_no_other_schedule_takes_over_from_fully_async(schedule, asynchronous, t
         run(small(tmp_path / "run", schedule, resume=True, steps=6), RECIPE)
 
 
+def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path, monkeypatch):
+    """The sampling process is asked, and its answer is shown at the next look."""
+    shown: list = []
+    train = FullyAsync._train
+
+    def looked_at(self, *arguments):
+        self._show = lambda values: shown.append(dict(values))
+        self._tell_live()
+        for future in self._load._asked:
+            future.result(60)
+        self._tell_live()
+        return train(self, *arguments)
+
+    monkeypatch.setattr(FullyAsync, "_train", looked_at)
+    run(small(tmp_path / "run", ASYNC, steps=1), RECIPE)
+    assert set(shown[0]) == {"queue", "sampling", "staleness"}
+    assert set(shown[1]) == {"queue", "sampling", "staleness", "episodes", "requests"}
+    assert shown[1]["episodes"].endswith(" in flight")
+    assert shown[1]["requests"].endswith(" waiting")
+
+
 def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
     config = small(asynchronous, ASYNC)
     assert_nothing_lost(asynchronous, config)
