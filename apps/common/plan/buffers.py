@@ -42,13 +42,12 @@ def total_parameters(shape: ModelShape) -> int:
 
 
 def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
-    """Of `export_weights`: a tensor whole on every rank, the one before it, and what asks whether it is finite.
+    """Of `export_weights`: a tensor whole on every rank, the one before it, and its copy in a checkpoint's dtype.
 
-    That is its absolute values and three bytes an element (torch's `isfinite`), more than its copy in a checkpoint's
-    dtype takes later. Megatron puts tensors together in float32, FSDP2 in the masters' dtype. Two buckets come on top.
+    Megatron puts tensors together in float32, FSDP2 in the masters' dtype. Two buckets come on top.
     """
     kept = WIDE if engine.backend == "megatron" or engine.master_dtype == "float32" else 2
-    return largest_tensor(shape) * (3 * kept + 3) + 2 * PIECE_BYTES
+    return largest_tensor(shape) * (2 * kept + DISK) + 2 * PIECE_BYTES
 
 
 def train_buffers(

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apps.common.plan.buffers import (
+    DISK,
     cache_bytes,
     export_bytes,
     largest_tensor,
@@ -42,7 +43,8 @@ class Allocated(TorchDispatchMode):
         self.now = self.most = 0
         every = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # no proxies
         local = [t.to_local() if isinstance(t, DTensor) else t for t in every]
-        self.seen = {t.untyped_storage()._cdata for t in local if t.device.type == "cpu"}
+        self.before = [t.untyped_storage() for t in local if t.device.type == "cpu"]  # their addresses stay taken
+        self.seen = {storage._cdata for storage in self.before}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -132,14 +134,16 @@ def test_the_native_sampler_stages_a_second_set(kind):
     assert plan["weights"].device == sum(p.numel() * 4 for p in targets.values())
     with Allocated() as counted:
         staging.replace(1, engine.export_weights(live=True))
-    assert counted.most == pytest.approx(plan["staged weights"].device, rel=0.02)
+    # The set, and the tensor that is exchanged: the largest one is not, where it comes under a tied name.
+    assert plan["weights"].device < counted.most <= 1.02 * plan["staged weights"].device
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_has_a_tensor_or_two_at_a_time(kind):
     """Megatron's, whose every tensor is put together anew; in buckets, as they are handed over."""
     engine, shape = trained(kind, backend="megatron")
-    bound = export_bytes(shape, engine.config) - 2 * PIECE_BYTES
+    cast = DISK * largest_tensor(shape)  # these models' checkpoints are in float32 as they are
+    bound = export_bytes(shape, engine.config) - 2 * PIECE_BYTES - cast
     with Allocated() as counted:
         for bucket in buckets(engine.export_weights(max_bytes=1024), 1024):
             del bucket

@@ -74,7 +74,7 @@ def megatron_states(engine: EngineConfig, grid: Grid, held: Held, width: int, to
     return States(width * (every + tower), 4.0 * every, share, engine.optimizer_on_host)
 
 
-def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: int) -> States:
+def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float) -> States:
     """Masters, gradients and two moments, shared by as many ranks as there are shards; of a frozen tower masters."""
     master = 4 if engine.master_dtype == "float32" else 2
     moment = 4 if engine.optimizer_on_host else 2 if engine.moments_dtype == "bfloat16" else master
