@@ -43,7 +43,9 @@ MLPS = (
 
 
 def asked_for(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the operators of NPUs are to be used."""
+    """Whether the operators of NPUs are to be used. ValueError: they are switched off for a device that has none."""
+    if config.npu_operators == "off" and device.type != "npu":
+        raise ValueError(f"npu_operators is of device npu, this run is on {device.type}: leave it out")
     return device.type == "npu" and config.npu_operators == "auto"
 
 

@@ -31,7 +31,6 @@ from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
-PLAIN = {"npu_operators": "off"}  # npu_layers_test.py has the others
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 
 
@@ -148,7 +147,9 @@ def test_late_copies_arrive_with_their_event():
 def run(device, kind="dense", grpo=False, options=()):
     """Losses, norms, weights and scores of two steps."""
     objective = GRPO(off_policy="mask") if grpo else SFT()
-    settings = {"lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, "dtype": "float32", **PLAIN}
+    settings = {"lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, "dtype": "float32"}
+    if device == "npu":  # npu_layers_test.py has the others
+        settings["npu_operators"] = "off"
     config = EngineConfig(device=device, **{**settings, **dict(options)})
     built = build_engine(config, tiny_model(kind, seed=0, scale=2.0, num_hidden_layers=2))
     steps = [built.train_batch(tiny_batch(LENGTHS, seed=step), objective) for step in range(2)]

@@ -50,7 +50,7 @@ from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
 from engines.megatron.model import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.moving import Moved
-from engines.megatron.npu_layers import use_npu_operators
+from engines.megatron.npu.layers import use_npu_operators
 from engines.megatron.optimizer import Updates
 from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
 from engines.megatron.router import Balance, Router

@@ -7,7 +7,7 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.transformer import mlp
 
-from engines.megatron.mindspeed import override_transformer_config
+from engines.megatron.npu.mindspeed import override_transformer_config
 
 VALUES = {"use_flash_attn": True}
 PLAIN = mlp.MLP.forward

@@ -1,0 +1,1 @@
+"""What Megatron's stages are on NPUs: their operators, and MindSpeed's patches."""
