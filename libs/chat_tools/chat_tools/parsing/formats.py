@@ -337,7 +337,7 @@ _ALL = (
     Format(
         "gigachat3",
         writer=writing.marked_objects,
-        calls=(("function call<|role_sep|>", ""),),
+        calls=(("function call<|role_sep|>", ""), ("<|function_call|>", "")),  # version 3, version 3.1
         body=Json(),
         ends=("</s>", "<|message_sep|>"),
     ),

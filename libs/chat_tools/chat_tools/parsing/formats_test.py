@@ -66,6 +66,7 @@ TURNS = [
     ),
     ("apertus", '<|tools_prefix|>[{"f": {"city": "Paris", "n": 3}}, {"g": {}}]<|tools_suffix|>', BOTH),
     ("gigachat3", 'Look. function call<|role_sep|>\n{"name": "f", "arguments": {"city": "Paris", "n": 3}}</s>', ONE),
+    ("gigachat3", 'Look. <|function_call|>{"name": "f", "arguments": {"city": "Paris", "n": 3}}</s>', ONE),
     (
         "cohere",
         (
