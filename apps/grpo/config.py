@@ -88,8 +88,8 @@ class OwnConfig:
     """NAME=SHARE of a step's prompts for each of several environments; by default as many as each has rows."""
     reward: str | None = None
     """Scores the answers to --data: a function of some of reply, reference, row, results, end. Answers that a limit cut
-    off earn 0 and are not shown to it, unless it names `end` ("done", "length", "max_turns", "max_tokens", "deadline").
-    """
+    off earn 0 and are not shown to it, unless it names `end` ("done", "limit", "length", "max_turns", "max_tokens",
+    "deadline")."""
     tool: tuple[str, ...] = ()
     """Tools that may be called on the way to an answer to --data: rollout.Tool objects, or functions that make one."""
     system_prompt: str | None = None

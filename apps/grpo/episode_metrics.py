@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from rollout import Episode
 
-TRUNCATED = frozenset({"length", "max_turns", "max_tokens", "deadline"})
+TRUNCATED = frozenset({"limit", "length", "max_turns", "max_tokens", "deadline"})
 """Ends that a limit brought about."""
 RATES = ("errors", "timeouts")
 

@@ -46,7 +46,7 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize(
     ("end", "truncated"),
-    [("done", 0), ("abort", 0), ("length", 1), ("max_turns", 1), ("max_tokens", 1), ("deadline", 1)],
+    [("done", 0), ("abort", 0), ("limit", 1), ("length", 1), ("max_turns", 1), ("max_tokens", 1), ("deadline", 1)],
 )
 def test_what_a_limit_ended_is_truncated(end, truncated):
     assert episode_metrics([episode(0.0, end=end, segments=[segment(-1.0)])])["response/truncated"] == truncated

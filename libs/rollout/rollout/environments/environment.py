@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # an episode's conversations are made of environments' words
     from rollout.episodes.conversation import Conversation
 
 Message = Mapping[str, Any]
-End = Literal["done", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
-"""How an episode ended: by the environment; a turn cut off at max_new_tokens; turns, tokens or time used up; the engine
-or the run stopped it; somebody's code broke."""
+End = Literal["done", "limit", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
+"""How an episode ended: by the environment, or a limit of its own; a turn cut off at max_new_tokens; turns, tokens or
+time used up; the engine or the run stopped it; somebody's code broke."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,20 @@ class Opening:
 class Outcome:
     """What follows a reply.
 
-    `messages` go to the model next; `done` ends the episode. `metrics` are numbers for the run's tables, the last value
-    of a name counts. `context`: the conversation goes on from these messages instead of all that was said so far
-    (compaction), followed by `messages`.
+    `messages` go to the model next; `done` ends the episode, as "limit" where a limit of the environment's own did so
+    (`cut_off`). `metrics` are numbers for the run's tables, the last value of a name counts. `context`: the
+    conversation goes on from these messages instead of all that was said so far (compaction), followed by `messages`.
     """
 
     messages: tuple[Message, ...] = ()
     done: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
     context: tuple[Message, ...] | None = None
+    cut_off: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cut_off and not self.done:
+            raise ValueError("an episode that a limit of the environment cut off is done")
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,13 @@ class GymnasiumEnvironment:
         else:
             self._unread_in_a_row = 0
             said, done = await self._call(self._act, action)
-        return Outcome(() if done else ({"role": "user", "content": said},), done=done, metrics=self._metrics())
+        messages = () if done else ({"role": "user", "content": said},)
+        return Outcome(messages, done=done, metrics=self._metrics(), cut_off=self._cut_off)
 
     async def finish(self, end: End) -> Score:
         """The sum of the rewards."""
         reward = self._reward
-        if (end != "done" or self._cut_off) and self._task.cut_off_reward is not None:
+        if end != "done" and self._task.cut_off_reward is not None:
             reward = self._task.cut_off_reward
         return Score(reward, {"return": self._reward})
 

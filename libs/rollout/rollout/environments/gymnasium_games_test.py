@@ -112,7 +112,7 @@ def test_limits_reach_the_score() -> None:
     assert play(GymnasiumTask("CliffWalking-v1", cut_off_reward=-9.0), lambda t, n: "up", max_turns=2)[0].reward == -9.0
     short = GymnasiumTask("CliffWalking-v1", {"max_episode_steps": 3}, cut_off_reward=-9.0)  # gymnasium's own limit
     (episode,) = play(short, lambda text, turn: "up")
-    assert (episode.end, episode.reward, episode.score.parts) == ("done", -9.0, {"return": -3.0})
+    assert (episode.end, episode.reward, episode.score.parts) == ("limit", -9.0, {"return": -3.0})
 
     async def cut_off():
         game = cliff()

@@ -325,7 +325,7 @@ async def _turns(play: _Play, environment: Environment, begin: Begin, max_turns:
             if not reply.finished:
                 return "max_tokens" if limit < conversation.max_new_tokens else "length"
             if outcome.done:
-                return "done"
+                return "limit" if outcome.cut_off else "done"
             if turn + 1 < max_turns and not _go_on(conversation, outcome):
                 return "max_tokens"
     except _Late:
