@@ -40,6 +40,8 @@ OBEYED = {
     "rollout.ep": Change(2, VLLM | {"rollout.tp": 2}),
     "rollout.chunked_prefill": Change(True, VLLM),
     "rollout.prefix_cache": Change(True, VLLM),
+    "rollout.memory_share": Change(0.5, VLLM),
+    "rollout.cuda_graph_sizes": Change((1, 2), VLLM),
     "rollout.admit": Change("any_step"),
     "rollout.ray_workers": Change(1),
     "rollout.ray_cpus": Change(2.0, RAY),
@@ -50,8 +52,6 @@ SIZED = {"pools.device_memory_gib": Change(2000.0)}
 """Obeyed by the plan of a recipe that knows its model's sizes."""
 REFUSED = {
     "pools.nodes": Change(2),
-    "rollout.memory_share": Change(0.5, VLLM),
-    "rollout.cuda_graph_sizes": Change((1, 2), VLLM),
     "media.images_column": Change("images"),
 }
 """What nothing obeys on one machine's processes today."""
