@@ -66,8 +66,12 @@ def test_fsdp_shards_masters_gradients_and_two_moments():
 def test_a_tower_is_held_where_it_sees_and_has_gradients_where_it_is_trained():
     seeing = replace(SHAPE, vision=VisionTower(layers=2, hidden=16, intermediate=20, positions=9))
     tower, total = tower_parameters(seeing), count_parameters(SHAPE).total
-    for vision, each in (("off", 0), ("frozen", 4), ("trained", 16)):
-        assert fsdp_states(seeing, EngineConfig(vision=vision), 1).device == 16 * total + each * tower
+    for config, each in (
+        (EngineConfig(), 0),
+        (EngineConfig(vision="frozen"), 4),
+        (EngineConfig(vision="trained"), 16),
+    ):
+        assert fsdp_states(seeing, config, 1).device == 16 * total + each * tower
     grid = make_grid(2, pp=2)
     first, _ = held_by_stage(seeing, grid, [4, 4])
     engine = EngineConfig(backend="megatron", vision="frozen")
