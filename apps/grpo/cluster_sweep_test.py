@@ -37,6 +37,7 @@ OBEYED = {
     "rollout.vllm": Change(("block_size=32",), VLLM),
     "rollout.tp": Change(2, VLLM),
     "rollout.dp": Change(2, VLLM),
+    "rollout.copies_per_device": Change(2, VLLM | {"rollout.dp": 2}),
     "rollout.ep": Change(2, VLLM | {"rollout.tp": 2}),
     "rollout.chunked_prefill": Change(True, VLLM),
     "rollout.prefix_cache": Change(True, VLLM),

@@ -58,6 +58,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             dtype=layout.dtype,
             tensor_parallel=layout.tp,
             data_parallel=layout.dp,
+            copies_per_device=layout.copies_per_device,
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,

@@ -48,6 +48,9 @@ class RolloutLayout:
     """Workers that share each matrix."""
     dp: int = 1
     """Copies of the model in one engine."""
+    copies_per_device: int = 1
+    """Copies (dp) that share a device, each a process that takes a memory_share of its own: for a model so small that
+    the device waits for the processor's work on each step of vLLM."""
     ep: int = 1
     """Whole experts are dealt to the tp workers of each copy, to all tp x dp workers, or to none (1)."""
     memory_share: float = 0.0
@@ -84,7 +87,9 @@ class RolloutLayout:
         vllm_arguments(self.vllm)
         if self.vllm and self.engine != "vllm":
             raise ValueError(f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'")
-        _at_least(self, 1, "tp", "dp", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
+        _at_least(
+            self, 1, "tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests"
+        )
         _at_least(self, 0, "ray_workers")
         if not 0 < self.ray_cpus < float("inf"):
             raise ValueError(f"ray_cpus must be above 0 and finite, got {self.ray_cpus}")
@@ -99,12 +104,31 @@ class RolloutLayout:
         if self.ep not in (1, self.tp, self.tp * self.dp):
             sizes = f"1, tp = {self.tp} or tp x dp = {self.tp * self.dp}"
             raise ValueError(f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}")
+        if self.copies_per_device > 1:
+            self._check_shared_devices()
+
+    def _check_shared_devices(self) -> None:
+        each = self.copies_per_device
+        if self.dp % each:
+            raise ValueError(
+                f"{self.dp} copies do not fill devices of {each} each: make --cluster.rollout.dp a multiple of {each}"
+            )
+        if each * self.memory_share >= 1:
+            raise ValueError(
+                f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower "
+                f"--cluster.rollout.memory-share below {1 / each:.2g}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """That one engine spans."""
+        return self.tp * self.dp // self.copies_per_device
 
     def ranks_each(self, ranks: int) -> int:
         """Of `ranks` training ranks, those that sample through one engine, as it spans their devices, or one pool."""
         if self.ray_workers:
             return ranks
-        return min(self.tp * self.dp, ranks) if self.engine == "vllm" else 1
+        return min(self.devices, ranks) if self.engine == "vllm" else 1
 
 
 @dataclass(frozen=True)

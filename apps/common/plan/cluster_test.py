@@ -26,6 +26,8 @@ from rollout.vllm.arguments import OWNED
         (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),  # type: ignore[arg-type]
         (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
         (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
+        (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--cluster.rollout.dp a multiple of 2"),
+        (lambda: RolloutLayout("vllm", dp=2, copies_per_device=2, memory_share=0.5), "memory-share below 0.5"),
         (lambda: RolloutLayout(cuda_graph_sizes=(8, 0)), "at least 1 each"),
         (lambda: RolloutLayout(ray_workers=-1), "ray_workers must be at least 0"),
         (lambda: RolloutLayout(ray_workers=1, ray_cpus=0), "ray_cpus must be above 0"),
@@ -59,7 +61,7 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make, words):
 FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
     rollout=RolloutLayout(
-        *("vllm", 2, 2, 4, 0.5, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379", "any_step"),
+        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379", "any_step"),
         *("bfloat16", 8, ("block_size=32", "kv_cache_dtype=auto")),
     ),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),

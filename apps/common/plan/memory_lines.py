@@ -88,7 +88,7 @@ def _pool(work: Work, shape: ModelShape, width: int, peak: Peak) -> tuple[list[s
     lines = [f"{buffer.name} of each sampler: {_places(buffer)}" for buffer in buffers]
     if layout.engine != "vllm":
         return lines or ["a server of its own: not planned"], []
-    size = layout.tp * layout.dp
+    size, copies = layout.devices, layout.copies_per_device
     samplers = max(1, work.rollout_ranks // size)
     lines.append(_host(buffers, max(1, work.processes // size), samplers, "sampling"))
     weights = vllm_weights(shape, layout)
@@ -104,7 +104,7 @@ def _pool(work: Work, shape: ModelShape, width: int, peak: Peak) -> tuple[list[s
     each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
     fits = int(room / (each * work.longest + fixed))
     lines.append(f"{line}, {_gib(room)} for caches, graphs and activations: {fits} sequences of {work.longest} tokens")
-    together = peak.bytes / GIB + layout.memory_share * memory
+    together = peak.bytes / GIB + copies * layout.memory_share * memory
     if work.cluster.pools.placement == "colocated" and together > memory:
         lines.append(
             f"training's fullest moment and the sampler's share are {together:.0f} GiB of {memory:g}: caches and "

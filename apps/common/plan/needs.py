@@ -25,6 +25,7 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.max_model_tokens": Yes("RolloutConfig.max_length"),
     "rollout.max_batched_tokens": Yes("RolloutConfig.prefill_tokens"),
     "rollout.memory_share": Yes("rollout/vllm/graphs_gpu_test.py"),
+    "rollout.copies_per_device": Yes("rollout/vllm/shared_device_gpu_test.py"),
     "rollout.chunked_prefill": Yes("rollout/vllm/parts_test.py"),
     "rollout.prefix_cache": Yes("rollout/vllm/parts_test.py"),
     "rollout.dtype": Yes("VllmConfig.dtype"),
@@ -37,6 +38,9 @@ EXPERTS_OF_COPIES = No(
     "each copy of the model in vLLM (--cluster.rollout.dp) has all of its experts, over its own workers: set ep to tp. "
     "Over copies vLLM 0.32 ends at the first expert on a CPU (its communicator's all_gatherv: NotImplementedError), and"
     " no accelerator has run it"
+)
+SHARED_BY_WORKERS = No(
+    "copies of several workers each never shared a device: set --cluster.rollout.tp 1, or leave it out"
 )
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
@@ -138,6 +142,8 @@ def _cluster_need(work: Work, path: str) -> Need:
     if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith("rollout.ray_"):
         layout = work.cluster.rollout
         over_copies = path == "rollout.ep" and layout.ep > layout.tp
+        if path == "rollout.copies_per_device" and layout.tp > 1:
+            return Need(feature, SHARED_BY_WORKERS)
         return Need(feature, EXPERTS_OF_COPIES if over_copies else _vllm(path))
     if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):
         return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))

@@ -259,8 +259,10 @@ def _time(plan: Plan, work: Work, shape: ModelShape, grid: Grid, batches: BatchP
 
 def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
     rollout = work.cluster.rollout
-    size = rollout.tp * rollout.dp
+    size = rollout.devices
     lines = [f"{rollout.engine}: tp {rollout.tp} x dp {rollout.dp}, ep {rollout.ep}"]
+    if rollout.copies_per_device > 1:
+        lines.append(f"{rollout.copies_per_device} copies share a device, each with memory and a processor of its own")
     if work.rollout_ranks % size and not _on_processors(work, size):
         plan.problems.append(
             f"{work.rollout_ranks} sampling devices are no multiple of tp x dp = {size}: change --cluster.rollout.tp "

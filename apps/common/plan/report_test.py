@@ -112,6 +112,7 @@ CHANGES = {
     "--cluster.pools.device-memory-gib 80": Cluster(pools=Pools(device_memory_gib=80)),
     "--cluster.rollout.tp 2": Cluster(rollout=RolloutLayout(tp=2)),
     "--cluster.rollout.dp 2": Cluster(rollout=RolloutLayout(dp=2)),
+    "--cluster.rollout.copies-per-device 2": Cluster(rollout=RolloutLayout(dp=2, copies_per_device=2)),
     "--cluster.rollout.ep 2": Cluster(rollout=RolloutLayout(tp=2, ep=2)),
     "--cluster.rollout.memory-share 0.5": Cluster(rollout=RolloutLayout(memory_share=0.5)),
     "--cluster.rollout.max-model-tokens 99": Cluster(rollout=RolloutLayout(max_model_tokens=99)),

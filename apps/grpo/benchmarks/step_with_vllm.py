@@ -1,7 +1,8 @@
 """A whole GRPO step of the 0.67B hybrid on one GPU, sampled by vLLM beside it, in turn and one step behind.
 
     PYTHONPATH=.:libs/seqpack:libs/dyncp:libs/chat_tools:libs/objectives:libs/engines:libs/rollout:libs/runlog \
-        TESSERA_VLLM_PYTHON=PYTHON python apps/grpo/benchmarks/step_with_vllm.py [--modes sync one_step_off] [--steps N]
+        TESSERA_VLLM_PYTHON=PYTHON python apps/grpo/benchmarks/step_with_vllm.py [--modes sync one_step_off] \
+        [--steps N] [--copies N]
 
 64 prompts of 128 tokens, 8 answers of 256 tokens each (random weights seldom stop), through the app as it is: its
 flags are printed. Rewards differ within a group, so that every row trains. TRL 1.16 with vLLM colocated took 11.8 s
@@ -45,7 +46,9 @@ SHAPE = {
 """That of libs/engines/benchmarks/step_gpu.py."""
 REWARD = "def reward(reply, end):\n    return sum(map(ord, reply.text)) % 97 / 97\n"
 VLLM = ('additional_config={"gdn_prefill_backend": "triton"}',)
-GRAPHS = ("16", "32", "64", "128", "192", "256", "320", "384", "448", "512")
+GRAPHS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+SHARE = 0.36
+"""Of the GPU's memory, for all copies of the model together."""
 SHOWN = ("step_s", "rollout_s", "train_s", "export_and_update_weights_s")
 
 
@@ -74,8 +77,9 @@ def _rendered(tokenizer, text: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool) -> list[str]:
+def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool, copies: int) -> list[str]:
     """The app's, for a run of so many steps."""
+    each = PROMPTS * GROUP // copies
     found = [
         "--recipe", "math", "--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"),
         "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--steps", str(steps),
@@ -83,12 +87,14 @@ def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool) -> lis
         "--sampling.max-new-tokens", str(NEW_TOKENS), "--eval-every", "1000", "--eval-share", "0.02",
         "--save-every", "1000", "--engine.device", device, "--engine.lr", "1e-6",
         "--engine.max-tokens-per-rank", "32768",
-        "--cluster.rollout.engine", "vllm", "--cluster.rollout.max-requests", str(PROMPTS * GROUP),
+        "--cluster.rollout.engine", "vllm", "--cluster.rollout.max-requests", str(each),
+        "--cluster.rollout.dp", str(copies), "--cluster.rollout.copies-per-device", str(copies),
         "--cluster.schedule.mode", mode,
     ]  # fmt: skip
     if device == "cuda":
-        found += ["--cluster.rollout.vllm", *VLLM, "--cluster.rollout.memory-share", "0.3"]
-        found += ["--cluster.rollout.cuda-graph-sizes", *GRAPHS] if graphs else []
+        found += ["--cluster.rollout.vllm", *VLLM, "--cluster.rollout.memory-share", f"{SHARE / copies:.3g}"]
+        sizes = [str(size) for size in GRAPHS if size <= each]
+        found += ["--cluster.rollout.cuda-graph-sizes", *sizes] if graphs else []
     if mode != "sync":
         found += ["--objective.off-policy", "truncate"]
     return found
@@ -114,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modes", nargs="+", default=["sync", "one_step_off"])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--copies", type=int, default=4, help="of the model in vLLM, all on the device")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="replay decoding steps")
     parser.add_argument("--keep", type=Path, default=None, help="a folder for the runs, in place of a temporary one")
@@ -127,12 +134,17 @@ def main() -> None:
                 sys.executable,
                 "-m",
                 "apps.grpo.main",
-                *flags(folder, mode, options.steps, options.device, options.graphs),
+                *flags(folder, mode, options.steps, options.device, options.graphs, options.copies),
             ]
             print(" ".join(command), flush=True)
             begun = time.monotonic()
             subprocess.run(command, check=True)
-            facts = {"mode": mode, "whole_run_s": time.monotonic() - begun, **medians(folder / mode)}
+            facts = {
+                "mode": mode,
+                "copies": options.copies,
+                "whole_run_s": time.monotonic() - begun,
+                **medians(folder / mode),
+            }
             print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items()}), flush=True)
 
 

@@ -23,6 +23,9 @@ class VllmConfig:
     """Workers, each a process with a device of its own, that share each matrix."""
     data_parallel: int = 1
     """Copies of the model."""
+    copies_per_device: int = 1
+    """Copies that share an accelerator, each a process whose own processor does the work of its steps between two
+    kernels: for models so small that a device waits for that. Each takes its own `memory_share`."""
     expert_parallel: bool = False
     """The workers have whole experts, in place of a part of each one."""
     prefix_cache: bool = False
@@ -53,7 +56,7 @@ class VllmConfig:
             raise ValueError("python must name an interpreter, or be left out")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name in ("tensor_parallel", "data_parallel", "kv_cache_gib", "threads"):
+        for name in ("tensor_parallel", "data_parallel", "copies_per_device", "kv_cache_gib", "threads"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -62,6 +65,8 @@ class VllmConfig:
                 raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
+        if self.copies_per_device > 1:
+            self._check_shared_devices()
         if not 0 < self.start_seconds < float("inf"):
             raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
         if self.memory_share is not None and not 0 < self.memory_share < 1:
@@ -75,6 +80,24 @@ class VllmConfig:
             json.dumps(dict(self.arguments))
         except TypeError as error:
             raise ValueError(f"arguments must be plain values that JSON can hold: {error}") from error
+
+    def _check_shared_devices(self) -> None:
+        each, copies = self.copies_per_device, self.data_parallel
+        if self.tensor_parallel > 1:
+            raise ValueError("copies that share a device have one worker each: set tensor_parallel=1")
+        if copies % each:
+            raise ValueError(
+                f"{copies} copies (data_parallel) do not fill devices of {each} copies each (copies_per_device)"
+            )
+        if self.memory_share is not None and each * self.memory_share >= 1:
+            raise ValueError(
+                f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower memory_share"
+            )
+
+    @property
+    def devices(self) -> int:
+        """That all copies need."""
+        return self.tensor_parallel * self.data_parallel // self.copies_per_device
 
     @property
     def reads_in_parts(self) -> bool:

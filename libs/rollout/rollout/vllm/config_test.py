@@ -16,6 +16,7 @@ BAD: dict[str, list[Any]] = {
     "dtype": ["float8", None],
     "tensor_parallel": [0, 1.5, True],
     "data_parallel": [0, None],
+    "copies_per_device": [0, True, 2],
     "expert_parallel": ["yes", 1],
     "prefix_cache": [None, 1],
     "sleep": [None, 1],
@@ -53,6 +54,19 @@ def test_a_setting_without_effect_is_refused():
 def test_experts_are_not_spread_over_one_worker():
     with pytest.raises(ValueError, match="expert_parallel has no effect on one worker"):
         VllmConfig(expert_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data_parallel": 3, "copies_per_device": 2}, "3 copies .* do not fill devices of 2"),
+        ({"data_parallel": 2, "copies_per_device": 2, "tensor_parallel": 2}, "set tensor_parallel=1"),
+        ({"data_parallel": 2, "copies_per_device": 2, "memory_share": 0.5}, "take 100% of its memory"),
+    ],
+)
+def test_copies_that_cannot_share_a_device_are_refused(settings: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        VllmConfig(**settings)
 
 
 def test_settings_of_an_accelerator_become_vllms_arguments():

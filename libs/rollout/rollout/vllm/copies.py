@@ -37,7 +37,7 @@ class _Call:
 
 
 class Copies:
-    """`config.data_parallel` processes, each with `config.tensor_parallel` devices of its own.
+    """`config.data_parallel` processes, each with `config.tensor_parallel` devices of its own, or with a share of one.
 
     Raises:
         ValueError: there is no interpreter that has vLLM.
@@ -45,7 +45,7 @@ class Copies:
 
     def __init__(self, config: VllmConfig, descriptors: Sequence[int]) -> None:
         self._seconds = config.start_seconds
-        self._count = config.data_parallel
+        self._count, self._sharing = config.data_parallel, config.copies_per_device
         self._processes: list[VllmProcess] = []
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -77,19 +77,26 @@ class Copies:
         return dict(self._dead)
 
     def start(self, start: Message, meanwhile: Callable[[], None]) -> Message:
-        """Have all start, and do something meanwhile; what the first says of itself.
+        """Have all start, and do something meanwhile; what the first says of itself. Copies that share a device start
+        one after another, as each measures what memory it finds free.
 
         Raises:
             ValueError: vLLM can't do what is asked.
             RuntimeError: a process died before it was ready.
         """
-        self._send_all({"start": start})
-        meanwhile()
-        answers = [self._first(process) for process in self._processes]
-        for answer in answers:
-            if "refused" in answer:
-                raise ValueError(answer["refused"])
-        facts: Message = answers[0]["ready"]
+        facts: Message = {}
+        for turn in range(self._sharing):
+            begun = self._processes[turn :: self._sharing]
+            for process in begun:
+                with contextlib.suppress(OSError):  # `_first` tells its last words
+                    process.wire.send({"start": start})
+            if turn == 0:
+                meanwhile()
+            for process in begun:
+                answer = self._first(process)
+                if "refused" in answer:
+                    raise ValueError(answer["refused"])
+                facts = facts or answer["ready"]
         return facts
 
     def load_first(self, load: Message, model: Path) -> None:

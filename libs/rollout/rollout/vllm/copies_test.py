@@ -1,6 +1,7 @@
 """What copies are told and when, with servers that the test plays: weights in all or none, a dead copy is left out."""
 
 import asyncio
+import select
 import socket
 import threading
 
@@ -126,5 +127,39 @@ def test_each_copy_sees_devices_of_its_own():
     assert own_devices(config, given, 0) == {"CUDA_VISIBLE_DEVICES": "4,5", "ASCEND_RT_VISIBLE_DEVICES": "0,1"}
     assert own_devices(config, given, 1) == {"CUDA_VISIBLE_DEVICES": "6,7", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}
     assert own_devices(VllmConfig(tensor_parallel=2), given, 0) == {}
+    shared = VllmConfig(data_parallel=4, copies_per_device=2)
+    assert shared.devices == 2
+    seen = [own_devices(shared, given, copy)["CUDA_VISIBLE_DEVICES"] for copy in range(4)]
+    assert seen == ["4", "4", "5", "5"]
+    with pytest.raises(ValueError, match="4 copies of which 2 share a device need 2, CUDA_VISIBLE_DEVICES names 1"):
+        own_devices(shared, {"CUDA_VISIBLE_DEVICES": "7"}, 0)
     with pytest.raises(ValueError, match="2 copies of 2 devices need 4, CUDA_VISIBLE_DEVICES names 3"):
         own_devices(config, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 0)
+
+
+def test_copies_on_a_device_start_one_after_another(monkeypatch):
+    """Those of other devices do so beside them."""
+    monkeypatch.setattr(rollout.vllm.copies, "VllmProcess", PlayedProcess)
+    PlayedProcess.made = []
+    copies = Copies(VllmConfig(data_parallel=4, copies_per_device=2, start_seconds=5), ())
+    told = []
+
+    def play():
+        for turn in ((0, 2), (1, 3)):
+            for copy in turn:
+                assert "start" in PlayedProcess.made[copy].hears()
+            others = [process for process in PlayedProcess.made if process.copy not in turn]
+            told.append([process.copy for process in others if _has_mail(process)])
+            for copy in turn:
+                PlayedProcess.made[copy].far.send({"ready": {"copy": copy}})
+
+    player = threading.Thread(target=play)
+    player.start()
+    facts = copies.start({}, lambda: None)
+    player.join(5)
+    copies.close()
+    assert (facts, told) == ({"copy": 0}, [[], []])
+
+
+def _has_mail(process):
+    return bool(select.select([process.far._end], [], [], 0.1)[0])

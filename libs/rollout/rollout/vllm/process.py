@@ -146,7 +146,8 @@ def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict[str, str]:
-    """The variables that leave a copy its own accelerators, of those that all may see; none where there is one copy.
+    """The variables that leave a copy its own accelerators, of those that all may see, or the one that it shares with
+    the copies next to it; none where there is one copy.
 
     Raises:
         ValueError: the variables name fewer than all copies need.
@@ -154,13 +155,19 @@ def own_devices(config: VllmConfig, given: Mapping[str, str], copy: int) -> dict
     if config.data_parallel == 1:
         return {}
     each = config.tensor_parallel
-    needed = each * config.data_parallel
+    needed, place = config.devices, copy // config.copies_per_device
     found = {}
     for variable in VISIBLE:
         seen = given[variable].split(",") if given.get(variable) else [str(number) for number in range(needed)]
         if len(seen) < needed:
             raise ValueError(
-                f"{config.data_parallel} copies of {each} devices need {needed}, {variable} names {len(seen)}"
+                f"{config.data_parallel} copies of {_devices(config)} need {needed}, {variable} names {len(seen)}"
             )
-        found[variable] = ",".join(seen[copy * each : (copy + 1) * each])
+        found[variable] = ",".join(seen[place * each : (place + 1) * each])
     return found
+
+
+def _devices(config: VllmConfig) -> str:
+    if config.copies_per_device > 1:
+        return f"which {config.copies_per_device} share a device"
+    return f"{config.tensor_parallel} devices"

@@ -47,7 +47,7 @@ def serve(descriptor: int) -> None:
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(wire, inbox, scratch), daemon=True).start()
     try:
-        _Server(wire, inbox).run(inbox.get())
+        _Server(wire, inbox).run()
     finally:  # it returns after a refusal alone
         if sys.exc_info()[0] is not None:
             traceback.print_exc()  # the engine reads the last words
@@ -94,10 +94,11 @@ class _Server:
         self._waits = False
         """For the other copies of the model, which have not all got so far."""
 
-    def run(self, first: dict[str, Any]) -> None:
+    def run(self) -> None:
         """Start as the first message says, then serve for ever."""
         from rollout.vllm.server.generator import Generator  # vLLM, seconds: the reader is at work by now
 
+        first = self._inbox.get()
         try:
             self._generator = Generator(first["start"])
         except ValueError as error:
