@@ -10,13 +10,14 @@ import pytest
 
 from apps.common.kills import in_child, kill_at_call
 from apps.common.plan.cluster import Cluster, Schedule
+from apps.common.reporter import Reporter
 from apps.common.trained import assert_trained
 from apps.grpo import schedule_async, schedule_one_step
 from apps.grpo.main import configure, run
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, rows, same_weights, small
-from apps.grpo.testing import RECIPE, make_troubled_tasks
+from apps.grpo.testing import RECIPE, HeldTasks, make_troubled_tasks
 from engines.launch import RankError
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
@@ -124,6 +125,23 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path, monkeypatch):
     assert set(shown[1]) == {"queue", "sampling", "staleness", "episodes", "requests"}
     assert shown[1]["episodes"].endswith(" in flight")
     assert shown[1]["requests"].endswith(" waiting")
+
+
+def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path, monkeypatch):
+    """As the progress line of a whole run is told: the first step's sixteen end once the line has said so."""
+    told, gate, live = [], tmp_path / "gate", Reporter.live
+
+    def watch(self, values):
+        told.append(values.get("episodes"))
+        if told[-1] == "16 in flight":
+            gate.touch()
+        live(self, values)
+
+    monkeypatch.setattr(Reporter, "live", watch)
+    config = small(tmp_path / "run", Schedule("fully_async"), steps=1, eval_every=1)
+    run(config, replace(RECIPE, make_tasks=lambda config, _: HeldTasks(config.data.eval_prompts, gate=gate)))
+    assert "16 in flight" in told
+    assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
 
 
 def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):

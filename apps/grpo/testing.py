@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -120,6 +121,34 @@ class TroubledTasks(BabbleTasks):
     def environment(self, row: TaskRow) -> EnvironmentFactory:
         """To talk about the row's number, with trouble."""
         return functools.partial(Troubled, row.data["number"])
+
+
+class Held(Babble):
+    """A turn stays open until the file `gate` is there, or a minute is over."""
+
+    def __init__(self, number: int, gate: Path) -> None:
+        super().__init__(number)
+        self.gate = gate
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Score the reply once it may end."""
+        for _ in range(6000):
+            if self.gate.is_file():
+                break
+            await asyncio.sleep(0.01)
+        return await super().step(reply)
+
+
+@dataclass(frozen=True)
+class HeldTasks(BabbleTasks):
+    """Numbers to talk about, of which only the held-out ones end before the file `gate` is there."""
+
+    gate: Path = field(kw_only=True)
+
+    def environment(self, row: TaskRow) -> EnvironmentFactory:
+        """To talk about the row's number."""
+        number = row.data["number"]
+        return super().environment(row) if number < self.eval_prompts else functools.partial(Held, number, self.gate)
 
 
 def make_troubled_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> TroubledTasks:
