@@ -1,155 +1,103 @@
-"""This app's steps against TRL's SFTTrainer: the same model, rows, order, optimizer and budget, in one run on a CPU.
+"""This app's steps against TRL's SFTTrainer: the same model, rows, order, optimizer and budget, in one run.
 
-    python -m apps.sft.benchmarks.against_trl [STEPS]        (trl, datasets and accelerate on the path)
+    python -m apps.sft.benchmarks.against_trl [--device cpu|cuda] [--steps N] [--trl NAME ...] [--out FILE]
+        (trl, datasets and accelerate on the path)
 
-Both take the rows that this app tokenised, in its order, with its mask; one thread, float32, a constant rate, clipping
-at 1. Time is the process's own (CPU seconds), so that a busy machine matters little. The losses are printed side by
-side: the curves are to be equal.
+Both take rows that are tokenised already, in the same order and with the same mask, and a constant rate, and clip at 1.
+Both are timed from the end of one step to the end of the next, from rows to loss, so with collation; TRL logs every
+step, as our loop does. On a CPU: one thread, float32, the process's own seconds, so that a busy machine matters
+little. On a GPU: float32 weights and bfloat16 arithmetic on both sides (TRL's by autocast, its default), the kernels of
+flash-linear-attention and causal-conv1d for both where they are installed, wall time. The losses are printed side by
+side: the curves are to be equal, but for TRL's "packing", whose steps have other rows.
 """
 
+import argparse
+import json
 import os
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
-from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import SFTConfig as TrlConfig
-from trl import SFTTrainer
 
-from apps.common.tokens import load_tokenizer, quiet_libraries
-from apps.quickstart.model import save_tiny_model
-from apps.sft.config import DataConfig, SftConfig
-from apps.sft.course import course_of
-from apps.sft.data import load_conversations, write_demonstrations
+from apps.common.tokens import quiet_libraries
+from apps.sft.benchmarks.setting import TASKS, Task
+from apps.sft.benchmarks.trl_side import VARIANTS, Curve, Stopwatch, clear, train
 from apps.sft.fit import fit
-from apps.sft.reading.sources import Source
-from apps.sft.samples import Sample, batch_of
-from engines import EngineConfig, build_engine
+from apps.sft.samples import batch_of
+from engines import build_engine
 from objectives import SFT
 
-ENGINE = EngineConfig(device="cpu", lr=3e-3)
+
+def ours(task: Task) -> Curve:
+    """The losses and times of this app's loop."""
+    engine = build_engine(replace(task.engine, model=str(task.model)))
+    watch, losses = Stopwatch(task.engine.device), []
+    for _, metrics in fit(engine, lambda step: batch_of(task.steps[step]), SFT(), len(task.steps), ahead=True):
+        losses.append(metrics["loss"])
+        watch.mark()
+    peak = watch.peak_gib()
+    dist.destroy_process_group()
+    return Curve(losses, task.tokens, watch.seconds, peak)
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The loss of each step, and CPU seconds a step."""
-
-    losses: list[float]
-    seconds: list[float]
-
-
-def ours(model: Path, steps: list[list[Sample]]) -> Iterator[tuple[float, float]]:
-    """Loss and CPU seconds of each step by this app's loop."""
-    engine = build_engine(replace(ENGINE, model=str(model)))
-    batches = [batch_of(rows) for rows in steps]
-    clock = time.process_time()
-    for _, metrics in fit(engine, batches.__getitem__, SFT(), len(steps), ahead=True):
-        yield metrics["loss"], time.process_time() - clock
-        clock = time.process_time()
+def measure(task: Task, variants: list[str], folder: Path) -> dict[str, Curve]:
+    """Every side's curve, ours first; a line each as it ends."""
+    found: dict[str, Curve] = {}
+    for name in ("ours", *variants):
+        clear()
+        found[name] = ours(task) if name == "ours" else train(task, name, folder / "trl")
+        curve = found[name]
+        facts = {"median_step_ms": round(1e3 * sorted(curve.seconds[3:])[len(curve.seconds[3:]) // 2], 1)}
+        facts |= {"tokens_per_s": round(curve.rate()), "peak_gib": round(curve.peak_gib, 2), "steps": len(curve.losses)}
+        facts |= {"first_s": round(curve.seconds[0], 1), "losses": [round(curve.losses[i], 4) for i in (0, -1)]}
+        print(json.dumps({"what": name} | facts), flush=True)
+    return found
 
 
-class InOrder(SFTTrainer):
-    """Rows as they come."""
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-        del args, kwargs
-        return SequentialSampler(self.train_dataset)
-
-
-class Clock(TrainerCallback):
-    """CPU seconds of each step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.begun = 0.0
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start."""
-        del args, kwargs
-        self.begun = time.process_time()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Stop."""
-        del args, kwargs
-        self.seconds.append(time.process_time() - self.begun)
-
-
-def trl(model: Path, steps: list[list[Sample]], folder: Path, tokenizer: Any) -> Curve:
-    """The same by TRL."""
-    rows = [
-        {"input_ids": row["input_ids"].tolist(), "completion_mask": row["loss_mask"].int().tolist()}
-        for step in steps
-        for row in step
-    ]
-    config = TrlConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        max_steps=len(steps),
-        per_device_train_batch_size=len(steps[0]),
-        learning_rate=ENGINE.lr,
-        lr_scheduler_type="constant",
-        adam_beta1=ENGINE.betas[0],
-        adam_beta2=ENGINE.betas[1],
-        adam_epsilon=ENGINE.eps,
-        weight_decay=ENGINE.weight_decay,
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
-        completion_only_loss=True,
-        max_length=None,
-        logging_steps=1,
-        logging_strategy="steps",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    clock = Clock()
-    trainer = InOrder(loaded, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    trainer.add_callback(clock)
-    trainer.train()
-    return Curve([row["loss"] for row in trainer.state.log_history if "loss" in row], clock.seconds)
-
-
-def main(count: int) -> None:
-    """Print the table."""
-    quiet_libraries()
-    torch.set_num_threads(1)
-    with TemporaryDirectory() as made:
-        folder = Path(made)
-        model = save_tiny_model(folder / "model", 0)
-        tokenizer = load_tokenizer(model)
-        data = DataConfig(max_tokens=256, demonstrations=4096)
-        source = Source(write_demonstrations(data, 0, folder / "rows.jsonl"))
-        rows = load_conversations(data, [source], tokenizer, None, folder / "tokens")
-        course = course_of(SftConfig(steps=count, data=data), rows)
-        steps = [[rows.train[i] for i in course.rows(step)] for step in range(count)]
-        tokens = sum(len(row["input_ids"]) for step in steps for row in step)
-        found = list(zip(*ours(model, steps), strict=True))
-        dist.destroy_process_group()
-        left = Curve(list(found[0]), list(found[1]))
-        right = trl(model, steps, folder / "trl", tokenizer)
-    print("| step | ours | TRL |\n| --- | --- | --- |")
+def table(found: dict[str, Curve], count: int) -> None:
+    """The curves side by side, and how many times TRL's rate ours is."""
+    left = found["ours"]
+    print("| step | " + " | ".join(found) + " |\n| --- |" + " --- |" * len(found))
     for step in range(0, count, max(1, count // 10)):
-        print(f"| {step + 1} | {left.losses[step]:.4f} | {right.losses[step]:.4f} |")
-    worst = max(abs(a - b) for a, b in zip(left.losses, right.losses, strict=True))
-    speeds = [tokens / count / sorted(curve.seconds)[count // 2] for curve in (left, right)]
-    print(f"largest difference of a loss: {worst:.1e}; {tokens // count} tokens a step")
-    print(
-        f"tokens a CPU second (median step): ours {speeds[0]:,.0f}, TRL {speeds[1]:,.0f}: {speeds[0] / speeds[1]:.1f}x"
-    )
+        cells = (f"{c.losses[step]:.4f}" if step < len(c.losses) else "" for c in found.values())
+        print(f"| {step + 1} | " + " | ".join(cells) + " |")
+    for name, curve in found.items():
+        if name == "ours":
+            continue
+        ratio = f"{left.rate() / curve.rate():.2f} times TRL's tokens/s ({name})"
+        if "packing" in VARIANTS[name]:
+            print(ratio + "; its steps have other rows")
+        else:
+            worst = max(abs(a - b) for a, b in zip(left.losses, curve.losses, strict=True))
+            print(f"{ratio}; largest difference of a loss {worst:.1e}")
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=list(TASKS), default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--trl", nargs="+", choices=list(VARIANTS), default=None, help="ways to run TRL")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.steps < 5:
+        raise SystemExit("--steps must be at least 5: the first three are not timed")
+    if given.device == "cuda" and torch.cuda.device_count() != 1:
+        raise SystemExit("set CUDA_VISIBLE_DEVICES to one GPU: TRL takes all that it sees")
+    quiet_libraries()
+    torch.set_num_threads(1 if given.device == "cpu" else torch.get_num_threads())
+    variants = given.trl or (["no checkpointing"] if given.device == "cpu" else list(VARIANTS))
+    with TemporaryDirectory() as made:
+        task = TASKS[given.device](Path(made), given.steps)
+        found = measure(task, variants, Path(made))
+    table(found, given.steps)
+    if given.out:
+        given.out.write_text(json.dumps({name: asdict(curve) for name, curve in found.items()}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+    main()

@@ -1,0 +1,183 @@
+"""TRL's side of `against_trl`: its SFTTrainer over rows that are tokenised already, in the order that they have."""
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from apps.sft.benchmarks.setting import ROW_TOKENS, Task
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss, useful tokens and seconds of each step, from the end of the one before; the device's peak from step 4."""
+
+    losses: list[float]
+    tokens: list[int]
+    seconds: list[float]
+    peak_gib: float = 0.0
+
+    def rate(self) -> float:
+        """Useful tokens a second: the median of the steps after the third."""
+        rates = sorted(n / took for n, took in zip(self.tokens[3:], self.seconds[3:], strict=True))
+        return rates[len(rates) // 2]
+
+
+class Stopwatch:
+    """Seconds between marks: the process's own on a CPU, where others may be busy, the clock's on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.seconds: list[float] = []
+        self._last = self._now()
+
+    def _now(self) -> float:
+        if not self.cuda:
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def mark(self) -> None:
+        """End one step."""
+        now = self._now()
+        self.seconds.append(now - self._last)
+        self._last = now
+        if self.cuda and len(self.seconds) == 3:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_gib(self) -> float:
+        """Of the device's memory since the third mark."""
+        return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else 0.0
+
+
+class _InOrder(SFTTrainer):
+    """Rows as they come."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
+        del args, kwargs
+        return SequentialSampler(self.train_dataset)
+
+
+class _Clock(TrainerCallback):
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.watch: Stopwatch | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        self.watch = Stopwatch(self.device)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        assert self.watch is not None
+        self.watch.mark()
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"gradient_checkpointing": True},
+    "no checkpointing": {"gradient_checkpointing": False},
+    "padding-free": {"gradient_checkpointing": False, "padding_free": True},
+    "packing": {
+        "gradient_checkpointing": False,
+        "packing": True,
+        "max_length": ROW_TOKENS,
+        "per_device_train_batch_size": 1,
+    },
+}
+"""What differs from TRL's defaults. "padding-free" packs the rows of a step, "packing" (best fit) all rows."""
+
+
+def train(task: Task, variant: str, folder: Path) -> Curve:
+    """Train a fresh copy of the model on all rows once."""
+    options = VARIANTS[variant]
+    packs = "packing" in options or "padding_free" in options
+    device = task.engine.device
+    rows = [
+        {"input_ids": row["input_ids"].tolist(), "completion_mask": row["loss_mask"].int().tolist()}
+        for step in task.steps
+        for row in step
+    ]
+    attention = _attention() if packs and device == "cuda" else "sdpa"
+    loaded = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation=attention)
+    clock = _Clock(device)
+    trainer = _InOrder(
+        loaded, _config(task, options, folder), train_dataset=Dataset.from_list(rows), processing_class=task.tokenizer
+    )
+    trainer.add_callback(clock)
+    trainer.train()
+    assert clock.watch is not None
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    tokens = task.tokens
+    if "packing" in options:
+        tokens = [len(row["input_ids"]) for row in trainer.train_dataset][: len(losses)]
+    return Curve(losses, tokens, clock.watch.seconds, clock.watch.peak_gib())
+
+
+def _config(task: Task, options: dict[str, Any], folder: Path) -> SFTConfig:
+    engine = task.engine
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": len(task.steps[0]),
+        "max_length": None,
+        "use_cpu": engine.device == "cpu",
+        "bf16": engine.device != "cpu",
+        "dataloader_pin_memory": engine.device != "cpu",
+        **options,
+    }
+    return SFTConfig(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        learning_rate=engine.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=engine.betas[0],
+        adam_beta2=engine.betas[1],
+        adam_epsilon=engine.eps,
+        weight_decay=engine.weight_decay,
+        max_grad_norm=1.0,
+        completion_only_loss=True,
+        logging_steps=1,
+        logging_strategy="steps",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **given,
+    )
+
+
+def _attention() -> str:
+    """Torch's attention over sequences of several lengths, which keeps packed rows apart as flash attention does."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *unused: Any,
+        scaling: float | None = None,
+        cu_seq_lens_q: torch.Tensor,
+        max_length_q: int,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        del module, unused, others
+        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
+        edges, longest = cu_seq_lens_q, int(max_length_q)
+        out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scaling, window_size=(-1, 0))
+        return out[None], None
+
+    AttentionInterface.register("varlen", attend)
+    AttentionMaskInterface.register("varlen", lambda *args, **kwargs: None)  # noqa: ARG005
+    return "varlen"
+
+
+def clear() -> None:
+    """Give back what the run before held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
