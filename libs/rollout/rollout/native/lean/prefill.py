@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from rollout.native.lean.padded import Padded
 from seqpack.ops import attention, causal_conv1d, causal_conv1d_state, gated_delta_rule
 
 
@@ -22,6 +24,10 @@ class PackedCache:
     kv: list[Tensor] = field(default_factory=list)
     conv: list[Tensor] = field(default_factory=list)
     state: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def _padded(self) -> Padded | None:
+        return Padded(self.lengths) if self.cu_seqlens.device.type == "cpu" else None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "PackedCache":
@@ -46,6 +52,8 @@ class PackedCache:
         """Each prompt to itself; keys and values are kept."""
         assert index == len(self.kv)
         self.kv.append(torch.stack([k, v], dim=1))
+        if self._padded is not None:
+            return self._padded.attend(q, k, v, scale)
         return attention(q, k, v, self.cu_seqlens, scale, max_seqlen=max(self.lengths))
 
     def tokens_of(self, picks: Sequence[int]) -> Tensor:

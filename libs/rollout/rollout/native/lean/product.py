@@ -1,9 +1,14 @@
-"""Matrix products of many tokens at once, by the quicker of two libraries.
+"""Matrix products on a CPU, each number of tokens by what is quickest there.
 
-Torch hands float32 products on a CPU to MKL. oneDNN, which torch has beside it, does them at twice the rate where MKL
-does not know the processor (an AMD EPYC with AVX-512: 240 against 105 GFLOP/s), and costs 8 microseconds more a call.
+Torch hands float32 products to MKL. oneDNN, which torch has beside it, does those of many tokens at twice the rate
+where MKL does not know the processor (an AMD EPYC with AVX-512: 240 against 105 GFLOP/s), and costs 8 microseconds more
+a call; a matrix that it packed once is not brought into its layout at every call. One token's product waits for the
+matrix to be read: by MKL at 21 to 29 GB/s there; as a weighted sum of rows, which is what `embedding_bag` makes, at 33
+to 41, and shared among threads.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +19,21 @@ WORTHWHILE = 1 << 21
 """Multiplications of a product from which oneDNN does it."""
 MIN_ROWS = 8
 """Fewer rows wait for memory, whoever multiplies."""
+WORTHWHILE_PACKED = 1 << 20
+"""Multiplications from which oneDNN does it, of two rows or more, by a matrix that it has packed."""
+READ_ONCE = 1 << 16
+"""Elements of a matrix from which one token's product is a weighted sum of its rows."""
+PACKED_FOR = 16
+"""Rows that packing has in mind; others take the same layout, and it is the best or nearly so for 2 to 512."""
 
 # What torch's own compiler calls for a frozen linear layer; None in a build without oneDNN.
-_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+_HAS: bool = torch.backends.mkldnn.is_available()
+_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _HAS else None
+_PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if _ONEDNN is not None else None
 
 
 def worthwhile(x: Tensor, outputs: int) -> bool:
-    """Whether oneDNN should multiply x [T, H] by a matrix of so many outputs."""
+    """Whether oneDNN should multiply x [T, H] by a matrix of so many outputs, as it lies in the module."""
     return (
         x.shape[0] >= MIN_ROWS
         and x.shape[0] * x.shape[1] * outputs >= WORTHWHILE
@@ -36,3 +49,47 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         done: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
         return done
     return linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A copy of a matrix of N outputs of H inputs, in the layouts that products read quickest. Without gradients.
+
+    `columns` [H, N]; `packed` is oneDNN's own of [N, H], None for other types than float32, other devices than the CPU,
+    and where torch has no oneDNN.
+    """
+
+    columns: Tensor
+    packed: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Matrix":
+        """Copy a weight [N, H]."""
+        plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        packed = _PACK(weight.contiguous(), PACKED_FOR) if plain and _PACK is not None and weight.numel() else None
+        return cls(weight.t().contiguous(), packed)
+
+    def __call__(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """x [T, H] times the matrix, plus shift [N] or [T, N]: [T, N]."""
+        rows, columns = x.shape[0], self.columns
+        if self.packed is not None:
+            if rows == 1 and columns.numel() >= READ_ONCE:
+                read = _read_once(x, columns)
+                return read if shift is None else read.add_(shift)
+            if rows > 1 and rows * columns.numel() >= WORTHWHILE_PACKED:
+                done: Tensor = _ONEDNN(x, self.packed, None, "none", [], "")
+                return done if shift is None else done.add_(shift)
+        return x @ columns if shift is None else torch.addmm(shift, x, columns)
+
+
+def _read_once(x: Tensor, columns: Tensor) -> Tensor:
+    """x [1, H] times columns [H, N]: the sum of its rows, each times its element of x; a part of them a thread."""
+    order, begins = _order(x.shape[1], min(torch.get_num_threads(), x.shape[1]))
+    parts = torch.embedding_bag(columns, order, begins, False, 0, False, x.view(-1))[0]
+    return parts if parts.shape[0] == 1 else parts.sum(0, keepdim=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(rows: int, parts: int) -> tuple[Tensor, Tensor]:
+    """All rows in order, and where each part of them begins."""
+    return torch.arange(rows), torch.tensor([rows * part // parts for part in range(parts)])

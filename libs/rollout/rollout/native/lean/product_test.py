@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rollout.native.lean.product import MIN_ROWS, WORTHWHILE, product, worthwhile
+from rollout.native.lean import product as product_module
+from rollout.native.lean.product import MIN_ROWS, READ_ONCE, WORTHWHILE, WORTHWHILE_PACKED, Matrix, product, worthwhile
 from rollout.native.lean.weights import Projection
 
 LARGE = (64, 128, WORTHWHILE // (64 * 128))
@@ -31,6 +32,56 @@ def test_only_large_float32_products_go_to_onednn():
     assert not worthwhile(x.double(), w.shape[0])
     assert not worthwhile(x.bfloat16(), w.shape[0])
     assert not worthwhile(x[: MIN_ROWS - 1], 1 << 20)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(129, 512), (512, 129), (2, 40_000), (24, 7), (1, 70_000)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])
+@pytest.mark.usefixtures("threads")
+def test_a_matrix_takes_any_number_of_tokens(rows, shape, dtype):
+    """By a sum of rows, by a plain product or by oneDNN, alone and added to something: the same numbers."""
+    x, w, b = drawn(rows, *shape, dtype)
+    matrix, exact = Matrix.of(w), x.double() @ w.double().t()
+    kept, h = x.clone(), torch.randn(rows, shape[1]).to(dtype)
+    bound = {torch.float32: 8e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype] * shape[0] ** 0.5
+    for shift in (None, b, h):
+        before = None if shift is None else shift.clone()
+        got = matrix(x, shift)
+        assert got.dtype == dtype
+        wanted = exact if shift is None else exact + shift.double()
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound)
+        assert shift is None or shift.equal(before)
+    assert x.equal(kept)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_who_multiplies_goes_by_rows_and_size(monkeypatch):
+    asked = []
+    for name in ("_read_once", "_ONEDNN"):
+        monkeypatch.setattr(
+            product_module, name, lambda x, *rest, name=name: asked.append(name) or torch.zeros(x.shape[0], 1)
+        )
+
+    def who(rows, inputs, outputs, dtype=torch.float32):
+        asked.clear()
+        x, w, _ = drawn(rows, inputs, outputs, dtype)
+        Matrix.of(w)(x)
+        return asked[0] if asked else None
+
+    assert who(1, 256, READ_ONCE // 256) == "_read_once"
+    assert who(1, 256, READ_ONCE // 256 - 1) is None
+    assert who(1, 256, READ_ONCE // 256, torch.float64) is None
+    assert who(4, 256, WORTHWHILE_PACKED // 1024) == "_ONEDNN"
+    assert who(4, 256, WORTHWHILE_PACKED // 1024 - 1) is None
+    assert who(4, 256, WORTHWHILE_PACKED // 1024, torch.float64) is None
 
 
 @pytest.mark.parametrize("scaled", [True, False])

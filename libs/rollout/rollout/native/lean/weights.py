@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rollout.native.lean.product import product, worthwhile
+from rollout.native.lean.product import Matrix, product
 
 JOIN_ELEMENTS = 1 << 22
 """Matrices of one input are joined where they have at most so many elements together."""
@@ -20,15 +20,14 @@ JOIN_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Projection:
-    """One input [T, H], several outputs: by one joined matrix [H, sum of sizes], or by matrices [size, H] of their own.
+    """One input [T, H], several outputs: by one joined matrix, or by matrices [size, H] of their own.
 
     `factor` [H] multiplies the input first; None where it is multiplied into the matrix. `shift` is added to the joined
-    output. `rows` [sum of sizes, H] is the joined matrix as oneDNN reads it quickest.
+    output.
     """
 
     sizes: tuple[int, ...]
-    joined: Tensor | None
-    rows: Tensor | None
+    joined: Matrix | None
     shift: Tensor | None
     parts: tuple[tuple[Tensor, Tensor | None], ...]
     factor: Tensor | None
@@ -40,13 +39,13 @@ class Projection:
         """Join the (weight, bias) pairs where they are small and `join` allows it."""
         sizes = tuple(w.shape[0] for w, _ in parts)
         if not join or not joinable(parts):
-            return cls(sizes, None, None, None, tuple(parts), factor)
+            return cls(sizes, None, None, tuple(parts), factor)
         whole, shift = torch.cat([w for w, _ in parts]), None
         if any(b is not None for _, b in parts):
             shift = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in parts])
         if factor is not None and whole.dtype in (torch.float32, torch.float64):  # narrow types would round twice
             whole, factor = whole * factor, None
-        return cls(sizes, whole.t().contiguous(), whole, shift, (), factor)
+        return cls(sizes, Matrix.of(whole), shift, (), factor)
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The outputs of x [T, H], each [T, size]."""
@@ -62,17 +61,13 @@ class Projection:
     def whole(self, x: Tensor) -> Tensor:
         """The joined output [T, sum of sizes]."""
         assert self.joined is not None
-        assert self.rows is not None
-        x = self._scaled(x)
-        if worthwhile(x, self.rows.shape[0]):
-            return product(x, self.rows, self.shift)
-        return x @ self.joined if self.shift is None else torch.addmm(self.shift, x, self.joined)
+        return self.joined(self._scaled(x), self.shift)
 
     def added_to(self, h: Tensor, x: Tensor) -> Tensor:
         """h + the one output of x."""
-        if self.joined is None or self.shift is not None or worthwhile(x, self.joined.shape[1]):
+        if self.joined is None or self.shift is not None:
             return h + self(x)[0]
-        return torch.addmm(h, self._scaled(x), self.joined)
+        return self.joined(self._scaled(x), h)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.factor is None else (wide(x) * self.factor).to(x.dtype)
