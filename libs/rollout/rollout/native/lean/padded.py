@@ -30,9 +30,13 @@ class Padded:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Each prompt to itself: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
-        outputs = []
+        outputs: list[Tensor] = []
         for taken, count, longest in self._groups:
-            heads = (x.index_select(0, taken).unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v))
-            o = scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            queries, keys, values = (
+                x.index_select(0, taken).unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v)
+            )
+            o = scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
             outputs.append(o.transpose(1, 2).flatten(0, 1))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, self._back)

@@ -55,24 +55,28 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Matrix:
     """A copy of a matrix of N outputs of H inputs, in the layouts that products read quickest. Without gradients.
 
-    `columns` [H, N]; `packed` is oneDNN's own of [N, H], None for other types than float32, other devices than the CPU,
-    and where torch has no oneDNN.
+    `columns` [H, N]; `special`: float32 on a CPU, where torch has oneDNN.
     """
 
     columns: Tensor
-    packed: Tensor | None
+    special: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> "Matrix":
         """Copy a weight [N, H]."""
         plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
-        packed = _PACK(weight.contiguous(), PACKED_FOR) if plain and _PACK is not None and weight.numel() else None
-        return cls(weight.t().contiguous(), packed)
+        return cls(weight.t().contiguous(), plain and _PACK is not None)
+
+    @functools.cached_property
+    def packed(self) -> Tensor:
+        """As oneDNN lays it out; made when several tokens ask for the first time."""
+        made: Tensor = _PACK(self.columns.t().contiguous(), PACKED_FOR)
+        return made
 
     def __call__(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
         """x [T, H] times the matrix, plus shift [N] or [T, N]: [T, N]."""
         rows, columns = x.shape[0], self.columns
-        if self.packed is not None:
+        if self.special:
             if rows == 1 and columns.numel() >= READ_ONCE:
                 read = _read_once(x, columns)
                 return read if shift is None else read.add_(shift)
