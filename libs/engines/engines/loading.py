@@ -24,11 +24,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device of this rank; ValueError where it is not there."""
+    """The device of this rank; ValueError where it is not there, or lacks a dtype that is asked of it."""
     devices = devices_of(config.device)
     if reason := devices.missing():
         raise ValueError(f"device={devices.kind!r} but {reason}: use device='cpu' or 'auto'")
-    return devices.current()
+    device = devices.current()
+    asked = {"dtype": compute_dtype(config, device), "master_dtype": DTYPES[config.master_dtype]}
+    asked["moments_dtype"] = DTYPES.get(config.moments_dtype, asked["master_dtype"])
+    for setting, dtype in asked.items():
+        if devices.lacks(dtype):
+            name = str(dtype).removeprefix("torch.")
+            given = getattr(config, setting)
+            without = "'auto'" if setting == "moments_dtype" and given != "auto" else "'float32'"
+            raise ValueError(f"{setting}={given!r} is {name}, which {device} can't compute in: set {setting}={without}")
+    return device
 
 
 def device_of(config: EngineConfig, module: nn.Module) -> torch.device:

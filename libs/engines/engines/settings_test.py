@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.adapters.config import LoraConfig
 from engines.capability import BACKENDS, FSDP2, No, Yes, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
 from engines.execution.schedule import learning_rate
+from engines.fast.support import use_replicated_weights
 
 BAD: dict[str, list[Any]] = {
     "backend": ["fsdp", None, 1],
@@ -191,3 +194,27 @@ def test_an_option_of_the_other_backend_is_refused():
 def test_unsupported_settings_are_refused_with_the_reason(options):
     with pytest.raises(ValueError, match="is not supported:"):
         refuse_unsupported(EngineConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": LoraConfig(rank=2)}, "lora has not been run with parameters_on_host"),
+        ({"expert_parallel": 2}, "expert_parallel has not been run with parameters_on_host"),
+        ({"shard_ranks": 2}, "shard_ranks has not been run with parameters_on_host"),
+        ({"backend": "megatron"}, "parameters_on_host is not supported: Megatron's layers compute from weights on"),
+        ({"weights": "replicated"}, "weights='replicated' cannot be had: replicated weights are on the device"),
+        ({"moments_dtype": "bfloat16"}, "optimizer_on_host keeps float32 moments"),
+        ({"optimizer_on_host": False}, "set optimizer_on_host=True"),
+    ],
+)
+def test_what_parameters_on_the_host_are_not_beside_is_refused(options, message):
+    """Before a model is loaded or a process group made."""
+
+    def build():
+        config = EngineConfig(**{"optimizer_on_host": True, "parameters_on_host": True, **options})
+        refuse_unsupported(config)
+        use_replicated_weights(config, torch.device("cuda"), ranks=1)
+
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -32,6 +32,11 @@ class Accelerator:
         del given, ranks
         return {}
 
+    def lacks(self, dtype: torch.dtype) -> bool:
+        """bfloat16 is what older ones lack, or compute by way of float32 at a fraction of its speed."""
+        emulated = False
+        return dtype == torch.bfloat16 and not self.module.is_bf16_supported(emulated)
+
     def use(self, local_rank: int) -> None:
         """The device of this number; they are taken in turn where there are fewer than ranks."""
         if reason := self.missing():

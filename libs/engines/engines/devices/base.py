@@ -33,6 +33,9 @@ class Devices(Protocol):
     def missing(self) -> str | None:
         """Why there is no such device here; None where there is one."""
 
+    def lacks(self, dtype: torch.dtype) -> bool:
+        """Whether the current device has no arithmetic of this dtype."""
+
     def use(self, local_rank: int) -> None:
         """Make one device of this machine the current one, by the rank among its processes. ValueError where there is
         none."""

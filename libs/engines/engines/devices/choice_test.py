@@ -49,6 +49,35 @@ def test_a_device_that_is_not_there_is_refused(kind, reason):
     assert kind not in [devices.kind for devices in accelerators_here()]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "dtype='auto' is bfloat16, which cuda:0 can't compute in: set dtype='float32'"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' is bfloat16, which cuda:0 can't compute in: set dtype='float32'"),
+        ({"dtype": "float32", "master_dtype": "bfloat16"}, "master_dtype='bfloat16' is.*: set master_dtype='float32'"),
+        ({"dtype": "float32", "moments_dtype": "bfloat16"}, "moments_dtype='bfloat16' is.*: set moments_dtype='auto'"),
+        ({"dtype": "float32"}, None),
+    ],
+)
+def test_a_dtype_that_the_device_lacks_is_refused_before_a_step(options, message, monkeypatch):
+    """An old GPU, as far as torch tells: torch itself would go on, by way of float32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    config = EngineConfig(device="cuda", **options)
+    if message is None:
+        assert resolve_device(config) == torch.device("cuda", 0)
+        return
+    with pytest.raises(ValueError, match=message):
+        resolve_device(config)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float64"), ("cpu", "float16"), ("mps", "float32")])
+def test_dtypes_and_devices_that_no_engine_has_are_refused_by_the_settings(device, dtype):
+    with pytest.raises(ValueError, match=r"d(type|evice) must be one of"):
+        EngineConfig(device=device, dtype=dtype)
+
+
 @given(st.integers(120, 7200), st.tuples(PORTS, PORTS), st.tuples(PORTS, PORTS))
 def test_settings_are_read_back_and_ranges_that_meet_are_refused(timeout, host, npu):
     assume(host[0] <= host[1] and npu[0] <= npu[1])

@@ -22,6 +22,11 @@ class Cpu:
         """Nothing is."""
         return None
 
+    def lacks(self, dtype: torch.dtype) -> bool:
+        """Torch computes in all on any."""
+        del dtype
+        return False
+
     def use(self, local_rank: int) -> None:
         """There is one."""
 

@@ -26,6 +26,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("moe", EXPERTS, {}),
     "shared experts": ("moe", EXPERTS, {"expert_parallel": True}),
     "moments on the host": ("dense", {}, {"optimizer_on_host": True, "weights": "sharded"}),
+    "parameters on the host": (
+        "dense",
+        {},
+        {"optimizer_on_host": True, "parameters_on_host": True, "weights": "sharded"},
+    ),
     "copies of shards": ("dense", {}, {"shard_ranks": True}),
     "copies of shards, experts": ("moe", EXPERTS, {"shard_ranks": True}),
 }
