@@ -1,5 +1,6 @@
 """GRPO on adapters: the base under them is what the KL penalty holds the policy to."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -7,11 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from apps.common.interrupts import Runner
 from apps.common.trained import assert_trained
 from apps.grpo.main import run
+from apps.grpo.session import hand_over
 from apps.grpo.testing import RECIPE
-from engines import LoraConfig
-from objectives import GRPO
+from apps.quickstart.model import save_tiny_model
+from engines import EngineConfig, LoraConfig, build_engine
+from engines.adapters.lora import is_adapter
+from engines.testing.executors import inside
+from engines.tiny import tiny_batch
+from objectives import GRPO, SFT
+from rollout import NativeEngine, Sampling
 
 
 def small(run_dir, kl_coef, **changes):
@@ -55,3 +63,30 @@ def test_the_policy_is_held_to_a_frozen_model_beside_it(tmp_path):
     assert free[1]["train/kl"] > 1e-4
     assert free[2]["train/kl"] > free[1]["train/kl"]  # a resumed run keeps the first reference
     assert held[2]["train/kl"] < free[2]["train/kl"]
+
+
+def test_the_sampler_is_handed_the_adapter_alone(tmp_path):
+    """And samples as from the merged weights, by the same bits; after a second hand-over too."""
+    path = save_tiny_model(tmp_path / "model", 0)
+    lora = LoraConfig(rank=4, alpha=8.0)
+    engine = build_engine(EngineConfig(model=str(path), device="cpu", lr=3e-2, max_tokens_per_rank=64, lora=lora))
+
+    def sampler():
+        return NativeEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+    alone, merged, untouched = sampler(), sampler(), sampler()
+    asked = Sampling(max_new_tokens=12, seed=3)
+    prompts = [[5, 9, 2, 30], [7] * 9]
+    with Runner() as runner:
+        for version in (1, 2):
+            for seed in range(2):
+                engine.train_batch(tiny_batch([20, 9, 14], seed=seed, vocab=60), SFT())
+            size = hand_over(engine, alone, version, runner, live=True)
+            adapters = [p for n, p in inside(engine).model.named_parameters() if is_adapter(n)]
+            assert size == sum(p.numel() * p.element_size() for p in adapters)
+            whole = list(engine.export_weights(live=True))
+            assert size < sum(piece.flat.nbytes for piece in whole) / 4
+            asyncio.run(merged.update_weights(version, whole))
+            got, want, old = (one.generate_batch(prompts, asked) for one in (alone, merged, untouched))
+            assert [(a.ids, a.log_probs) for a in got] == [(a.ids, a.log_probs) for a in want]
+            assert [a.log_probs for a in got] != [a.log_probs for a in old]

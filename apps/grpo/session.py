@@ -22,9 +22,10 @@ from apps.grpo.tasks import Tasks
 from apps.sft.samples import stop_tokens_of
 from chat_tools import detect_format
 from engines import TrainEngine, WeightPiece
+from engines.adapters.handover import adapter_layout, adapter_pieces
 from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, TaskRow, failures, run_group
 from rollout.episodes.playing import together
-from rollout.sync import Manifest, buckets, transfer_weights
+from rollout.sync import Adapter, Manifest, buckets, transfer_weights
 from rollout.sync.transfer import Receiver
 
 T = TypeVar("T")
@@ -179,19 +180,24 @@ def hand_over(
 ) -> int:
     """Give a sampler the engine's present weights as number `version`; the bytes handed over. Every rank calls it.
 
-    The samplers of all ranks take them, or none does. `live`: under the names of the module that is trained, in place
-    of a checkpoint's. `pause`: how sampling is held meanwhile (`rollout.transfer_weights`).
+    The samplers of all ranks take them, or none does. Of an engine with an adapter that alone: a sampler begins with
+    the base. `live`: under the names of the module that is trained, in place of a checkpoint's. `pause`: how sampling
+    is held meanwhile (`rollout.transfer_weights`).
     """
     size = 0
+    layout = adapter_layout(engine, live)
+    adapter = None if layout is None else Adapter(layout.rank, layout.scale, layout.layers)
+    pieces = engine.export_weights(live=live) if adapter is None else adapter_pieces(engine, live)
 
     def counted() -> Iterator[WeightPiece]:
         nonlocal size
-        for piece in engine.export_weights(live=live):
+        for piece in pieces:
             size += piece.flat.numel() * piece.flat.element_size()
             yield piece
 
     stream = buckets(counted(), BUCKET_BYTES)
-    runner.run(transfer_weights([sampler], Manifest(version), stream, pause=pause, agree=all_ranks))
+    manifest = Manifest(version, adapter=adapter)
+    runner.run(transfer_weights([sampler], manifest, stream, pause=pause, agree=all_ranks))
     return size
 
 

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollout.sync.adapter import Adapter as Adapter
     from rollout.sync.assembler import WeightAssembler as WeightAssembler
     from rollout.sync.assembler import assemble as assemble
     from rollout.sync.manifest import Manifest as Manifest
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollout.sync.transfer import transfer_weights as transfer_weights
 
 _EXPORTS = {
+    "Adapter": "rollout.sync.adapter",
     "Bucket": "rollout.sync.pieces",
     "BucketPiece": "rollout.sync.pieces",
     "Checksum": "rollout.sync.pieces",

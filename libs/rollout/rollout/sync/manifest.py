@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from rollout.sync.adapter import Adapter
 from rollout.sync.pieces import Checksum, Piece
 
 
@@ -29,12 +30,14 @@ class Manifest:
 
     Without `tensors` the sender promises the receiver's own, each under a name that the receiver knows (a trainer in
     the same process). Without a `checksum` (`rollout.sync.checksum` of the pieces) shapes, completeness and finite
-    values are checked all the same.
+    values are checked all the same. With an `adapter` its low-rank pairs alone come, for a receiver that supports
+    "adapters".
     """
 
     version: int
     tensors: tuple[TensorSpec, ...] | None = None
     checksum: str | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         if self.version < 0:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from rollout.sync.adapter import AdaptedWeights
 from rollout.sync.assembler import Allocate, WeightAssembler, assemble
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Checksum, Piece
@@ -24,7 +25,8 @@ class WeightStaging:
     """The weights of one model in use (`targets`, by name) and those that are to replace them.
 
     Costs one more copy of the weights from `receive` to `settle`. It does not lock: the caller sees to it that nothing
-    reads the tensors during `commit` and `abort`. `allocate` says where tensors are staged (`WeightAssembler`).
+    reads the tensors during `commit` and `abort`. `allocate` says where tensors are staged (`WeightAssembler`). Pairs
+    of an adapter alone (`Manifest.adapter`) are added to the base here (`rollout.sync.adapter`).
     """
 
     def __init__(
@@ -42,6 +44,9 @@ class WeightStaging:
         self._newest = version
         self._manifest: Manifest | None = None
         self._allocate = allocate
+        self._adapted = AdaptedWeights()
+        self._expected: Mapping[str, Tensor] = targets
+        self._whole = False
         self._assembler = self._new_assembler()
         self._digest = Checksum()
         self._arrived: dict[str, int] = {}
@@ -63,12 +68,14 @@ class WeightStaging:
             raise ValueError(
                 f"weights {manifest.version} are not newer than {self._newest}, the newest so far; count upwards"
             )
-        assembler = self._new_assembler()
+        expected = self._targets if manifest.adapter is None else manifest.adapter.pairs(self._targets)
+        assembler = self._new_assembler(expected)
         for spec in manifest.tensors or ():
             assembler.check(spec)
         if manifest.tensors is not None:
             assembler.check_complete(spec.name for spec in manifest.tensors)
         self._assembler, self._digest, self._arrived = assembler, Checksum(), {}
+        self._expected = expected
         self._manifest = manifest
 
     def receive(self, pieces: Iterable[Piece]) -> int:
@@ -98,6 +105,9 @@ class WeightStaging:
         if version != manifest.version:
             raise ValueError(f"cannot commit weights {version}: those being received are {manifest.version}")
         staged = self._verify(manifest)
+        if manifest.adapter is not None:
+            staged = self._adapted.merged(manifest.adapter, staged, self._current())
+        self._whole = manifest.adapter is None
         self._before = (self._version, staged)
         self._manifest = None
         swapped = False
@@ -119,6 +129,8 @@ class WeightStaging:
 
     def settle(self) -> None:
         """Let the old values go after a commit; there is no way back then. Nothing where there was no commit."""
+        if self._before is not None and self._whole:
+            self._adapted.forget()
         self._before = None
 
     def replace(self, version: int, pieces: Iterable[Piece]) -> None:
@@ -147,7 +159,8 @@ class WeightStaging:
         for name, count in self._arrived.items():
             name = self._aliases.get(name, name)
             arrived[name] = max(count, arrived.get(name, 0))
-        wanted = {name: t.numel() for name, t in self._targets.items() if name not in self._optional or name in arrived}
+        needed = self._expected.keys() - (set(self._optional) - arrived.keys())
+        wanted = {name: self._expected[name].numel() for name in needed}
         return sum(wanted.values()) - sum(arrived.values())
 
     def _verify(self, manifest: Manifest) -> dict[str, Tensor]:
@@ -155,6 +168,10 @@ class WeightStaging:
         if manifest.checksum is not None and self._digest.digest() != manifest.checksum:
             raise ValueError(f"weights {manifest.version} are not those of the manifest: their checksums differ")
         return whole
+
+    def _current(self) -> Mapping[str, Tensor]:
+        """The tensors in use."""
+        return self._targets
 
     @torch.no_grad()
     def _swap(self, values: dict[str, Tensor]) -> None:
@@ -180,8 +197,10 @@ class WeightStaging:
         self._assembler = self._new_assembler()
         self._digest, self._arrived = Checksum(), {}
 
-    def _new_assembler(self) -> WeightAssembler:
-        return WeightAssembler(self._targets, self._aliases, self._optional, self._allocate)
+    def _new_assembler(self, expected: Mapping[str, Tensor] | None = None) -> WeightAssembler:
+        if expected is None or expected is self._targets:
+            return WeightAssembler(self._targets, self._aliases, self._optional, self._allocate)
+        return WeightAssembler(expected)
 
 
 def _exchange(target: Tensor, value: Tensor) -> None:

@@ -132,8 +132,13 @@ class SharedWeights(WeightStaging):
             return torch.empty(target.numel(), dtype=target.dtype)
         return self.files[1 - self.in_use].tensors[name].view(-1)
 
+    def _current(self) -> Mapping[str, Tensor]:
+        return self.files[self.in_use].tensors
+
     def _swap(self, values: dict[str, Tensor]) -> None:
         spare = self.files[1 - self.in_use].tensors
+        for name in spare.keys() - values.keys():  # an adapter is not on them
+            spare[name].copy_(self._current()[name])
         for name, value in values.items():
             if value.data_ptr() != spare[name].data_ptr():  # it came under its other name
                 spare[name].copy_(value)

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest, TensorSpec
 from rollout.sync.pieces import Bucket, Header
 
@@ -92,14 +94,17 @@ def manifest_message(manifest: Manifest) -> dict[str, Any]:
     """A manifest as JSON."""
     tensors = manifest.tensors
     named = None if tensors is None else [[t.name, list(t.shape), _name(t.dtype)] for t in tensors]
-    return {"version": manifest.version, "checksum": manifest.checksum, "tensors": named}
+    adapter = None if manifest.adapter is None else asdict(manifest.adapter)
+    return {"version": manifest.version, "checksum": manifest.checksum, "tensors": named, "adapter": adapter}
 
 
 def manifest_from(message: Mapping[str, Any]) -> Manifest:
     """The manifest of a message."""
     named = message["tensors"]
     tensors = None if named is None else tuple(TensorSpec(n, tuple(shape), DTYPES[kind]) for n, shape, kind in named)
-    return Manifest(int(message["version"]), tensors, message["checksum"])
+    given = message["adapter"]
+    adapter = None if given is None else Adapter(given["rank"], given["scale"], tuple(given["layers"]))
+    return Manifest(int(message["version"]), tensors, message["checksum"], adapter)
 
 
 def _name(dtype: torch.dtype) -> str:
