@@ -35,6 +35,8 @@ FLAGS = [
     ("--environment apps.grpo.own_examples:Digit", ["did you mean Digits"]),
     ("--environment apps.grpo.own_examples:Halved", ["no async method step, finish, close"]),
     ("--environment apps.grpo.own_examples:Closed", ["open", "raised OSError: the door is locked"]),
+    ("--environment apps.grpo.own_examples:Shut", [r"open\(\)", "raised OSError: the door is locked"]),
+    ("--environment apps.grpo.own_examples:Stuck", [r"close\(\) of the", "raised OSError: the door is stuck"]),
     ("--environment apps.grpo.own_examples:Strange", ["gave list: give an Opening"]),
     ("--environment apps.grpo.own_examples:Digits --tasks nowhere.jsonl", ["no such data file"]),
     ("--environment apps.grpo.own_examples:Digits --reward a.py:b", ["--reward goes with --data"]),

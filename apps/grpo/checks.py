@@ -2,7 +2,10 @@
 
 import asyncio
 import re
+from collections.abc import Awaitable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -22,6 +25,8 @@ from rollout import EpisodeContext, Opening, TaskRow
 from rollout.environments.hosted import host
 from rollout.vllm.arguments import check_arguments
 from rollout.vllm.process import find_python, known_arguments
+
+T = TypeVar("T")
 
 
 def check_machine(config: GrpoConfig) -> None:
@@ -121,19 +126,26 @@ def _asked(config: GrpoConfig, tasks: Tasks) -> list[TaskRow]:
     return [*held_out[:1], *first.values()]
 
 
+async def _named(what: str, row: TaskRow, answer: Awaitable[T]) -> T:
+    """The answer of a user's environment. ValueError: what it raised, and where."""
+    try:
+        return await answer
+    except Exception as error:
+        raise ValueError(f"{what} of the environment of {row.key!r} raised {type(error).__name__}: {error}") from error
+
+
 async def _opening(tasks: Tasks, row: TaskRow, seed: int) -> Opening:
     """What a task opens with; what a user's environment raises there is the user's error."""
-    environment = None
+    # As it is played: one that hangs ends at its timeout.
+    environment = await _named("the factory", row, host(tasks.environment(row)))
+    context = EpisodeContext(row.id, seed=row.seed(seed), data=row.data, environment=row.environment)
     try:
-        environment = await host(tasks.environment(row))  # as it is played: one that hangs ends at its timeout
-        opening = await environment.open(
-            EpisodeContext(row.id, seed=row.seed(seed), data=row.data, environment=row.environment)
-        )
-    except Exception as error:
-        raise ValueError(f"open() of the environment of {row.key!r} raised {type(error).__name__}: {error}") from error
-    finally:
-        if environment is not None:
-            await environment.close()
+        opening = await _named("open()", row, environment.open(context))
+    except BaseException:
+        with suppress(ValueError):  # why it did not open is what counts
+            await _named("close()", row, environment.close())
+        raise
+    await _named("close()", row, environment.close())
     if not isinstance(opening, Opening):
         raise ValueError(f"open() of the environment of {row.key!r} gave {type(opening).__name__}: give an Opening")
     return opening

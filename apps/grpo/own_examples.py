@@ -65,6 +65,18 @@ class Closed(Digits):
         raise OSError("the door is locked")
 
 
+class Stuck(Digits):
+    """Cannot be closed."""
+
+    async def close(self) -> None:
+        """Fail."""
+        raise OSError("the door is stuck")
+
+
+class Shut(Closed, Stuck):
+    """Neither."""
+
+
 class Strange(Digits):
     """Opens with something else."""
 
