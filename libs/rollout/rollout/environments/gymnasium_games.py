@@ -25,7 +25,8 @@ ACTIONS: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),
 }
 _COLOURS = {30: "grey", 31: "red", 32: "green", 33: "yellow", 34: "blue", 35: "magenta", 36: "cyan", 37: "white"}
-_COLOURED = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
+_COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")  # the innermost
+_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class GymnasiumEnvironment:
 
 
 def colours_in_words(text: str) -> str:
-    """A terminal's colours, which say where the player stands, as words: `{red S}`."""
+    """A terminal's colours, which say where the player stands, as words: `{red S}`, within others `{blue {red S}}`."""
 
     def word(found: re.Match[str]) -> str:
         codes = [int(code) for code in found[1].split(";") if code.isdigit()]
@@ -197,7 +198,10 @@ def colours_in_words(text: str) -> str:
         name = next((name for name in names if name), "marked")
         return f"{{{name} {found[2]}}}" if found[2].strip() else f"{{{name}}}"
 
-    return _COLOURED.sub(word, text)
+    count = 1
+    while count:
+        text, count = _COLOURED.subn(word, text)
+    return _CODE.sub("", text)
 
 
 def _render_modes(spec: Any) -> list[str]:

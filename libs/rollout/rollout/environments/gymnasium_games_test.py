@@ -172,4 +172,5 @@ def test_what_cannot_be_played_fails_with_the_reason(task, message) -> None:
 
 
 def test_colours_become_words() -> None:
+    assert colours_in_words("|\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\x1b[34mB") == "|{magenta {yellow Y}}|B"
     assert colours_in_words("a\x1b[41mS\x1b[0mF\x1b[43m \x1b[0m \x1b[34;1mB\x1b[0m") == "a{red S}F{yellow} {blue B}"
