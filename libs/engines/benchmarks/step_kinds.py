@@ -4,7 +4,7 @@
         [--device cuda|cpu] [--cases full lora ...] [--out FILE]
 
 On a GPU 8,192 packed tokens a step, in the lengths and with the text part of `step_gpu.py` (0.67 B parameters);
-experts: 1.1 B parameters, 16 experts of 768 a layer, 4 of them a token; images: a tower of 12 layers of 1,024 features
+experts: 1.0 B parameters, 16 experts of 768 a layer, 4 of them a token; images: a tower of 12 layers of 1,024 features
 (0.2 B) and 8 rows with an image of 1,024 patches (256 tokens) each. Adapters have rank 16 and lie on all linear layers.
 On a CPU tiny sizes, to see that it runs. Stock transformers: under FSDP2 with the same fused kernels, sequence numbers
 and boundaries, adapters by peft. A row says the median of the steps, the peak of the device's memory in them over what
