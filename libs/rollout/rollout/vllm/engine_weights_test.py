@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
+from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest, manifest_of
 from rollout.sync.pieces import buckets
+from rollout.sync.transfer import transfer_weights
+from rollout.testing.pieces import pieces_of
 from rollout.testing.served import (
     ANSWER,
     MEAN,
@@ -93,6 +96,28 @@ def test_every_parameter_arrives(restored):
     assert restored.transfer.nbytes >= sum(p.numel() * p.element_size() for p in model.parameters())
     assert 0 < restored.transfer.link_share < 2
     assert restored.transfer.paused_s > 0
+
+
+def test_an_adapter_alone_arrives(restored):
+    """Added to the base, the second one in place of the first; on layers that vLLM joins."""
+    layers = [n.removesuffix(".weight") for n, p in served().named_parameters() if "_proj.weight" in n and p.ndim == 2]
+    adapter = Adapter(rank=2, scale=0.5, layers=tuple(layers))
+    for seed in (1, 2):
+        rng, pairs, merged = torch.Generator().manual_seed(seed), {}, served()
+        for layer in layers:
+            weight = merged.get_submodule(layer).weight
+            pairs[f"{layer}.lora_A"] = torch.randn(2, weight.shape[1], generator=rng)
+            pairs[f"{layer}.lora_B"] = torch.randn(weight.shape[0], 2, generator=rng) * 2 * weight.std().item()
+            with torch.no_grad():
+                weight += 0.5 * pairs[f"{layer}.lora_B"] @ pairs[f"{layer}.lora_A"]
+        old, version = sample(restored, PROMPTS), next(VERSIONS)
+        stale = distances(merged, PROMPTS, old).mean()
+        stream = buckets(pieces_of(pairs.items()), 1 << 12)
+        asyncio.run(transfer_weights([restored], Manifest(version, adapter=adapter), stream))
+        done = sample(restored, PROMPTS)
+        assert stale > 2 * MEAN
+        assert distances(merged, PROMPTS, done).mean() < stale / 2
+        assert set(done[0].policy_versions) == {version}
 
 
 def test_an_abort_after_the_commit_brings_the_old_weights_back(restored, model):
