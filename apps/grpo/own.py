@@ -18,6 +18,7 @@ from apps.common.named_values import named_values
 from rollout import Reply, Score, Tool
 from rollout.environments.environment import End
 from rollout.loading import load_object
+from rollout.tools.sandbox.sandbox import SandboxRefusedError
 from rollout.tools.tool import ToolResult
 
 METHODS = ("open", "step", "finish", "close")
@@ -92,19 +93,37 @@ def load_tools(specs: Sequence[str]) -> tuple[Tool, ...]:
     """The tools that specs name.
 
     Raises:
-        ValueError: there is none of a name, it is no tool and makes none, or two have one name.
+        ValueError: there is none of a name, it is no tool and makes none without arguments, two have one name, or the
+            kernel refuses its sandbox.
     """
     tools: list[Tool] = []
     for spec in specs:
         found = load_object(spec, "tool")
         if not isinstance(found, Tool) and callable(found):
-            found = _made(found)
+            if needed := _needed(found):
+                raise ValueError(
+                    f"--tool {spec} takes ({', '.join(needed)}): name a rollout.Tool(name, description, schema, "
+                    "function), or a function without arguments that makes one"
+                )
+            try:
+                found = _made(found)
+            except SandboxRefusedError as refused:
+                raise ValueError(f"--tool {spec}: {refused}") from refused
         if not isinstance(found, Tool):
             raise ValueError(f"--tool {spec} is a {type(found).__name__}: a rollout.Tool, or a function that makes one")
         if any(found.name == other.name for other in tools):
             raise ValueError(f"--tool {spec}: a tool is called {found.name!r} already; rename one of the two")
         tools.append(found)
     return tuple(tools)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The arguments that it cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of some functions in C nobody knows
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 @functools.cache

@@ -6,6 +6,8 @@ from typing import Any
 
 from rollout import EpisodeContext, EpisodeFailed, Opening, Outcome, Reply, Score, TaskRow, Tool
 from rollout.environments.environment import End
+from rollout.tools.python_tool import python_tool
+from rollout.tools.sandbox.sandbox import Sandbox
 from rollout.tools.tool import ToolResult
 
 
@@ -124,6 +126,11 @@ async def by_everything(reply: Reply, reference: str, row: Mapping[str, Any], re
 def by_others(completion: str, solution: str) -> float:
     """Another trainer's names."""
     return float(completion == solution)
+
+
+def boxed() -> Tool:
+    """Python, where bubblewrap is installed."""
+    return python_tool(Sandbox(backend="bubblewrap"))
 
 
 def echo() -> Tool:

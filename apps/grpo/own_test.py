@@ -91,12 +91,20 @@ def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked
         (load_reward, f"{EXAMPLES}:NUMBER", "a function is needed"),
         (load_reward, f"{EXAMPLES}:by_others", "takes .completion, solution.: name its arguments reply, reference"),
         (lambda spec: load_tools([spec]), f"{EXAMPLES}:NUMBER", "a rollout.Tool, or a function"),
+        (lambda spec: load_tools([spec]), f"{EXAMPLES}:by_end", r"takes \(.*\): name a rollout.Tool"),
+        (lambda spec: load_tools([spec]), "math:sin", r"takes \(x\): name a rollout.Tool"),
         (lambda spec: load_tools([spec, spec]), f"{EXAMPLES}:echo", "called 'echo' already"),
     ],
 )
 def test_what_cannot_be_used_is_refused(load, spec, text):
     with pytest.raises(ValueError, match=text):
         load(spec)
+
+
+def test_a_tool_whose_sandbox_is_refused_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"--tool .*:boxed: Python from a model is not run here"):
+        load_tools([f"{EXAMPLES}:boxed"])
 
 
 def test_options_of_the_template():
