@@ -111,7 +111,8 @@ class RolloutLayout:
         each = self.copies_per_device
         if self.dp % each:
             raise ValueError(
-                f"{self.dp} copies do not fill devices of {each} each: make --cluster.rollout.dp a multiple of {each}"
+                f"{self.dp} copies do not fill devices of {each} each (--cluster.rollout.copies-per-device): make "
+                f"--cluster.rollout.dp a multiple of {each}"
             )
         if each * self.memory_share >= 1:
             raise ValueError(
