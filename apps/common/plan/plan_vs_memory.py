@@ -87,6 +87,7 @@ DEEP = {"vocab_size": 8192, "num_hidden_layers": 96}
 EXPERTS = {"vocab_size": 8192, "num_hidden_layers": 16, "num_experts": 64, "moe_intermediate_size": 128}
 OTHER = {"vocab_size": 32_768, "num_hidden_layers": 40, "intermediate_size": 1536}
 FEW_EXPERTS = {"vocab_size": 16_384, "num_hidden_layers": 12, "num_experts": 32, "moe_intermediate_size": 256}
+FAT_EXPERTS = {"vocab_size": 32_768, "num_hidden_layers": 8, "num_experts": 16, "moe_intermediate_size": 512}
 MEGATRON = {"backend": "megatron"}
 CASES = (
     MemoryCase("dense", DEEP),
@@ -99,6 +100,8 @@ CASES = (
     MemoryCase("dense", OTHER),
     MemoryCase("moe", FEW_EXPERTS),
     MemoryCase("dense", OTHER, MEGATRON),
+    MemoryCase("moe", FEW_EXPERTS, MEGATRON, lengths=(1800, 7, 955, 61, 402, 1290, 19)),
+    MemoryCase("moe", FAT_EXPERTS, MEGATRON, lengths=(3000, 5, 5, 48, 777)),
     MemoryCase("dense", DEEP, ranks=2),
     MemoryCase("moe", EXPERTS, ranks=2),
     MemoryCase("dense", WIDE_HEAD, {**MEGATRON, "tensor_parallel": 2}, ranks=2),
@@ -163,9 +166,11 @@ def main() -> None:
     """Measure the cases of as many devices as asked for, each in processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--last", type=int, default=0, help="so many of the cases alone, from the end of the table")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    for case in (case for case in CASES if case.ranks == options.ranks):
+    cases = [case for case in CASES if case.ranks == options.ranks]
+    for case in cases[-options.last :]:
         sys.stdout.write(f"{launch(measure, (case, options.device), case.ranks, options.device)}\n")
         sys.stdout.flush()
 
