@@ -329,7 +329,11 @@ def test_refusals_come_before_weights_are_touched():
     assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="tp=2 and pp=1 need a multiple of 2 ranks, this run has 1"):
         build_engine(EngineConfig(backend="megatron", tensor_parallel=2, **OPTIONS), tiny_model("dense"))
-    for option, words in (("hidden_size=8", "follows from the model"), ("hiden_size=8", "did you mean hidden_size")):
+    for option, words in (
+        ("hidden_size=8", "follows from the model"),
+        ("hiden_size=8", "did you mean hidden_size"),
+        ("fp8=hybrid", "fp8 has not been run"),
+    ):
         with pytest.raises(ValueError, match=words):
             engine_of(CASE, transformer_options=(option,))
     engine_of(CASE)
