@@ -13,8 +13,8 @@ What each recipe that restates a launch script would be, from its settings alone
 has run in full ([status](status.md)). Memory is counted by `apps/common/plan/peak.py`, with full micro-batches in which
 every token trains; on small runs it is held to within a tenth of what the stand-in for NPUs counts
 (`//apps/grpo:npu_memory_test`, by hand), and of what H200s held (`python -m apps.common.plan.plan_vs_memory --ranks N`,
-2026-11-23, torch 2.11; packed lengths 12 to 1,090, layers recomputed, bfloat16; the runs below the line were chosen
-after the last change to the arithmetic):
+2026-11-23, torch 2.11; packed lengths 12 to 1,090, in the last two 5 to 3,000, layers recomputed, bfloat16; the runs
+below the line were chosen after the last change to the arithmetic):
 
 | backend | model | GPUs | planned MiB | measured MiB | |
 | --- | --- | --- | --- | --- | --- |
@@ -34,6 +34,8 @@ after the last change to the arithmetic):
 | FSDP2 | dense, 40 layers, vocabulary 32,768 | 2 | 688.8 | 702.8 | -2.0% |
 | Megatron, TP 2 | dense, 24 layers, vocabulary 65,536 | 2 | 2352.6 | 2341.4 | +0.5% |
 | Megatron, EP 2 | 64 experts, 16 layers | 2 | 1402.3 | 1401.9 | +0.0% |
+| Megatron | 32 experts, 12 layers, vocabulary 16,384 | 1 | 2541.1 | 2504.8 | +1.4% |
+| Megatron | 16 wide experts, 8 layers, vocabulary 32,768 | 1 | 2816.4 | 2727.5 | +3.3% |
 
 This page is what `python -m apps.grpo.plans` prints, and a test holds it to that; `--recipe NAME --plan` also says what
 a run still lacks.
