@@ -25,20 +25,29 @@ class BatchPlan:
         return 1 - used / slots if slots else 0.0
 
 
+def batch_problems(sequences: int, mini_batches: int, longest: int, tokens: int) -> list[str]:
+    """What `plan_batches` could not split, each with its fix."""
+    found = []
+    if longest > tokens:
+        found.append(
+            f"a sequence of {longest} tokens does not fit a micro-batch of {tokens}: raise "
+            f"--engine.max-tokens-per-rank, share a sequence among {-(-longest // tokens)} times as many ranks by "
+            "--engine.context-parallel, or lower the lengths"
+        )
+    if mini_batches > sequences:
+        found.append(f"{sequences} sequences are too few for {mini_batches} mini-batches: lower the latter")
+    return found
+
+
 def plan_batches(sequences: int, mini_batches: int, dp: int, longest: int, tokens: int) -> BatchPlan:
     """Split a step's sequences; `tokens` is what the ranks that share a sequence hold of a micro-batch together.
 
     Raises:
         ValueError: a sequence of `longest` tokens does not fit, or there are more mini-batches than sequences.
     """
-    if longest > tokens:
-        raise ValueError(
-            f"a sequence of {longest} tokens does not fit a micro-batch of {tokens}: raise "
-            f"--engine.max-tokens-per-rank, share a sequence among {-(-longest // tokens)} times as many ranks by "
-            "--engine.context-parallel, or lower the lengths"
-        )
-    if mini_batches > sequences:
-        raise ValueError(f"{sequences} sequences are too few for {mini_batches} mini-batches: lower the latter")
+    problems = batch_problems(sequences, mini_batches, longest, tokens)
+    if problems:
+        raise ValueError("; ".join(problems))
     per = tokens // longest
     ranks = tuple(split_evenly(count, dp) for count in split_evenly(sequences, mini_batches))
     return BatchPlan(sequences, ranks, per, tuple(-(-max(counts) // per) for counts in ranks))

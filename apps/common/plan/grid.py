@@ -61,26 +61,35 @@ def make_grid(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1,
     """Derive the data-parallel sizes.
 
     Raises:
-        ValueError: the sizes do not divide the ranks; the text says which numbers would do.
+        ValueError: the sizes do not divide the ranks: all that `grid_problems` finds.
     """
+    problems = grid_problems(ranks, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    if problems:
+        raise ValueError("; ".join(problems))
+    stage = ranks // pp
+    return Grid(tp, cp, stage // (tp * cp), pp, etp, ep, stage // (etp * ep))
+
+
+def grid_problems(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> list[str]:
+    """What does not divide the ranks, each with the numbers that would do; none where a grid can be made."""
     stage, rest = divmod(ranks, pp)
-    if rest:
-        raise ValueError(f"{ranks} ranks are no multiple of pp = {pp}: use {_near(ranks, pp)} ranks, or another pp")
-    dp, rest = divmod(stage, tp * cp)
-    if rest or not dp:
-        model = tp * cp * pp
-        raise ValueError(
-            f"{ranks} ranks are no multiple of tp x cp x pp = {tp} x {cp} x {pp} = {model}: use {_near(ranks, model)} "
-            "ranks, or smaller sizes"
+    model, found = tp * cp * pp, []
+    if ranks % model:
+        sizes = f"tp x cp x pp = {tp} x {cp} x {pp} = {model}" if tp * cp > 1 else f"pp = {pp}"
+        flags = {"--engine.tensor-parallel": tp, "--engine.context-parallel": cp, "--engine.pipeline-parallel": pp}
+        wrong = ", ".join(flag for flag, size in flags.items() if size > 1)
+        found.append(
+            f"{ranks} ranks are no multiple of {sizes}: use {_near(ranks, model)} ranks (--processes, "
+            f"--cluster.pools.nodes), or smaller sizes ({wrong})"
         )
-    edp, rest = divmod(stage, etp * ep)
-    if rest or not edp:
-        raise ValueError(
+    if not rest and stage % (etp * ep):
+        fitting = [size for size in range(1, stage + 1) if stage % (size * etp) == 0]
+        fix = f"ep to one of {fitting}" if fitting else f"etp to a divisor of {stage}, and ep with it"
+        found.append(
             f"the {stage} ranks of a pipeline stage are no multiple of ep x etp = {ep} x {etp} = {ep * etp} "
-            "(--engine.expert-parallel, --engine.expert-tensor-parallel): lower ep "
-            f"to one of {[size for size in range(1, stage + 1) if stage % (size * etp) == 0]}"
+            f"(--engine.expert-parallel, --engine.expert-tensor-parallel): lower {fix}"
         )
-    return Grid(tp, cp, dp, pp, etp, ep, edp)
+    return found
 
 
 def _near(ranks: int, multiple: int) -> str:

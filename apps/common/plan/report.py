@@ -1,18 +1,18 @@
 """A run's plan as data and as text: every figure is derived, every problem comes with its fix."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from apps.common.plan.batches import BatchPlan, bubble_share, plan_batches, span
+from apps.common.plan.batches import BatchPlan, batch_problems, bubble_share, plan_batches, span
 from apps.common.plan.grid import DENSE, EXPERT, Grid
 from apps.common.plan.launch_lines import launch_lines
 from apps.common.plan.memory_lines import memory_lines
 from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from apps.common.plan.needs import Need, has_experts, needs_of
 from apps.common.plan.step_time import PEAK, SHARE, StepWork, training_seconds
+from apps.common.plan.widths import head_counts, width_problems
 from apps.common.plan.work import Work
 from engines.capability import No
-from engines.parallel.stages import split_layers
+from engines.parallel.stages import split_layers, split_problems
 
 
 @dataclass
@@ -52,16 +52,19 @@ def make_plan(work: Work) -> Plan:
     """Derive everything from the settings; what does not work out becomes a problem, and the rest goes on."""
     plan = Plan(_title(work))
     shape = work.origin.shape if work.origin else None
-    grid = _try(plan, lambda: work.grid)
+    plan.problems += work.grid_problems
+    grid = None if plan.problems else work.grid
     layers: list[int] | None = None
     if shape is not None:
         plan.sections["Model"] = _model(shape)
         layers = _layers(plan, work, shape)
         _heads(plan, work, shape)
     plan.sections["Ranks"] = _ranks(work, grid)
-    batches = None if grid is None else _batches(plan, work, grid)
-    if layers is not None and grid is not None and batches is not None:
+    batches = _batches(plan, work, grid)
+    if grid is not None and batches is not None:
         _stages(plan, work, grid, layers, batches)
+    if shape is not None and (grid is None or layers is None):
+        plan.sections["Memory"] = ["not derived: the ranks and the layers must divide first, see the problems"]
     if shape is not None and grid is not None and layers is not None:
         lines, problems = memory_lines(work, shape, grid, layers)
         plan.sections |= lines
@@ -77,14 +80,6 @@ def make_plan(work: Work) -> Plan:
         plan.sections["Deviates"] = list(work.origin.deviations) or ["in nothing"]
     plan.needs = needs_of(work)
     return plan
-
-
-def _try(plan: Plan, derive: Callable[[], Grid]) -> Grid | None:
-    try:
-        return derive()
-    except ValueError as error:
-        plan.problems.append(str(error))
-        return None
 
 
 def _title(work: Work) -> str:
@@ -150,51 +145,33 @@ def _listed(ranks: tuple[int, ...]) -> str:
 def _layers(plan: Plan, work: Work, shape: ModelShape) -> list[int] | None:
     engine = work.engine
     chunks, ends = engine.virtual_pipeline_parallel, (engine.first_stage_layers, engine.last_stage_layers)
-    try:
-        split = split_layers(shape.layers, engine.pipeline_parallel, chunks, *ends)
-    except ValueError as error:
-        plan.problems.append(str(error))
+    problems = split_problems(shape.layers, engine.pipeline_parallel, chunks, *ends)
+    plan.problems += problems
+    if problems:
         return None
-    return [sum(stage) for stage in split]
+    return [sum(stage) for stage in split_layers(shape.layers, engine.pipeline_parallel, chunks, *ends)]
 
 
 def _heads(plan: Plan, work: Work, shape: ModelShape) -> None:
-    engine = work.engine
-    tp, ep, etp = engine.tensor_parallel, engine.expert_parallel, engine.expert_tensor_parallel
-    counted = {"heads": shape.heads, "key-value heads": shape.kv_heads}
-    if shape.linear_layers:
-        counted |= {"delta-net key heads": shape.linear_key_heads, "delta-net value heads": shape.linear_value_heads}
-    for name, count in counted.items():
-        if count % tp:
-            plan.problems.append(f"{count} {name} do not divide over tp = {tp}: lower tp to a divisor of {count}")
+    tp, ep = work.engine.tensor_parallel, work.engine.expert_parallel
+    counted = head_counts(shape)
+    plan.problems += width_problems(shape, work.engine)
     if tp > 1:
-        shares = ", ".join(f"{count // tp} {name}" for name, count in counted.items())
-        plan.sections["Each rank"] = [shares]
-    if ep > 1 or etp > 1:
-        if not shape.experts:
-            plan.problems.append(
-                "--engine.expert-parallel and --engine.expert-tensor-parallel are for mixtures of experts, "
-                "this model is dense: leave both at 1"
-            )
-        elif shape.experts % ep:
-            plan.problems.append(
-                f"{shape.experts} experts do not divide over ep = {ep}: choose ep from the divisors of {shape.experts}"
-            )
-        elif shape.expert_intermediate % etp:
-            plan.problems.append(f"experts of width {shape.expert_intermediate} do not divide over etp: lower etp")
-        else:
-            text = f"{shape.experts // ep} of {shape.experts} experts a layer"
-            plan.sections.setdefault("Each rank", []).append(text)
+        plan.sections["Each rank"] = [", ".join(f"{count // tp} {name}" for name, count in counted.items())]
+    if ep * work.engine.expert_tensor_parallel > 1 and shape.experts and shape.experts % ep == 0:
+        plan.sections.setdefault("Each rank", []).append(f"{shape.experts // ep} of {shape.experts} experts a layer")
 
 
-def _batches(plan: Plan, work: Work, grid: Grid) -> BatchPlan | None:
-    sharing, dp = (work.ranks, 1) if work.dynamic else (work.context_parallel, grid.dp)
+def _batches(plan: Plan, work: Work, grid: Grid | None) -> BatchPlan | None:
+    sharing = work.ranks if work.dynamic else work.context_parallel
     tokens = work.engine.max_tokens_per_rank
-    try:
-        batches = plan_batches(work.rows * work.group, work.mini_batches, dp, work.longest, sharing * tokens)
-    except ValueError as error:
-        plan.problems.append(str(error))
+    sequences = work.rows * work.group
+    problems = batch_problems(sequences, work.mini_batches, work.longest, sharing * tokens)
+    plan.problems += problems
+    if problems or grid is None:
         return None
+    dp = 1 if work.dynamic else grid.dp
+    batches = plan_batches(sequences, work.mini_batches, dp, work.longest, sharing * tokens)
     rows = f"{work.rows} prompts x {work.group} answers" if work.app == "grpo" else f"{work.rows} conversations"
     lines = [f"{rows} = {batches.sequences} sequences of at most {work.longest} tokens a step"]
     sizes = [sum(ranks) for ranks in batches.rank_sequences]
@@ -213,13 +190,13 @@ def _batches(plan: Plan, work: Work, grid: Grid) -> BatchPlan | None:
     return batches
 
 
-def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int], batches: BatchPlan) -> None:
+def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int] | None, batches: BatchPlan) -> None:
     if grid.pp == 1:
         return
     chunks = work.engine.virtual_pipeline_parallel
     fewest = min(batches.micro_batches)
     waits = bubble_share(fewest, grid.pp, chunks)
-    lines = [f"{' + '.join(map(str, layers))} layers over {grid.pp} stages"]
+    lines = [f"{' + '.join(map(str, layers)) if layers else 'undivided'} layers over {grid.pp} stages"]
     if chunks > 1:
         lines[0] += f", in {chunks} chunks each"
     lines.append(f"a stage waits {waits:.0%} of the time with {fewest} micro-batches")
@@ -278,7 +255,9 @@ def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
             "--cluster.rollout.max-model-tokens"
         )
     if shape is not None and shape.heads % rollout.tp:
-        plan.problems.append(f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it")
+        plan.problems.append(
+            f"{shape.heads} heads do not divide over rollout tp = {rollout.tp}: lower it (--cluster.rollout.tp)"
+        )
     if work.engine.routing_replay:
         lines.append(f"the sampler tells each token's experts (--engine.routing-replay): {_experts(work)}")
     plan.sections["Rollout"] = lines

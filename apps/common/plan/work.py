@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from apps.common.plan.cluster import Cluster
-from apps.common.plan.grid import Grid, make_grid
+from apps.common.plan.grid import Grid, grid_problems, make_grid
 from apps.common.plan.origin import Origin
 from engines import EngineConfig
 from engines.config import parse_context_parallel
@@ -62,13 +62,26 @@ class Work:
     @property
     def grid(self) -> Grid:
         """The training ranks by axis; ValueError where the sizes do not divide."""
+        shards_of(self.engine, self.ranks)
+        return make_grid(self.ranks, **self._sizes)
+
+    @property
+    def grid_problems(self) -> list[str]:
+        """All that keeps `grid` from being made, each with its fix."""
+        found = grid_problems(self.ranks, **self._sizes)
+        try:
+            shards_of(self.engine, self.ranks)
+        except ValueError as error:
+            found.append(str(error))
+        return found
+
+    @property
+    def _sizes(self) -> dict[str, int]:
         engine = self.engine
-        shards_of(engine, self.ranks)
-        return make_grid(
-            self.ranks,
-            tp=engine.tensor_parallel,
-            cp=self.context_parallel,
-            pp=engine.pipeline_parallel,
-            ep=engine.expert_parallel,
-            etp=engine.expert_tensor_parallel,
-        )
+        return {
+            "tp": engine.tensor_parallel,
+            "cp": self.context_parallel,
+            "pp": engine.pipeline_parallel,
+            "ep": engine.expert_parallel,
+            "etp": engine.expert_tensor_parallel,
+        }

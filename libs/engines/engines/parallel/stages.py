@@ -1,6 +1,7 @@
 """How many layers each pipeline stage holds, and which."""
 
 from dataclasses import dataclass
+from math import gcd
 
 Split = tuple[tuple[int, ...], ...]
 """Layers of each stage, chunk by chunk."""
@@ -27,29 +28,51 @@ def split_layers(layers: int, stages: int, chunks: int = 1, first: int | None = 
     Raises:
         ValueError: the layers do not divide; the text says what would.
     """
-    fixed = {0: first, stages - 1: last} if stages > 1 else {}
-    given = {stage: count for stage, count in fixed.items() if count is not None}
-    free = [stage for stage in range(stages) if stage not in given]
-    rest = layers - sum(given.values())
-    each, over = divmod(rest, len(free)) if free else (0, rest)
-    if rest < len(free) or (over and not free):
-        raise ValueError(
+    problems = split_problems(layers, stages, chunks, first, last)
+    if problems:
+        raise ValueError("; ".join(problems))
+    given = _given(stages, first, last)
+    each = (layers - sum(given.values())) // max(1, stages - len(given))
+    return tuple((given.get(stage, each) // chunks,) * chunks for stage in range(stages))
+
+
+def split_problems(
+    layers: int, stages: int, chunks: int = 1, first: int | None = None, last: int | None = None
+) -> list[str]:
+    """All that keeps `split_layers` from a split, each with what would do; none where there is one."""
+    given = _given(stages, first, last)
+    free, rest = stages - len(given), layers - sum(given.values())
+    each, over = divmod(rest, free) if free else (0, rest)
+    found = []
+    if rest < free or (over and not free):
+        found.append(
             f"first and last stage hold {sum(given.values())} of {layers} layers, which leaves {rest} for "
-            f"{len(free)} stages: change first_stage_layers and last_stage_layers"
+            f"{free} stages: change first_stage_layers and last_stage_layers, or lower pipeline_parallel"
         )
-    if over:
-        raise ValueError(
-            f"{rest} layers do not divide over {len(free)} stages: set first_stage_layers and last_stage_layers "
+    elif over:
+        found.append(
+            f"{rest} layers do not divide over {free} stages: set first_stage_layers and last_stage_layers "
             f"(such as {_uneven(layers, stages)}), or choose pipeline_parallel from {_divisors(layers)}"
         )
-    counts = [given.get(stage, each) for stage in range(stages)]
+    counts = [*given.values(), *([each] if free and not found else [])]
     odd = [count for count in counts if count % chunks]
     if odd:
-        raise ValueError(
+        found.append(
             f"a stage of {odd[0]} layers does not divide into {chunks} chunks: lower virtual_pipeline_parallel to a "
-            f"divisor of {odd[0]}"
+            f"divisor of {gcd(*counts)}"
         )
-    return tuple((count // chunks,) * chunks for count in counts)
+    elif layers % chunks:  # whatever the stages' sizes become
+        found.append(
+            f"{layers} layers do not divide into {chunks} chunks a stage: lower virtual_pipeline_parallel to a divisor "
+            f"of {layers}"
+        )
+    return found
+
+
+def _given(stages: int, first: int | None, last: int | None) -> dict[int, int]:
+    """Layers of the stages that have a size of their own."""
+    fixed = {0: first, stages - 1: last} if stages > 1 else {}
+    return {stage: count for stage, count in fixed.items() if count is not None}
 
 
 def stage_layers(split: Split, stage: int, chunk: int = 0) -> range:
