@@ -98,6 +98,32 @@ def test_copies_and_shards_of_the_weights_stay_several(shards, context_parallel,
             shrink(replace(recipe.config, engine=engine), recipe, 2)
 
 
+@pytest.mark.parametrize(
+    ("processes", "most", "fix"),
+    [
+        (128, 8, r"allow more by --shrink=12$"),
+        (8, 8, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
+        (8, 12, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
+    ],
+)
+def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes, most, fix):
+    """More processes of --shrink help where the run has them; what is proposed works."""
+    recipe = RECIPES[LACKING]
+    config = replace(recipe.config, processes=processes)
+    config = replace(config, cluster=replace(config.cluster, pools=replace(config.cluster.pools, nodes=2)))
+    with pytest.raises(ValueError, match=fix):
+        shrink(config, recipe, most)
+    plenty = replace(config, processes=max(processes, 32))
+    assert shrink(plenty, recipe, 12)[0].processes == 12
+
+
+def test_experts_that_no_number_of_ranks_holds_are_told_so():
+    recipe = RECIPES["qwen3-5-35b-a3b-megatron"]
+    engine = replace(recipe.config.engine, tensor_parallel=1, expert_parallel=2, expert_tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"no --shrink allows more, leave out --engine.expert-parallel or"):
+        shrink(replace(recipe.config, engine=engine), recipe, MANY)
+
+
 @pytest.mark.parametrize("name", SEEDS)
 def test_the_model_is_of_the_same_architecture_in_small(name):
     recipe = RECIPES[name]

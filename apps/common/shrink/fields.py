@@ -87,8 +87,29 @@ class Small:
         """For a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of `short`.
 
         Raises:
-            ValueError: `most_ranks` are too few for two ranks of each parallelism.
+            ValueError: `most_ranks` are too few for two ranks of each parallelism, or the run's own are.
         """
+        small = Small.layout(engine, ranks, longest, short, most_ranks)
+        if small.ranks > most_ranks:
+            raise ValueError(
+                f"two ranks of each parallelism are {small.ranks} processes: allow them by --shrink={small.ranks}"
+            )
+        if not small.holds_experts:
+            raise ValueError(
+                f"{small.ranks} processes leave {small.ranks // small.stages} a stage, too few for two ranks of each "
+                f"parallelism of experts: {_room_for_experts(engine, ranks, longest, short, most_ranks)}"
+            )
+        return small
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether the ranks of a stage can be divided among the experts and the ranks of each."""
+        each = self.sizes["expert_parallel"] * self.sizes["expert_tensor_parallel"]
+        return self.ranks // self.stages % int(each) == 0
+
+    @staticmethod
+    def layout(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> "Small":
+        """As `of`, whether it can be run or not."""
         sizes: dict[str, Any] = {name: min(2, getattr(engine, name)) for name in _PARALLEL}
         sizes["pipeline_parallel"] = stages = _stages(engine)
         sizes |= {f"{end}_stage_layers": 1 for end in ("first", "last") if getattr(engine, f"{end}_stage_layers")}
@@ -106,13 +127,6 @@ class Small:
             dp = 2 if ranks >= 2 * copies * shared and most_ranks >= 2 * copy * together else 1
             dp = max(dp, spread // together)
         small = copy * together * dp
-        if small > most_ranks:
-            raise ValueError(f"two ranks of each parallelism are {small} processes: allow them by --shrink={small}")
-        if small // stages % (sizes["expert_parallel"] * sizes["expert_tensor_parallel"]):
-            raise ValueError(
-                f"{small} processes leave {small // stages} a stage, too few for two ranks of each parallelism of "
-                f"experts: allow more by --shrink={2 * small}"
-            )
         return Small(sizes, small, stages, max(tokens, -(-short // together)))
 
 
@@ -150,6 +164,26 @@ def _spread(engine: EngineConfig, ranks: int, sizes: dict[str, Any]) -> int:
         return 1
     sizes["shard_ranks"] = shards = min(2, shards_of(engine, ranks))
     return shards * min(2, ranks // engine.shard_ranks)
+
+
+def _room_for_experts(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> str:
+    """What would leave a stage enough ranks for its experts: more processes, or a run that has more ranks itself."""
+    for most in range(most_ranks + 1, MANY + 1):
+        if _fits(engine, ranks, longest, short, most):
+            return f"allow more by --shrink={most}"
+    leave = "leave out --engine.expert-parallel or --engine.expert-tensor-parallel"
+    enough = next((n * ranks for n in (2, 4, 8) if _fits(engine, n * ranks, longest, short, MANY)), None)
+    if enough is None:
+        return f"no --shrink allows more, {leave}"
+    return (
+        f"the run's own {ranks} ranks are the limit, not --shrink: plan it for {enough} (--processes, "
+        f"--cluster.pools.nodes), or {leave}"
+    )
+
+
+def _fits(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> bool:
+    small = Small.layout(engine, ranks, longest, short, most_ranks)
+    return small.ranks <= most_ranks and small.holds_experts
 
 
 def _stages(engine: EngineConfig) -> int:
