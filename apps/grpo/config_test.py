@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def test_every_recipe_survives_its_file(name, tmp_path):
     path.write_text(dump_config(RECIPES[name]))
     assert load_config(GrpoConfig, path) == RECIPES[name]
     assert RECIPES[name].recipe == name
+
+
+@pytest.mark.parametrize("name", ["qwen3-5-35b-a3b-megatron", "qwen3-5-122b-a10b-megatron"])
+def test_recipes_own_their_environment_and_the_runs_file_says_it(name):
+    saved = json.loads(dump_config(RECIPES[name]))
+    assert saved["cluster"]["environment"] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"]
 
 
 def test_no_flags_mean_the_quickstart():
