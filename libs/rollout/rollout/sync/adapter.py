@@ -38,9 +38,9 @@ class Adapter:
             weight = targets.get(f"{layer}.weight")
             if weight is None or weight.ndim != 2:
                 raise ValueError(f"an adapter of {layer!r}: this model has no matrix {layer}.weight")
-            options = {"dtype": torch.float32, "device": weight.device}
-            found[f"{layer}.lora_A"] = torch.empty(self.rank, weight.shape[1], **options)
-            found[f"{layer}.lora_B"] = torch.empty(weight.shape[0], self.rank, **options)
+            low, high = (self.rank, weight.shape[1]), (weight.shape[0], self.rank)
+            for part, shape in zip(PARTS, (low, high), strict=True):
+                found[f"{layer}.{part}"] = torch.empty(shape, dtype=torch.float32, device=weight.device)
         return found
 
 
