@@ -48,12 +48,12 @@ def threads(request):
 @pytest.mark.usefixtures("threads")
 def test_a_matrix_takes_any_number_of_tokens(rows, shape, dtype):
     """By a sum of rows, by a plain product or by oneDNN, alone and added to something: the same numbers."""
-    x, w, b = drawn(rows, *shape, dtype)
+    x, w, b = drawn(rows, shape[0], shape[1], dtype)
     matrix, exact = Matrix.of(w), x.double() @ w.double().t()
     kept, h = x.clone(), torch.randn(rows, shape[1]).to(dtype)
     bound = {torch.float32: 8e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype] * shape[0] ** 0.5
     for shift in (None, b, h):
-        before = None if shift is None else shift.clone()
+        before = x if shift is None else shift.clone()
         got = matrix(x, shift)
         assert got.dtype == dtype
         wanted = exact if shift is None else exact + shift.double()
