@@ -59,6 +59,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             tensor_parallel=layout.tp,
             data_parallel=layout.dp,
             copies_per_device=layout.copies_per_device,
+            weights_on_device=layout.weights_on_device,
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,

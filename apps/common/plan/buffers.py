@@ -79,8 +79,11 @@ def train_buffers(
 def sampler_buffers(shape: ModelShape, layout: RolloutLayout, width: int) -> list[Buffer]:
     """Of the process that a sampler belongs to (vLLM: one of tp x dp devices; native: each)."""
     if layout.engine == "vllm":
-        # rollout.vllm.weights: the set in use and the one that is staged, in files in memory that workers map.
-        return [Buffer("two sets of weights", host=2.0 * DISK * total_parameters(shape), always=True)]
+        # rollout.vllm.weights: the set in use and the one that is staged, where workers read them.
+        two = 2.0 * DISK * total_parameters(shape)
+        if layout.weights_on_device:
+            return [Buffer("two sets of weights", device=two, always=True)]
+        return [Buffer("two sets of weights", host=two, always=True)]
     if layout.engine == "native":
         whole = float(width * total_parameters(shape))
         return [

@@ -117,8 +117,10 @@ def test_vllm_has_two_sets_of_weights_in_memory(kind):
     try:
         (buffer,) = sampler_buffers(shape, RolloutLayout(engine="vllm"), 2)
         assert buffer.always
-        assert buffer.host == pytest.approx(sum(file.nbytes for file in held.files), rel=0.02)  # slots are aligned
+        assert buffer.host == pytest.approx(2 * held.nbytes, rel=0.02)  # slots are aligned
         assert vllm_weights(shape, RolloutLayout(engine="vllm")) * 2 == buffer.host
+        (there,) = sampler_buffers(shape, RolloutLayout(engine="vllm", weights_on_device=True), 2)
+        assert (there.device, there.host) == (buffer.host, 0)
     finally:
         held.close()
 

@@ -76,6 +76,9 @@ class RolloutLayout:
     """What vLLM computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
     max_requests: int | None = None
     """Requests that vLLM decodes together."""
+    weights_on_device: bool = False
+    """Hand vLLM new weights through two sets of them in the memory of the CUDA device that it shares with training, in
+    place of two in host memory: sooner, for models small beside the device."""
     vllm: tuple[str, ...] = ()
     """Further engine arguments of vLLM, as NAME=VALUE (block_size=32); one that it does not have is refused."""
 

@@ -104,7 +104,7 @@ def _pool(work: Work, shape: ModelShape, width: int, peak: Peak) -> tuple[list[s
     each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
     fits = int(room / (each * work.longest + fixed))
     lines.append(f"{line}, {_gib(room)} for caches, graphs and activations: {fits} sequences of {work.longest} tokens")
-    together = peak.bytes / GIB + copies * layout.memory_share * memory
+    together = (peak.bytes + sum(buffer.device for buffer in buffers)) / GIB + copies * layout.memory_share * memory
     if work.cluster.pools.placement == "colocated" and together > memory:
         lines.append(
             f"training's fullest moment and the sampler's share are {together:.0f} GiB of {memory:g}: caches and "

@@ -26,6 +26,7 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.max_batched_tokens": Yes("RolloutConfig.prefill_tokens"),
     "rollout.memory_share": Yes("rollout/vllm/graphs_gpu_test.py"),
     "rollout.copies_per_device": Yes("apps/grpo/benchmarks/step_with_vllm.py"),
+    "rollout.weights_on_device": Yes("rollout/vllm/shared_device_gpu_test.py"),
     "rollout.chunked_prefill": Yes("rollout/vllm/parts_test.py"),
     "rollout.prefix_cache": Yes("rollout/vllm/parts_test.py"),
     "rollout.dtype": Yes("VllmConfig.dtype"),

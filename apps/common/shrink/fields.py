@@ -204,6 +204,7 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.rollout.ep", "ranks", _spread_experts(rollout, tp, dp)),
         Change("cluster.rollout.memory_share", "device", 0.0),
         Change("cluster.rollout.copies_per_device", "device", 1),
+        Change("cluster.rollout.weights_on_device", "device", False),
         Change("cluster.rollout.cuda_graph_sizes", "device", ()),
     ]
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:libs/seqpack:libs/dyncp:libs/chat_tools:libs/objectives:libs/engines:libs/rollout:libs/runlog \
         TESSERA_VLLM_PYTHON=PYTHON python apps/grpo/benchmarks/step_with_vllm.py [--modes sync one_step_off] \
-        [--steps N] [--copies N]
+        [--steps N] [--copies N] [--no-on-device]
 
 64 prompts of 128 tokens, 8 answers of 256 tokens each (random weights seldom stop), through the app as it is: its
 flags are printed. Rewards differ within a group, so that every row trains. TRL 1.16 with vLLM colocated took 11.8 s
@@ -77,7 +77,7 @@ def _rendered(tokenizer, text: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool, copies: int) -> list[str]:
+def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool, copies: int, on_device: bool) -> list[str]:
     """The app's, for a run of so many steps."""
     each = PROMPTS * GROUP // copies
     found = [
@@ -89,6 +89,7 @@ def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool, copies
         "--engine.max-tokens-per-rank", "32768",
         "--cluster.rollout.engine", "vllm", "--cluster.rollout.max-requests", str(each),
         "--cluster.rollout.dp", str(copies), "--cluster.rollout.copies-per-device", str(copies),
+        *(["--cluster.rollout.weights-on-device"] if on_device else []),
         "--cluster.schedule.mode", mode,
     ]  # fmt: skip
     if device == "cuda":
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--copies", type=int, default=4, help="of the model in vLLM, all on the device")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--on-device", action=argparse.BooleanOptionalAction, default=True, help="weights pass there")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="replay decoding steps")
     parser.add_argument("--keep", type=Path, default=None, help="a folder for the runs, in place of a temporary one")
     options = parser.parse_args()
@@ -134,7 +136,7 @@ def main() -> None:
                 sys.executable,
                 "-m",
                 "apps.grpo.main",
-                *flags(folder, mode, options.steps, options.device, options.graphs, options.copies),
+                *flags(folder, mode, options.steps, options.device, options.graphs, options.copies, options.on_device),
             ]
             print(" ".join(command), flush=True)
             begun = time.monotonic()
@@ -142,6 +144,7 @@ def main() -> None:
             facts = {
                 "mode": mode,
                 "copies": options.copies,
+                "on_device": options.on_device,
                 "whole_run_s": time.monotonic() - begun,
                 **medians(folder / mode),
             }

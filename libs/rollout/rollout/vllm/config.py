@@ -40,6 +40,9 @@ class VllmConfig:
     """Share of an accelerator's memory for weights and caches; None: vLLM's own. A CPU has `kv_cache_gib`."""
     graph_sizes: tuple[int, ...] = ()
     """Numbers of decoding requests whose step is captured as a CUDA graph and replayed; others run layer by layer."""
+    weights_on_device: bool = False
+    """New weights pass through two sets of them in the memory of the accelerator that trainer and vLLM share (CUDA
+    IPC), in place of two in host memory: sooner there, for models small beside the device."""
     sleep: bool = False
     """Be able to give the device's memory back between two rounds of sampling; vLLM refuses it on a CPU."""
     kv_cache_gib: int = 1
@@ -60,13 +63,17 @@ class VllmConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("expert_parallel", "prefix_cache", "split_prompts", "drop_seeds", "sleep"):
+        for name in ("expert_parallel", "prefix_cache", "split_prompts", "drop_seeds", "weights_on_device", "sleep"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
         if self.copies_per_device > 1:
             self._check_shared_devices()
+        if self.weights_on_device and self.devices > 1:
+            raise ValueError(
+                f"weights_on_device is for one device, the trainer's, and vLLM spans {self.devices}: leave it out"
+            )
         if not 0 < self.start_seconds < float("inf"):
             raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
         if self.memory_share is not None and not 0 < self.memory_share < 1:

@@ -19,6 +19,7 @@ BAD: dict[str, list[Any]] = {
     "copies_per_device": [0, True, 2],
     "expert_parallel": ["yes", 1],
     "prefix_cache": [None, 1],
+    "weights_on_device": [None, 1],
     "sleep": [None, 1],
     "split_prompts": ["no"],
     "drop_seeds": ["yes", 1],
@@ -62,6 +63,8 @@ def test_experts_are_not_spread_over_one_worker():
         ({"data_parallel": 3, "copies_per_device": 2}, "3 copies .* do not fill devices of 2"),
         ({"data_parallel": 2, "copies_per_device": 2, "tensor_parallel": 2}, "set tensor_parallel=1"),
         ({"data_parallel": 2, "copies_per_device": 2, "memory_share": 0.5}, "take 100% of its memory"),
+        ({"tensor_parallel": 2, "weights_on_device": True}, "for one device, .* spans 2"),
+        ({"data_parallel": 4, "copies_per_device": 2, "weights_on_device": True}, "for one device, .* spans 2"),
     ],
 )
 def test_copies_that_cannot_share_a_device_are_refused(settings: dict[str, Any], words: str):

@@ -2,7 +2,7 @@
 
 1. A request goes over the socket as numbers, its tokens come back step by step, with the version of the weights that
    made them.
-2. Weights are staged in a file that all processes see; a commit tells vLLM to read it between two of its steps.
+2. Weights are staged where all processes see them; a commit tells vLLM to read it between two of its steps.
 3. A process ends when its socket does, so that a killed parent leaves nothing behind; when one dies, everyone who waits
    for it is told its last words. Copies of the model are processes of their own (`rollout.vllm.copies`).
 """
@@ -66,8 +66,8 @@ class VllmEngine:
         self._staged_s = 0.0
         self._rate = 0.0
         self.transfer: Transfer | None = None
-        self._weights = SharedWeights(checkpoint_shapes(model), tied, version)
-        self._copies = Copies(config.vllm, [file.descriptor for file in self._weights.files])
+        self._weights = SharedWeights(checkpoint_shapes(model), tied, version, config.vllm.weights_on_device)
+        self._copies = Copies(config.vllm, self._weights.inherited)
         ready = False
         try:
             self.facts = self._start(model, described, tied)
@@ -109,7 +109,7 @@ class VllmEngine:
 
     def _fill(self, model: Path) -> None:
         """Write the first weights, while vLLM starts."""
-        first = self._weights.files[0].tensors
+        first = self._weights.places[0].tensors
         for piece in checkpoint_pieces(model):
             first[piece.name].copy_(piece.flat.view(piece.shape))
 
@@ -308,8 +308,8 @@ class VllmEngine:
             if not taken:
                 self._weights.abort()
                 self._copies.tell("load", self._load_message(None))  # those that took them, answered for or not
-        self._rate = self._rate or copy_rate(self._weights.files[0])
         nbytes = self._weights.nbytes
+        self._rate = self._rate or copy_rate(nbytes, self._weights.device)
         share = nbytes / (self._staged_s + paused) / self._rate
         self.transfer = Transfer(nbytes, self._staged_s, paused, share)
 

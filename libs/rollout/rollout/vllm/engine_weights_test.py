@@ -169,7 +169,7 @@ def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(restored, model, 
     def damage(before):
         message = usual(before)
         if before is not None:
-            restored._weights.files[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
+            restored._weights.places[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
         return message
 
     monkeypatch.setattr(restored, "_load_message", damage)

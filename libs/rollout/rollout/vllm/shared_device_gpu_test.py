@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import buckets
 from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
 from rollout.vllm.engine import VllmEngine
 
@@ -50,25 +52,42 @@ def of_copies(engine):
     return asyncio.run(ask())
 
 
-def test_copies_that_share_a_device_sample_from_the_weights_in_use(tmp_path):
+async def taken_back(engine, model):
+    """New weights in use, and the last ones again, as where another receiver failed."""
+    version = next(VERSIONS)
+    await engine.prepare(Manifest(version))
+    for bucket in buckets(pieces(model), 1 << 20):
+        await engine.receive(bucket)
+    await engine.commit(version)
+    await engine.abort()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copies_that_share_a_device_sample_from_the_weights_in_use(tmp_path, on_device):
     model = served(**SIZES)
     model.save_pretrained(tmp_path)
+    model.cuda()
     torch.zeros(1, device="cuda")
     before = used()
     own = config(
         data_parallel=COPIES,
         copies_per_device=COPIES,
         memory_share=SHARE,
+        weights_on_device=on_device,
         graph_sizes=(1, 4, 16),
         arguments=ARGUMENTS,
     )
     with VllmEngine(tmp_path, own) as engine:
         assert len(set(engine.pids)) == COPIES
         for answers in of_copies(engine):
-            assert distances(model.cuda(), PROMPTS, answers).mean() < NEAR
+            assert distances(model, PROMPTS, answers).mean() < NEAR
         assert abs(used() - before - COPIES * SHARE) < 0.1
-        new = changed(served(**SIZES))
-        asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
+        for seed in (1, 2, 3):  # each place is written again
+            last, model = model, changed(served(**SIZES), seed).cuda()
+            asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
+            for answers in of_copies(engine):
+                assert distances(model, PROMPTS, answers).mean() < NEAR
+                assert distances(last, PROMPTS, answers).mean() > FAR
+        asyncio.run(taken_back(engine, changed(served(**SIZES), 4).cuda()))
         for answers in of_copies(engine):
-            assert distances(new.cuda(), PROMPTS, answers).mean() < NEAR
-            assert distances(model.cuda(), PROMPTS, answers).mean() > FAR
+            assert distances(model, PROMPTS, answers).mean() < NEAR

@@ -1,18 +1,19 @@
-"""Weights on their way to vLLM: two files in memory that both processes see, one in use, the other for what comes.
+"""Weights on their way to vLLM: two places that both processes see, one in use, the other for what comes.
 
-Every tensor has a digest, which each worker of vLLM computes again of what it reads.
+A place is a file in host memory, or memory of the accelerator that both compute on. Every tensor has a digest, which
+each worker of vLLM computes again of what it reads.
 
-1. `prepare` and `receive` write into the file that is not in use, with all checks of `rollout.sync`.
-2. `commit` turns the two around; vLLM then reads the other file.
-3. `abort` turns them back; the old weights are whole in their file until the next transfer begins.
+1. `prepare` and `receive` write into the place that is not in use, with all checks of `rollout.sync`.
+2. `commit` turns the two around; vLLM then reads the other one.
+3. `abort` turns them back; the old weights are whole in their place until the next transfer begins.
 
-The files have no name (memfd): they go when the last process that holds them does, however it ends.
+A file has no name (memfd), and a device's memory a handle: both go with the processes that hold them, however they end.
 """
 
 import mmap
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,6 +29,7 @@ except ImportError as error:
 
 from rollout.sync.pieces import BucketPiece
 from rollout.sync.staging import WeightStaging
+from rollout.vllm import cuda_memory
 from rollout.vllm.digest import digest_of
 
 _ALIGN = 64
@@ -64,17 +66,18 @@ class Slot(NamedTuple):
         return [self.name, str(self.dtype).removeprefix("torch."), list(self.shape), self.start]
 
 
-class WeightFile:
-    """A file in memory with a tensor at each slot. `path` is valid in this process and, by its number, in a child."""
+class WeightPlace:
+    """A tensor at each slot of a run of bytes, which other processes find by `path`.
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        slots = tuple(slots)
-        self.nbytes = max((slot.start + slot.nbytes for slot in slots), default=0)
-        self.descriptor = os.memfd_create("tessera-weights")
-        os.ftruncate(self.descriptor, max(self.nbytes, 1))
+    Args:
+        whole: `u8[nbytes]`, the bytes.
+        path: how a worker finds them.
+        inherited: the descriptors that it must be born with to do so.
+    """
+
+    def __init__(self, slots: Iterable[Slot], whole: Tensor, path: str, inherited: tuple[int, ...] = ()) -> None:
+        self.path, self.inherited = path, inherited
         self._digests: dict[str, int] | None = None
-        self._map = mmap.mmap(self.descriptor, max(self.nbytes, 1))
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensors = {
             slot.name: whole[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape) for slot in slots
         }
@@ -92,61 +95,106 @@ class WeightFile:
         return self._digests
 
     def close(self) -> None:
-        """Let the descriptor go; the memory follows with the last view of it."""
-        os.close(self.descriptor)
+        """Let go what the process holds beside the bytes, which follow with the last view of them."""
+        for descriptor in self.inherited:
+            os.close(descriptor)
+
+
+def file_place(slots: Sequence[Slot]) -> WeightPlace:
+    """In a file in host memory, which is none of a file system's."""
+    size = max(bytes_of(slots), 1)
+    descriptor = os.memfd_create("tessera-weights")
+    os.ftruncate(descriptor, size)
+    whole = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    return WeightPlace(slots, whole, f"/proc/self/fd/{descriptor}", (descriptor,))
+
+
+def device_place(slots: Sequence[Slot]) -> WeightPlace:
+    """In memory of the current CUDA device.
+
+    Raises:
+        ValueError: there is no such device.
+        RuntimeError: it has not enough.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("weights_on_device needs a CUDA device that trainer and vLLM share: leave it out here")
+    whole = cuda_memory.allocate(max(bytes_of(slots), 1))
+    return WeightPlace(slots, whole, cuda_memory.path_of(whole))
+
+
+def bytes_of(slots: Iterable[Slot]) -> int:
+    """Up to the end of the last slot."""
+    return max((slot.start + slot.nbytes for slot in slots), default=0)
 
 
 class SharedWeights(WeightStaging):
-    """`WeightStaging` over the two files: what is staged lies in one, and a swap is a change of which is in use.
+    """`WeightStaging` over the two places: what is staged lies in one, and a swap is a change of which is in use.
 
     Args:
         shapes: the tensors that a transfer brings, by their names on disk.
         aliases: further names of a tensor (a tied head).
-        version: the number of the weights that the first file is filled with.
+        version: the number of the weights that the first place is filled with.
+        on_device: the places are memory of the current CUDA device, not files.
+
+    Raises:
+        ValueError: there is no such device.
+        RuntimeError: it has no room for two sets of weights.
     """
 
-    def __init__(self, shapes: Mapping[str, Tensor], aliases: Mapping[str, str], version: int) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Tensor], aliases: Mapping[str, str], version: int, on_device: bool = False
+    ) -> None:
         self.slots = _slots(shapes)
-        self.files = (WeightFile(self.slots), WeightFile(self.slots))
+        new_place = device_place if on_device else file_place
+        self.places = (new_place(self.slots), new_place(self.slots))
         self.in_use = 0
-        super().__init__(self.files[0].tensors, aliases, version=version, allocate=self._allocate)
+        super().__init__(self.places[0].tensors, aliases, version=version, allocate=self._allocate)
 
     @property
     def nbytes(self) -> int:
         """Of one set of weights."""
-        return self.files[0].nbytes
+        return bytes_of(self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the places are."""
+        return next((tensor.device for tensor in self.places[0].tensors.values()), torch.device("cpu"))
 
     def told(self, place: int) -> tuple[str, dict[str, int]]:
-        """The path of a file, as this process and its children see it, and the digests of its tensors."""
-        file = self.files[place]
-        return f"/proc/self/fd/{file.descriptor}", file.digests
+        """The path of a place, as this process and its children see it, and the digests of its tensors."""
+        return self.places[place].path, self.places[place].digests
+
+    @property
+    def inherited(self) -> list[int]:
+        """The descriptors that a process must be born with to find the places."""
+        return [descriptor for place in self.places for descriptor in place.inherited]
 
     def close(self) -> None:
-        """Let both files go."""
-        for file in self.files:
-            file.close()
+        """Let both places go."""
+        for place in self.places:
+            place.close()
 
     def _allocate(self, name: str, target: Tensor) -> Tensor:
-        """The place of a tensor in the file that is not in use; memory of its own for another name of it."""
+        """Where a tensor lies in the place that is not in use; memory of its own for another name of it."""
         if name in self._aliases:
-            return torch.empty(target.numel(), dtype=target.dtype)
-        return self.files[1 - self.in_use].tensors[name].view(-1)
+            return torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+        return self.places[1 - self.in_use].tensors[name].view(-1)
 
     def _current(self) -> Mapping[str, Tensor]:
-        return self.files[self.in_use].tensors
+        return self.places[self.in_use].tensors
 
     def _swap(self, values: dict[str, Tensor]) -> None:
-        spare = self.files[1 - self.in_use].tensors
+        spare = self.places[1 - self.in_use].tensors
         for name in spare.keys() - values.keys():  # an adapter is not on them
             spare[name].copy_(self._current()[name])
         for name, value in values.items():
             if value.data_ptr() != spare[name].data_ptr():  # it came under its other name
                 spare[name].copy_(value)
-        self.files[1 - self.in_use].note_digests()
+        self.places[1 - self.in_use].note_digests()
         self.in_use = 1 - self.in_use
 
     def _swap_back(self, values: dict[str, Tensor]) -> None:
-        del values  # the old weights lie in their file as they were
+        del values  # the old weights lie in their place as they were
         self.in_use = 1 - self.in_use
 
 
@@ -179,13 +227,20 @@ def checkpoint_pieces(model: Path) -> Iterable[BucketPiece]:
                 yield BucketPiece(name, tuple(tensor.shape), tensor.dtype, 0, tensor.reshape(-1))
 
 
-def copy_rate(file: WeightFile) -> float:
-    """Bytes a second at which this host copies memory, measured once on a file of weights: the link's rate."""
-    source = torch.ones(max(file.nbytes, 1 << 24), dtype=torch.uint8)
+def copy_rate(nbytes: int, device: torch.device) -> float:
+    """Bytes a second at which this host copies memory, or a device its own, measured once: the link's rate."""
+    source = torch.ones(min(max(nbytes, 1 << 24), 1 << 28), dtype=torch.uint8, device=device)
     goal = torch.zeros_like(source)
+    _wait(device)
     begun = time.perf_counter()
     goal.copy_(source)
+    _wait(device)
     return source.numel() / (time.perf_counter() - begun)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _files(model: Path) -> list[Path]:

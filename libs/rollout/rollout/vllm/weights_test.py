@@ -26,7 +26,7 @@ def weights():
         shapes = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
     made = SharedWeights(shapes, {"head": "embed"}, version=0)
     for name, value in values(0).items():
-        made.files[0].tensors[name].copy_(value)
+        made.places[0].tensors[name].copy_(value)
     yield made
     made.close()
 
@@ -34,7 +34,7 @@ def weights():
 def assert_reads(weights, number):
     """As another process reads the file in use: by its path and the slots alone."""
     assert weights.version == number
-    path = f"/proc/self/fd/{weights.files[weights.in_use].descriptor}"
+    path, _ = weights.told(weights.in_use)
     assert os.stat(path).st_size == weights.nbytes
     with open(path, "rb") as file:
         data = bytearray(file.read())
@@ -84,7 +84,7 @@ def test_whatever_the_order_of_calls_the_file_in_use_is_of_one_version(calls):
         shapes = {name: torch.empty(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
     weights = SharedWeights(shapes, {"head": "embed"}, version=0)
     for name, value in values(0).items():
-        weights.files[0].tensors[name].copy_(value)
+        weights.places[0].tensors[name].copy_(value)
     version = 0
     for call in calls:
         try:

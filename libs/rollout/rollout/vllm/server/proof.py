@@ -33,7 +33,7 @@ def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -
     for name, head in heads if HEAD in named else ():
         first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
         rows = torch.linspace(0, last - first - 1, min(ROWS, last - first)).long()
-        wanted = named[HEAD][first + rows].float()
+        wanted = named[HEAD][first + rows].float().cpu()
         asked = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0))
         asked = asked.to(head.weight.dtype)
         told = head.quant_method.apply(head, asked.to(head.weight.device))[:, rows.to(head.weight.device)]

@@ -1,4 +1,4 @@
-"""What is added to vLLM's worker: it reads weights from a file that another process wrote, and tells experts."""
+"""What is added to vLLM's worker: it reads weights that another process wrote, and tells experts."""
 
 import logging
 import os
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from rollout.vllm.server.places import Places
 from rollout.vllm.server.proof import damaged, stale_experts, stale_heads
 from rollout.vllm.server.routes import NotedExperts
 from rollout.vllm.server.sight import SeeingWorker
@@ -29,9 +30,11 @@ class FileWeights(NotedExperts, SeeingWorker):
     """Mixed into vLLM's worker by its `worker_extension_cls`."""
 
     model_runner: Any
+    places: Places
 
     def settle_in(self) -> None:
-        """Once, after vLLM has started: what it leaves to be done where several workers share a model on a CPU."""
+        """Once, after vLLM has started: what it leaves to be done, most of it where workers share a model on a CPU."""
+        self.places = Places()
         if not current_platform.is_cpu():
             return
         from rollout.vllm.server.cpu_experts import map_experts  # of a vLLM for CPUs alone
@@ -60,8 +63,7 @@ class FileWeights(NotedExperts, SeeingWorker):
     def _load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> None:
         """Do so. RuntimeError: the file is damaged, or vLLM left a parameter as it was."""
         end = max(start + prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, start in slots)
-        file = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
-
+        file = self.places.read(path, end)
         named: dict[str, Tensor] = {}
         for name, kind, shape, start in slots:
             dtype = getattr(torch, kind)
@@ -79,6 +81,7 @@ class FileWeights(NotedExperts, SeeingWorker):
             _refuse(stale_experts(self._of_kind(RoutedExperts), named, get_tensor_model_parallel_rank()))
             pack_experts(self.model_runner.model)
         _refuse(stale_heads(self._of_kind(ParallelLMHead), named))
+        self.places.forget_copies()
 
     def _of_kind(self, kind: type) -> Iterator[tuple[str, Any]]:
         return (pair for pair in self.model_runner.model.named_modules() if isinstance(pair[1], kind))

@@ -1,0 +1,103 @@
+"""What a hand-over of weights to vLLM costs on one accelerator: 0.67B parameters, to each copy of the model.
+
+    PYTHONPATH=libs/seqpack:libs/chat_tools:libs/rollout TESSERA_VLLM_PYTHON=PYTHON \
+        python libs/rollout/benchmarks/hand_over.py [--copies 1 4] [--places host device] [--times 8]
+
+Weights start on the trainer's side of the device and are handed over while nothing is sampled. Prints a JSON line for
+each number of copies and each place that weights pass through: medians after the first two hand-overs, in milliseconds.
+`staged_ms` is writing them beside those in use, `paused_ms` the time in which vLLM makes no step.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from rollout.config import RolloutConfig
+from rollout.engine import Sampling
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import BucketPiece, buckets
+from rollout.sync.transfer import transfer_weights
+from rollout.vllm.config import VllmConfig
+from rollout.vllm.engine import VllmEngine
+
+SHAPE = {
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+"""That of libs/engines/benchmarks/step_gpu.py."""
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
+BUCKET_BYTES = 1 << 28
+
+
+def measure(
+    model: Path, weights: list[BucketPiece], copies: int, place: str, times: int, cuda: bool
+) -> dict[str, float]:
+    """Medians of one way, in milliseconds; the numbers of bytes."""
+    own = VllmConfig(data_parallel=copies, copies_per_device=copies, weights_on_device=place == "device")
+    if cuda:
+        arguments = {"additional_config": {"gdn_prefill_backend": "triton"}}
+        own = VllmConfig(**(vars(own) | {"memory_share": 0.36 / copies, "arguments": arguments}))
+    found: list[tuple[float, float, float]] = []
+    with VllmEngine(model, RolloutConfig(backend="vllm", max_length=512, vllm=own)) as engine:
+        asyncio.run(engine.generate([5, 6, 7], Sampling(max_new_tokens=4)))
+        for version in range(1, times + 1):
+            begun = time.perf_counter()
+            stream = buckets(weights, BUCKET_BYTES)
+            asyncio.run(transfer_weights([engine], Manifest(version), stream))
+            seconds = time.perf_counter() - begun
+            assert engine.transfer is not None
+            found.append((engine.transfer.staged_s, engine.transfer.paused_s, seconds))
+        nbytes = engine.transfer.nbytes
+    staged, paused, whole = (1e3 * statistics.median(column) for column in zip(*found[2:], strict=True))
+    return {"nbytes": nbytes, "staged_ms": staged, "paused_ms": paused, "whole_ms": whole}
+
+
+def main() -> None:
+    """Each way in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--copies", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--places", nargs="+", choices=("host", "device"), default=["host", "device"])
+    parser.add_argument("--times", type=int, default=8)
+    parser.add_argument("--device", default="cuda", help="cpu: a small model, to see that it runs")
+    options = parser.parse_args()
+    if options.times < 3:
+        sys.exit("--times must be at least 3: the first two are not counted")
+    cuda = options.device == "cuda"
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(SHAPE if cuda else SHAPE | SMALL))).to(torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        model.to(options.device)
+        named = {name: p.detach().reshape(-1) for name, p in model.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        weights = [BucketPiece(name, shapes[name], flat.dtype, 0, flat) for name, flat in named.items()]
+        for copies, place in itertools.product(options.copies, options.places):
+            found = measure(Path(folder), weights, copies, place, options.times, cuda)
+            facts = {"copies": copies, "place": place, **{k: round(v, 1) for k, v in found.items()}}
+            print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
