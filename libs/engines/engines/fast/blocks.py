@@ -5,7 +5,7 @@ the weights: the results of matrix products, of the delta rule and of attention.
 gates, rotation, activations) is computed again in the backward pass, where it is fused into kernels that read those
 results anyway. Matrix products have the activations' dtype; the several gradients of one tensor are added in float32.
 
-Shapes: T tokens, H hidden, x [T, H]; weights as in an `nn.Linear`, [out, in].
+Shapes: T tokens, H hidden, x [T, H]; weights as in an `nn.Linear`, [out, in], or with an adapter beside them.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engines.fast.adapted import Weight, base, input_grad, project, weight_grad
 from engines.fast.attention import causal_attention, causal_attention_grad
 from engines.fast.convolution import conv_heads, conv_heads_grad
 from engines.fast.delta_rule import delta_rule, delta_rule_grad
@@ -48,44 +49,44 @@ class MLPWeights(NamedTuple):
     """Of the gated MLP and the norm before it."""
 
     norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 class DeltaNetWeights(NamedTuple):
     """Of a gated delta net layer and the norm before it; `conv` [D, K]."""
 
     norm: Tensor
-    qkv: Tensor
-    z: Tensor
-    b: Tensor
-    a: Tensor
+    qkv: Weight
+    z: Weight
+    b: Weight
+    a: Weight
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
     gated_norm: Tensor
-    out: Tensor
+    out: Weight
 
 
 class AttentionWeights(NamedTuple):
     """Of a gated attention layer and the norm before it; q holds a gate beside each head."""
 
     norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Weight
+    k: Weight
+    v: Weight
     q_norm: Tensor
     k_norm: Tensor
-    out: Tensor
+    out: Weight
 
 
 def mlp(x: Tensor, w: MLPWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
     """Return x + down(silu(gate(n)) * up(n)) with n = norm(x); kept: gate and up."""
     del where  # this half mixes no tokens
     n = rms_norm(x, w.norm, eps)
-    p, u = n @ w.gate.t(), n @ w.up.t()
-    return x + swiglu(p, u) @ w.down.t(), (p, u)
+    p, u = project(n, w.gate), project(n, w.up)
+    return x + project(swiglu(p, u), w.down), (p, u)
 
 
 def mlp_grad(
@@ -94,22 +95,22 @@ def mlp_grad(
     """(d x, d weights) of `mlp`."""
     del where
     p, u = kept
-    d_down = grad.t() @ swiglu(p, u)
-    d_p, d_u = swiglu_grad(p, u, grad @ w.down)
+    d_down = weight_grad(grad, swiglu(p, u), w.down)
+    d_p, d_u = swiglu_grad(p, u, input_grad(grad, w.down))
     n = rms_norm(x, w.norm, eps)
-    d_gate, d_up = d_p.t() @ n, d_u.t() @ n
-    d_x, d_norm = rms_norm_grad(x, w.norm, eps, wide(d_p @ w.gate) + wide(d_u @ w.up))
+    d_gate, d_up = weight_grad(d_p, n, w.gate), weight_grad(d_u, n, w.up)
+    d_x, d_norm = rms_norm_grad(x, w.norm, eps, wide(input_grad(d_p, w.gate)) + wide(input_grad(d_u, w.up)))
     return (d_x + wide(grad)).to(x.dtype), MLPWeights(d_norm, d_gate, d_up, d_down)
 
 
 def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
     """Return x + the gated delta net layer; kept: its projections and the rule's results."""
     n = rms_norm(x, w.norm, eps)
-    mixed, z, b, a = n @ w.qkv.t(), n @ w.z.t(), n @ w.b.t(), n @ w.a.t()
+    mixed, z, b, a = project(n, w.qkv), project(n, w.z), project(n, w.b), project(n, w.a)
     q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
     o, cumulative, inverses = delta_rule(q, k, v, g, beta, where.boundaries)
     y = gated_norm(o, z.view_as(o), w.gated_norm, eps).flatten(1)
-    return x + y @ w.out.t(), (mixed, z, b, a, o, cumulative, inverses)
+    return x + project(y, w.out), (mixed, z, b, a, o, cumulative, inverses)
 
 
 def delta_net_grad(
@@ -118,8 +119,8 @@ def delta_net_grad(
     """(d x, d weights) of `delta_net`."""
     mixed, z, b, a, o, cumulative, inverses = kept
     z = z.view_as(o)
-    d_out = grad.t() @ gated_norm(o, z, w.gated_norm, eps).flatten(1)
-    d_o, d_z, d_gated_norm = gated_norm_grad(o, z, w.gated_norm, eps, (grad @ w.out).view_as(o))
+    d_out = weight_grad(grad, gated_norm(o, z, w.gated_norm, eps).flatten(1), w.out)
+    d_o, d_z, d_gated_norm = gated_norm_grad(o, z, w.gated_norm, eps, input_grad(grad, w.out).view_as(o))
     q, k, v, g, beta = _rule_operands(mixed, b, a, w, where)
     d_q, d_k, d_v, d_g, d_beta = delta_rule_grad(q, k, v, g, cumulative, beta, inverses, where.boundaries, d_o)
     d_a, d_a_log, d_dt_bias = decay_grad(a, w.a_log, w.dt_bias, d_g)
@@ -128,21 +129,27 @@ def delta_net_grad(
     d_mixed, d_conv = conv_heads_grad(mixed, w.conv, where.position, d_q, d_k, d_v)
     d_z = d_z.flatten(1)
     n = rms_norm(x, w.norm, eps)
-    d_n = wide(d_mixed @ w.qkv) + wide(d_z @ w.z) + wide(d_b @ w.b) + wide(d_a @ w.a)
+    d_n = wide(input_grad(d_mixed, w.qkv)) + wide(input_grad(d_z, w.z))
+    d_n = d_n + wide(input_grad(d_b, w.b)) + wide(input_grad(d_a, w.a))
     d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
-    projections = (d_mixed.t() @ n, d_z.t() @ n, d_b.t() @ n, d_a.t() @ n)
-    d_weights = DeltaNetWeights(d_norm, *projections, d_conv, d_a_log, d_dt_bias, d_gated_norm, d_out)
+    linear = (
+        weight_grad(d_mixed, n, w.qkv),
+        weight_grad(d_z, n, w.z),
+        weight_grad(d_b, n, w.b),
+        weight_grad(d_a, n, w.a),
+    )
+    d_weights = DeltaNetWeights(d_norm, *linear, d_conv, d_a_log, d_dt_bias, d_gated_norm, d_out)
     return (d_x + wide(grad)).to(x.dtype), d_weights
 
 
 def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple[Tensor, Tensors]:
     """Return x + the gated attention layer; kept: its projections and attention's results."""
     n = rms_norm(x, w.norm, eps)
-    qg, k, v = n @ w.q.t(), n @ w.k.t(), n @ w.v.t()
+    qg, k, v = project(n, w.q), project(n, w.k), project(n, w.v)
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
     o, normalisers = causal_attention(q, k_turned, v_heads, where.cu_seqlens, where.longest)
     y = (wide(o) * wide(gate).sigmoid()).to(x.dtype).flatten(1)
-    return x + y @ w.out.t(), (qg, k, v, o, normalisers)
+    return x + project(y, w.out), (qg, k, v, o, normalisers)
 
 
 def attention_grad(
@@ -152,8 +159,8 @@ def attention_grad(
     qg, k, v, o, normalisers = kept
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
     s, f = wide(gate).sigmoid(), wide(o)
-    d_out = grad.t() @ (f * s).to(x.dtype).flatten(1)
-    d_y = wide((grad @ w.out).view_as(o))
+    d_out = weight_grad(grad, (f * s).to(x.dtype).flatten(1), w.out)
+    d_y = wide(input_grad(grad, w.out).view_as(o))
     d_o, d_gate = (d_y * s).to(x.dtype), (d_y * f * s * (1.0 - s)).to(x.dtype)
     d_q, d_k, d_v = causal_attention_grad(q, k_turned, v_heads, o, normalisers, where.cu_seqlens, where.longest, d_o)
     head = w.q_norm.shape[0]
@@ -163,16 +170,17 @@ def attention_grad(
     d_qg = torch.cat([d_q.to(x.dtype), d_gate], dim=-1).flatten(1)
     d_k, d_v = d_k.to(x.dtype).flatten(1), d_v.flatten(1)
     n = rms_norm(x, w.norm, eps)
-    d_n = wide(d_qg @ w.q) + wide(d_k @ w.k) + wide(d_v @ w.v)
+    d_n = wide(input_grad(d_qg, w.q)) + wide(input_grad(d_k, w.k)) + wide(input_grad(d_v, w.v))
     d_x, d_norm = rms_norm_grad(x, w.norm, eps, d_n)
-    d_weights = AttentionWeights(d_norm, d_qg.t() @ n, d_k.t() @ n, d_v.t() @ n, d_q_norm, d_k_norm, d_out)
+    projections = (weight_grad(d_qg, n, w.q), weight_grad(d_k, n, w.k), weight_grad(d_v, n, w.v))
+    d_weights = AttentionWeights(d_norm, *projections, d_q_norm, d_k_norm, d_out)
     return (d_x + wide(grad)).to(x.dtype), d_weights
 
 
 def _rule_operands(mixed: Tensor, b: Tensor, a: Tensor, w: DeltaNetWeights, where: Where) -> Tensors:
     """q, k, v, log decay and beta of the delta rule, from the projections; keys and values have one head size."""
     head = w.gated_norm.shape[0]
-    keys = (mixed.shape[1] - w.out.shape[1]) // (2 * head)
+    keys = (mixed.shape[1] - base(w.out).shape[1]) // (2 * head)
     q, k, v = conv_heads(mixed, w.conv, where.position, keys, head)
     beta = wide(b).sigmoid().to(b.dtype)
     return q, k, v, decay(a, w.a_log, w.dt_bias), beta

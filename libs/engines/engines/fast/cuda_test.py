@@ -1,10 +1,13 @@
 """On one Hopper GPU: compiled layers, fused head and replicated weights against the plain path and float32."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.cuda import set_sync_debug_mode
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, LoraConfig, build_engine
+from engines.adapters.lora import is_adapter
 from engines.execution.executor import Scoring
 from engines.execution.loss import StepLoss
 from engines.fast.adamw import AdamW, control, join, split, update, update_plain
@@ -44,7 +47,7 @@ def gradients(built, data):
     work = built._agree_on(data, SFT())
     loss = StepLoss(SFT(), work.facts.totals)
     built.executor.train(built._micro_batches(work.batch, work.plan), loss, Scoring())
-    found = {name: p.grad for name, p in built.executor.scorer.named_parameters()}
+    found = {name: p.grad for name, p in built.executor.scorer.named_parameters() if p.requires_grad}
     whole = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).double() for name, g in found.items()}
     return float(loss.share(built.device)), whole
 
@@ -61,6 +64,31 @@ def test_compiled_layers_equal_plain_ones(weights):
     plain_loss, plain = gradients(engine(compile="off", weights="sharded"), batch())
     fast_loss, fast = gradients(engine(compile="on", weights=weights), batch())
     print({"loss": (exact_loss, plain_loss, fast_loss), "plain": error(plain, exact), "fast": error(fast, exact)})
+    assert fast_loss == pytest.approx(exact_loss, rel=2e-3)
+    assert error(fast, exact) <= 1.05 * error(plain, exact)
+
+
+def adapted(path, **options):
+    """With adapters that do something, the same ones each time."""
+    lora = LoraConfig(rank=8, alpha=16.0)
+    config = EngineConfig(model=path, device="cuda", lr=1e-3, max_tokens_per_rank=2048, lora=lora, **options)
+    built: Any = build_engine(config)
+    torch.manual_seed(0)
+    for name, parameter in built.executor.model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.detach().to_local().normal_(std=0.02)
+    return built
+
+
+def test_compiled_layers_with_adapters_equal_plain_ones(tmp_path):
+    """Gradient errors of adapters against float32: no larger than the plain path's; the rest has no gradient."""
+    tiny_model("dense", scale=1.0, **FUSED_SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
+    exact_loss, exact = gradients(adapted(str(tmp_path), dtype="float32"), batch())
+    plain_loss, plain = gradients(adapted(str(tmp_path), compile="off"), batch())
+    fast_loss, fast = gradients(adapted(str(tmp_path), compile="on"), batch())
+    print({"loss": (exact_loss, plain_loss, fast_loss), "plain": error(plain, exact), "fast": error(fast, exact)})
+    assert exact.keys() == fast.keys()
+    assert all(is_adapter(name) for name in fast)
     assert fast_loss == pytest.approx(exact_loss, rel=2e-3)
     assert error(fast, exact) <= 1.05 * error(plain, exact)
 

@@ -1,11 +1,11 @@
-"""Decoder layers of one model that run as two functions each, mixer and MLP, under autograd.
+"""Decoder layers of one model that run as two functions each, mixer and MLP, under autograd, with adapters or without.
 
 `use_layer_functions(model)` replaces the forward of each decoder layer instance, and only for calls that carry a
 `PackedContext`; hooks of FSDP and recomputation stay outside. The adaptation of `engines.packing` stays as it was
 for everything else. The plain reference is the same model without it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MethodType
@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from engines.families.registry import family_of
+from engines.fast.adapted import Adapted, Weight, base, of_adapters_alone
 from engines.fast.blocks import (
     AttentionWeights,
     DeltaNetWeights,
@@ -37,10 +38,14 @@ from seqpack.adapters.model import CONTEXT_KEY
 
 
 class Block(NamedTuple):
-    """A function and its gradient (`engines.fast.blocks`), as they are, and as they are called."""
+    """A function and its gradient (`engines.fast.blocks`), as they are, and as they are called.
+
+    `adapted`: where all weights are frozen, the places in `kind` of those with an adapter; else None.
+    """
 
     kind: type
     eps: float
+    adapted: tuple[int, ...] | None
     forward: Callable[..., Any]
     gradient: Callable[..., Any]
     plain: tuple[Callable[..., Any], Callable[..., Any]]
@@ -94,10 +99,8 @@ class _Layer:
     def __init__(self, name: str, text: Any, backend: str | None) -> None:
         self.name = name
         self.text = text
-        eps = float(text.rms_norm_eps)
-        self.mlp = _block(MLPWeights, eps, backend)
-        self.delta_net = _block(DeltaNetWeights, eps, backend)
-        self.attention = _block(AttentionWeights, eps, backend)
+        self.eps = float(text.rms_norm_eps)
+        self.backend = backend
 
     def forward_over(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of `original`."""
@@ -115,35 +118,48 @@ class _Layer:
         cos, sin = (part.squeeze(0) for part in angles)
         norm = layer.input_layernorm.weight
         sequences = sequences_of(context, self.text)
-        if hasattr(layer, "linear_attn"):
-            net = layer.linear_attn
-            weights: tuple[Tensor, ...] = delta_net_weights(norm, net)
-            block = self.delta_net
-        else:
-            weights, block = attention_weights(norm, layer.self_attn), self.attention
+        delta = hasattr(layer, "linear_attn")
+        weights = delta_net_weights(norm, layer.linear_attn) if delta else attention_weights(norm, layer.self_attn)
         where = Where(sequences.cu_seqlens, sequences.boundaries, sequences.position, sequences.longest, cos, sin)
-        x = _Call.apply(block, where, x, *weights)
-        gated = layer.mlp
-        after = MLPWeights(
-            layer.post_attention_layernorm.weight, gated.gate_proj.weight, gated.up_proj.weight, gated.down_proj.weight
-        )
-        result: Tensor = _Call.apply(self.mlp, where, x, *after)
+        x = self._apply(weights, where, x)
+        return self._apply(mlp_weights(layer.post_attention_layernorm.weight, layer.mlp), where, x)
+
+    def _apply(self, weights: Any, where: Where, x: Tensor) -> Tensor:
+        frozen = not any(base(weight).requires_grad for weight in weights)
+        places = tuple(place for place, weight in enumerate(weights) if isinstance(weight, Adapted))
+        kind: type = type(weights)
+        block = _block(kind, self.eps, self.backend, places if frozen else None)
+        pairs = [part for place in places for part in weights[place][1:]]
+        result: Tensor = _Call.apply(block, where, x, *map(base, weights), *pairs)
         return result
+
+
+def linear_weight(module: Any) -> Weight:
+    """The weight of a linear layer, with its adapter where it has one that is on (`engines.adapters.lora`)."""
+    if getattr(module, "lora_on", False):
+        return Adapted(module.weight, module.lora_A, module.lora_B * module.lora_scale)
+    weight: Tensor = module.weight
+    return weight
+
+
+def mlp_weights(norm: Tensor, gated: Any) -> MLPWeights:
+    """Return the weights of a `Qwen3_5MLP` and the norm before it."""
+    return MLPWeights(norm, *(linear_weight(one) for one in (gated.gate_proj, gated.up_proj, gated.down_proj)))
 
 
 def delta_net_weights(norm: Tensor, net: Any) -> DeltaNetWeights:
     """Return the weights of a `Qwen3_5GatedDeltaNet` and the norm before it."""
     return DeltaNetWeights(
         norm=norm,
-        qkv=net.in_proj_qkv.weight,
-        z=net.in_proj_z.weight,
-        b=net.in_proj_b.weight,
-        a=net.in_proj_a.weight,
+        qkv=linear_weight(net.in_proj_qkv),
+        z=linear_weight(net.in_proj_z),
+        b=linear_weight(net.in_proj_b),
+        a=linear_weight(net.in_proj_a),
         conv=net.conv1d.weight.squeeze(1),
         a_log=net.A_log,
         dt_bias=net.dt_bias,
         gated_norm=net.norm.weight,
-        out=net.out_proj.weight,
+        out=linear_weight(net.out_proj),
     )
 
 
@@ -151,12 +167,12 @@ def attention_weights(norm: Tensor, mixer: Any) -> AttentionWeights:
     """Return the weights of a `Qwen3_5Attention` and the norm before it."""
     return AttentionWeights(
         norm=norm,
-        q=mixer.q_proj.weight,
-        k=mixer.k_proj.weight,
-        v=mixer.v_proj.weight,
+        q=linear_weight(mixer.q_proj),
+        k=linear_weight(mixer.k_proj),
+        v=linear_weight(mixer.v_proj),
         q_norm=mixer.q_norm.weight,
         k_norm=mixer.k_norm.weight,
-        out=mixer.o_proj.weight,
+        out=linear_weight(mixer.o_proj),
     )
 
 
@@ -168,11 +184,23 @@ _FUNCTIONS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @cache
-def _block(kind: type, eps: float, backend: str | None) -> Block:
-    plain = _FUNCTIONS[kind]
+def _block(kind: type, eps: float, backend: str | None, adapted: tuple[int, ...] | None) -> Block:
+    function, gradient = _FUNCTIONS[kind]
+    if adapted is not None:
+        gradient = of_adapters_alone(gradient)
+    plain = function, gradient
     if backend is None:
-        return Block(kind, eps, *plain, plain)
-    return Block(kind, eps, compiled(plain[0], backend), compiled(plain[1], backend), plain)
+        return Block(kind, eps, adapted, *plain, plain)
+    return Block(kind, eps, adapted, compiled(function, backend), compiled(gradient, backend), plain)
+
+
+def _weights(block: Block, parts: Sequence[Tensor]) -> Any:
+    """The block's weights from their tensors end to end, adapters after all others."""
+    count = len(block.kind._fields)  # type: ignore[attr-defined]
+    found: list[Any] = list(parts[:count])
+    for number, place in enumerate(block.adapted or ()):
+        found[place] = Adapted(found[place], *parts[count + 2 * number : count + 2 * number + 2])
+    return block.kind(*found)
 
 
 class _Call(Function):
@@ -190,17 +218,17 @@ class _Call(Function):
         elif function is not block.plain[0]:
             mark_tokens((x, *_token_tensors(where)))
         y: Tensor
-        y, kept = function(x, block.kind(*(w.data for w in weights)), where, block.eps)
+        y, kept = function(x, _weights(block, [w.data for w in weights]), where, block.eps)
         ctx.save_for_backward(x, *weights, *kept)
-        ctx.block, ctx.where = block, where
+        ctx.block, ctx.where, ctx.count = block, where, len(weights)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        block, where, count = ctx.block, ctx.where, len(ctx.block.kind._fields)
+        block, where, count = ctx.block, ctx.where, ctx.count
         x, *saved = ctx.saved_tensors
-        weights, kept = block.kind(*(w.data for w in saved[:count])), tuple(saved[count:])
+        weights, kept = _weights(block, [w.data for w in saved[:count]]), tuple(saved[count:])
         grad, x, function = grads[0].contiguous().data, x.data, block.gradient
         tokens = x.shape[0]
         if tokens < FEWEST_TOKENS:
@@ -208,7 +236,8 @@ class _Call(Function):
         elif function is not block.plain[1]:
             mark_tokens((grad, x, *(one for one in kept if one.ndim and one.shape[0] == tokens)))
         d_x, d_weights = function(grad, x, weights, kept, where, block.eps)
-        return None, None, d_x, *d_weights
+        frozen = [None] * len(block.kind._fields) if block.adapted is not None else ()
+        return None, None, d_x, *frozen, *d_weights
 
 
 def _token_tensors(where: Where) -> tuple[Tensor, ...]:

@@ -58,8 +58,9 @@ class _FusedLogProbs(Function):
         grad_log_probs, grad_entropies = (grad.contiguous() for grad in grads)
         hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
         chunks = _chunks(hidden.shape[0], ctx.chunk)
-        total = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if len(chunks) > 1 else None
-        d_hidden, d_weight = torch.empty_like(hidden), weight
+        frozen = not ctx.needs_input_grad[1]
+        total = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if len(chunks) > 1 and not frozen else None
+        d_hidden, d_weight = torch.empty_like(hidden), None
         for rows in chunks:
             logits, ctx.logits = ctx.logits, None
             if logits is None:
@@ -67,6 +68,8 @@ class _FusedLogProbs(Function):
             extra = (entropies[rows], grad_entropies[rows]) if ctx.entropy else ()
             d_logits = gradient(logits, targets[rows], normalisers[rows], grad_log_probs[rows], ctx.temperature, *extra)
             torch.mm(d_logits, weight, out=d_hidden[rows])
+            if frozen:
+                continue
             if total is None:
                 d_weight = d_logits.t() @ hidden[rows]
             else:

@@ -31,6 +31,15 @@ def test_equals_the_reference(chunk, temperature, kept_bytes):
         torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 2**20])
+def test_a_frozen_head_has_no_gradient_and_changes_no_other(kept_bytes):
+    h, w, targets = problem()
+    expected = torch.autograd.grad(fused_log_probs(h, w, targets, chunk=4, kept_bytes=kept_bytes)[0].sum(), h)[0]
+    frozen = w.detach()
+    got = fused_log_probs(h, frozen, targets, chunk=4, kept_bytes=kept_bytes)[0].sum()
+    assert torch.equal(torch.autograd.grad(got, h)[0], expected)
+
+
 def test_no_tokens_stay_connected():
     h, w, targets = problem()
     got, entropy = fused_log_probs(h[:0], w, targets[:0])

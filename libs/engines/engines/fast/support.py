@@ -74,8 +74,6 @@ def settings_refusal(config: EngineConfig) -> str | None:
         return "layers behind a vision tower have not been run as functions"
     if config.activation_offload:
         return "the inputs of compiled layers are not moved to the host"
-    if config.lora.rank:
-        return "layers with adapters are not written as functions"
     if config.batching != "packed":
         return "layers are compiled for packed batches alone: set batching='packed'"
     if config.context_parallel not in ("off", "static:1"):

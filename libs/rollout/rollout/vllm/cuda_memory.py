@@ -6,11 +6,14 @@ different ones. What is allocated here is not PyTorch's, whose allocator may cut
 
 import ctypes
 import functools
+import logging
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 PREFIX = "cuda-ipc:"
 """Of a path that is no file's."""
@@ -82,9 +85,19 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Take `pin` back, before the memory goes."""
+    """Take `pin` back; before the memory goes."""
     _enter()
     _call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
+
+
+def pin_if_allowed(memory: Tensor) -> bool:
+    """`pin`, or a warning with the reason; whether it is pinned now."""
+    try:
+        pin(memory)
+    except RuntimeError as error:
+        log.warning("weights pass through memory that is not pinned, which is slower: %s", error)
+        return False
+    return True
 
 
 def _tensor(pointer: int, nbytes: int, release: str) -> Tensor:

@@ -73,10 +73,14 @@ class WeightPlace:
         whole: `u8[nbytes]`, the bytes.
         path: how a worker finds them.
         inherited: the descriptors that it must be born with to do so.
+        pinned: whether they are host memory that `close` is to unpin.
     """
 
-    def __init__(self, slots: Iterable[Slot], whole: Tensor, path: str, inherited: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, slots: Iterable[Slot], whole: Tensor, path: str, inherited: tuple[int, ...] = (), pinned: bool = False
+    ) -> None:
         self.path, self.inherited = path, inherited
+        self._pinned = whole if pinned else None
         self._digests: dict[str, int] | None = None
         self.tensors = {
             slot.name: whole[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape) for slot in slots
@@ -96,6 +100,9 @@ class WeightPlace:
 
     def close(self) -> None:
         """Let go what the process holds beside the bytes, which follow with the last view of them."""
+        if self._pinned is not None:
+            cuda_memory.unpin(self._pinned)
+            self._pinned = None
         for descriptor in self.inherited:
             os.close(descriptor)
 
@@ -106,7 +113,8 @@ def file_place(slots: Sequence[Slot]) -> WeightPlace:
     descriptor = os.memfd_create("tessera-weights")
     os.ftruncate(descriptor, size)
     whole = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    return WeightPlace(slots, whole, f"/proc/self/fd/{descriptor}", (descriptor,))
+    pinned = torch.cuda.is_available() and cuda_memory.pin_if_allowed(whole)
+    return WeightPlace(slots, whole, f"/proc/self/fd/{descriptor}", (descriptor,), pinned)
 
 
 def device_place(slots: Sequence[Slot]) -> WeightPlace:

@@ -1,14 +1,10 @@
 """Where a worker finds weights: a file in host memory, or memory of its own accelerator that the trainer wrote."""
 
-import logging
-
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
 from rollout.vllm import cuda_memory
-
-log = logging.getLogger(__name__)
 
 
 class Places:
@@ -41,8 +37,5 @@ def _open(path: str, nbytes: int) -> Tensor:
         return cuda_memory.opened(path, nbytes)
     file = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     if current_platform.is_cuda():
-        try:
-            cuda_memory.pin(file)
-        except RuntimeError as error:
-            log.warning("weights are read from memory that is not pinned, which is slower: %s", error)
+        cuda_memory.pin_if_allowed(file)
     return file
