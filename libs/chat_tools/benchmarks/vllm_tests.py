@@ -1,9 +1,10 @@
 """vLLM's own tests of its tool parsers, run over this library's: how many agree, by format.
 
-    pip download --no-deps --no-binary vllm vllm==0.32.0
+    VLLM_VERSION_OVERRIDE=0.32.0 pip download --no-deps --no-binary vllm vllm==0.32.0
     PYTHONPATH=libs/chat_tools python libs/chat_tools/benchmarks/vllm_tests.py vllm-0.32.0.tar.gz [--show] [-k WORDS]
 
-Run it in vLLM's Python, with pytest. The tests are read from the source distribution into a folder that is removed
+Run it in vLLM's Python, with pytest. (Without the variable, pip refuses a source distribution whose version says "+cpu"
+where there is no CUDA.) The tests are read from the source distribution into a folder that is removed
 again; nothing of them is kept. Each parser class for which there is a format here is replaced by the plug-in
 (`chat_tools.serving.vllm_plugin`), so that their assertions judge our results, whole and streamed. Their tokenizers,
 which would have to be downloaded, are replaced by one that cuts text into words. A test counts if it asked our parser
