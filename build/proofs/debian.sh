@@ -32,6 +32,10 @@ echo 'Acquire::Check-Valid-Until "false";' > "$root/etc/apt/apt.conf.d/99mirror"
 cp /etc/resolv.conf "$root/etc/"
 cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/" # those of a registry's mirror are known here
 mkdir -p "$root$HOME"
+# What tests need and bazelw does not: git, and headers where Megatron's optimizer has torch compile.
+case "$suite" in bookworm) headers=python3.11-dev ;; *) headers=python3.13-dev ;; esac
+"${inside[@]}" sh -c "dpkg -s git $headers > /dev/null 2>&1 || { apt-get update -qq &&
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends git $headers g++; }" >&2
 rm -rf "$root/tree"
 git clone -q --no-hardlinks "$tree" "$root/tree"
 bazelw test --spawn_strategy=processwrapper-sandbox --sandbox_default_allow_network "$@"

@@ -1,0 +1,222 @@
+"""Runs the fast tests by plain pytest, on a machine without Bazel: `python3.12 build/fast_tests.py [libs/seqpack ...]`.
+
+Which files are tests, with which tags and environment, is read from the BUILD files of libraries and apps. Each runs
+in a process of its own with a home of its own, as under Bazel, but sees the whole tree and the machine's network. What
+this Python lacks is left out and counted, by package: files that declare a package that is not installed, and cases
+that fail for one. Files of other hubs, and those that Bazel builds something for, are left out too. The last line is
+the total; the exit status is 1 if a case failed or none passed. pytest has to be installed.
+"""
+
+import argparse
+import ast
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from gazelle import DISTRIBUTIONS, LOCKS, TEST_RULES, source_root
+from install_hub import lock_entries, normal
+
+ROOT = Path(__file__).absolute().parent.parent
+NEEDS = ("gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "manual")
+SECONDS = {"small": 240, "medium": 900, "large": 1800, "enormous": 3600}
+"""Limits by size, those of .bazelrc."""
+MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+@dataclass(frozen=True, eq=False)
+class Test:
+    """A test rule of a BUILD file."""
+
+    label: str
+    path: Path
+    tags: tuple[str, ...] = ()
+    size: str = "small"
+    env: dict[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    special: str = ""  # why it cannot run outside of Bazel
+
+
+def rules(folder: Path) -> list[Test]:
+    """The tests of a library's or an app's BUILD file."""
+    package = str(folder.relative_to(ROOT))
+    found = []
+    for node in ast.parse((folder / "BUILD.bazel").read_text()).body:
+        call = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TEST_RULES:
+            found.append(_test(package, {word.arg: word.value for word in call.keywords if word.arg}))
+    return found
+
+
+def _test(package: str, words: dict[str, ast.expr]) -> Test:
+    """The test that a rule's keywords describe."""
+    name = ast.literal_eval(words["name"])
+    known = {key: ast.literal_eval(words[key]) for key in ("srcs", "tags", "size", "args", "hub") if key in words}
+    root = source_root(package)
+    path = Path(package) / known["srcs"][0] if "srcs" in known else root / f"{name}.py"
+    needed, special = _requirements(words.get("deps"))
+    if known.get("hub", "pypi") != "pypi":
+        special = f"of the hub {known['hub']}"
+    try:
+        env = ast.literal_eval(words["env"]) if "env" in words else {}
+    except ValueError:
+        env, special = {}, "with an environment that Bazel makes"
+    if any("$(" in word for word in [*env.values(), *known.get("args", ())]):
+        env, special = {}, "with files that Bazel makes"
+    return Test(
+        label=f"//{package}:{name}",
+        path=path,
+        tags=tuple(known.get("tags", ())),
+        size=known.get("size", "small"),
+        env=env,
+        args=tuple(known.get("args", ())),
+        packages=needed,
+        special=special,
+    )
+
+
+def _requirements(deps: ast.expr | None) -> tuple[tuple[str, ...], str]:
+    """The packages that a rule declares itself, and the hub of one that is neither the main one nor its extras."""
+    names, special = [], ""
+    for node in ast.walk(deps) if deps is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "requirement":
+            hub = next((ast.literal_eval(word.value) for word in node.keywords if word.arg == "hub"), "pypi")
+            special = special if hub in ("pypi", "pypi_extras") else f"of the hub {hub}"
+            names.append(normal(ast.literal_eval(node.args[0])))
+    return tuple(names), special
+
+
+@cache
+def installed() -> dict[str, str]:
+    """Version of each distribution that this Python has."""
+    return {normal(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
+
+
+@cache
+def locked() -> frozenset[str]:
+    """What the locks of the main hub and its extras list."""
+    locks = ROOT / "build/locks"
+    return frozenset(lock_entries(locks / f"{LOCKS['pypi']}.txt")) | frozenset(lock_entries(locks / "extras.txt"))
+
+
+def lacking(text: str) -> str:
+    """The locked package for want of which a test failed, by its report; "" where that is not the reason."""
+    for module in MISSING.findall(text):
+        top = module.split(".")[0]
+        name = normal(DISTRIBUTIONS.get(top, top))
+        if name in locked() and name not in installed():
+            return name
+    return ""
+
+
+def left_out(test: Test, tags: set[str]) -> str:
+    """Why a test is not started; "" if it is."""
+    barred = [tag for tag in test.tags if tag in NEEDS and tag not in tags]
+    if barred:
+        return f"tagged {barred[0]}"
+    absent = [name for name in test.packages if name not in installed()]
+    return f"without {absent[0]}" if absent else test.special
+
+
+def run(test: Test) -> tuple[Counter[str], list[str]]:
+    """Run one file: its cases by outcome, and what there is to say of them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        xml = Path(scratch) / "test.xml"
+        home = Path(scratch) / "home"
+        home.mkdir()
+        paths = [str(ROOT), *(str(folder.parent) for folder in sorted(ROOT.glob("libs/*/BUILD.bazel")))]
+        known = {key: value for key, value in os.environ.items() if not key.startswith("TEST")}
+        known |= {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        known |= {"TEST_TMPDIR": str(home), "XML_OUTPUT_FILE": str(xml), "OMP_NUM_THREADS": "1", **test.env}
+        command = [sys.executable, str(ROOT / "build/pytest_main.py"), str(test.path), *test.args]
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=known,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=SECONDS[test.size])
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                said = process.communicate()[0] + f"\nended after {SECONDS[test.size]} s"
+        return account(test, process.returncode, xml, said)
+
+
+def account(test: Test, status: int, xml: Path, said: str) -> tuple[Counter[str], list[str]]:
+    """Cases of a file by outcome: a failure for want of a package is none, one without a failed case counts as one."""
+    counts: Counter[str] = Counter()
+    words = []
+    wanting = Counter[str]()
+    for case in ET.parse(xml).iter("testcase") if xml.exists() else ():
+        faults = [*case.iter("failure"), *case.iter("error")]
+        skipped = case.find("skipped")
+        name = lacking("".join(fault.text or "" for fault in faults))
+        if name:
+            wanting[name] += 1
+        elif faults:
+            counts["failed"] += 1
+            words.append(f"failed: {test.label} {case.get('name')}")
+        elif skipped is not None and skipped.get("type") != "pytest.xfail":
+            counts["skipped"] += 1
+            words.append(f"skipped: {test.label} {case.get('name')}: {skipped.get('message')}")
+        else:
+            counts["passed"] += 1
+    for name, number in wanting.items():
+        counts[f"without {name}"] += number
+    if status and not counts["failed"] and not wanting:
+        counts["failed"] += 1
+        words.append(f"failed: {test.label}: exit status {status}")
+    return counts, [said] * bool(counts["failed"]) + words
+
+
+def main() -> int:
+    """Run them and print the account."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", help="libraries and apps, such as libs/seqpack; all by default")
+    parser.add_argument("--tags", default="", help=f"run these too, with commas between them: {', '.join(NEEDS)}")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="files at a time")
+    given = parser.parse_args()
+    if "pytest" not in installed():
+        parser.error(f"{sys.executable} has no pytest")
+    every = sorted(path.parent for top in ("libs", "apps") for path in ROOT.glob(f"{top}/*/BUILD.bazel"))
+    folders = [Path(folder).absolute() for folder in given.folders] or every
+    unknown = [str(folder) for folder in folders if folder not in every]
+    if unknown:
+        parser.error(f"no library or app: {', '.join(unknown)}")
+    tests = [test for folder in folders for test in rules(folder)]
+    reasons = {test: left_out(test, set(given.tags.split(","))) for test in tests}
+    started = [test for test in tests if not reasons[test]]
+    about = [f"{name} {installed()[name]}" for name in ("torch", "transformers", "pytest") if name in installed()]
+    print(f"Python {sys.version.split()[0]}; {', '.join(about)}; {len(started)} of {len(tests)} test files", flush=True)
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for done, words in pool.map(run, started):
+            counts += done
+            print("\n".join(words), end="\n" if words else "", flush=True)
+    for why, number in sorted(Counter(filter(None, reasons.values())).items()):
+        print(f"left out: {number} files {why}")
+    for why, number in sorted(counts.items()):
+        if why.startswith("without "):
+            print(f"left out: {number} cases {why}")
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    return int(bool(counts["failed"]) or not counts["passed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The run without Bazel, over a tree of one library: what is run, what is left out and why, and the total."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUILD = Path(__file__).absolute().parent
+FILES = {
+    "plain_test.py": "def test_one():\n    pass\n\n\ndef test_two():\n    pass\n",
+    "named_test.py": "import os\n\n\ndef test_env():\n    assert os.environ['WORD'] == 'yes'\n",
+    "late_test.py": "def test_late():\n    import absent_package\n",
+    "typo_test.py": "def test_typo():\n    import no_such_thing\n",
+    "wrong_test.py": "def test_wrong():\n    assert 1 == 2\n",
+    "never_test.py": "raise AssertionError('not to be run')\n",
+}
+RULES = """
+module(name = "alpha/other")
+module_test(name = "plain_test", size = "small")
+module_test(name = "by_name", srcs = ["alpha/named_test.py"], env = {"WORD": "yes"})
+module_test(name = "late_test")
+module_test(name = "never_test", tags = ["gpu"])
+module_test(name = "absent", srcs = ["alpha/never_test.py"], deps = [":x", requirement("absent-package")])
+module_test(name = "hub", srcs = ["alpha/never_test.py"], hub = "pypi_tf517")
+module_test(name = "made", srcs = ["alpha/never_test.py"], env = {"X": "$(rootpath :x)"})
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A tree with one library and this program."""
+    (tmp_path / "build/locks").mkdir(parents=True)
+    for name in ("fast_tests.py", "gazelle.py", "install_hub.py", "pytest_main.py"):
+        shutil.copy(BUILD / name, tmp_path / "build")
+    (tmp_path / "build/allowed_skips.txt").write_text("")
+    for lock in ("cpu", "extras"):
+        (tmp_path / f"build/locks/{lock}.txt").write_text("absent-package==1.0 \\\n    --hash=sha256:00\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npython_files = ["*_test.py"]\n')
+    (tmp_path / "libs/alpha/alpha").mkdir(parents=True)
+    for name, text in FILES.items():
+        (tmp_path / "libs/alpha/alpha" / name).write_text(text)
+    return tmp_path
+
+
+def run(tree, rules, *words):
+    """(exit status, lines) of the program over these rules."""
+    (tree / "libs/alpha/BUILD.bazel").write_text(rules)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TEST") and key != "CI"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, str(tree / "build/fast_tests.py"), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+def test_what_is_missing_is_left_out_and_counted(tree):
+    status, lines = run(tree, RULES, "--jobs", "2")
+    assert (status, lines[-1]) == (0, "3 passed, 0 failed, 0 skipped"), lines
+    assert sorted(line for line in lines if line.startswith("left out: ")) == [
+        "left out: 1 cases without absent-package",
+        "left out: 1 files of the hub pypi_tf517",
+        "left out: 1 files tagged gpu",
+        "left out: 1 files with files that Bazel makes",
+        "left out: 1 files without absent-package",
+    ]
+
+
+@pytest.mark.parametrize("name", ["wrong", "typo"])
+def test_a_failure_is_one(tree, name):
+    status, lines = run(tree, f'{RULES}module_test(name = "{name}_test")\n')
+    assert (status, lines[-1]) == (1, "3 passed, 1 failed, 0 skipped"), lines
+    assert f"failed: //libs/alpha:{name}_test test_{name}" in lines
+
+
+def test_a_file_that_cannot_be_read_is_a_failure(tree):
+    status, lines = run(tree, RULES, "--tags", "gpu", str(tree / "libs/alpha"))
+    assert (status, lines[-1]) == (1, "3 passed, 1 failed, 0 skipped"), lines
+
+
+def test_nothing_run_is_no_success(tree):
+    status, lines = run(tree, 'module_test(name = "never_test", tags = ["gpu"])\n')
+    assert (status, lines[-1]) == (1, "0 passed, 0 failed, 0 skipped"), lines
+    status, lines = run(tree, RULES, "libs/beta")
+    assert status == 2
+    assert "no library or app" in lines[-1]
