@@ -233,7 +233,7 @@ _ALL = (
         ),
         writer=writing.bare_keys,
         calls=(("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")),
-        body=Json(objects=False, header=r"call:(?P<name>[^\s{]*)", quotes=('<|"|>', "<escape>")),
+        body=Json(objects=False, header=r"(?:call)?+:(?P<name>[^\s{]*)", quotes=('<|"|>', "<escape>")),
         reasoning=(("<|channel>thought", "<channel|>"),),
         opening="call:",
         ends=("<turn|>", "<end_of_turn>", "<|tool_response>", "<start_function_response>"),

@@ -89,3 +89,9 @@ def test_calls_in_the_shape_of_openai():
     kept = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert parse(kept, "kimi_k2").to_openai()["tool_calls"][0]["id"] == "functions.f:7"
     assert parse(kept, "kimi_k2").to_message()["tool_calls"][0]["id"] == "functions.f:7"
+
+
+def test_white_space_that_borders_on_a_call_is_trimmed_on_both_sides_of_it():
+    assert parse(f"Look.\n\n{ASKED}\n", "hermes").content == "Look."
+    assert parse(f"\n{ASKED}\nSo.", "hermes").content == "So."
+    assert parse(f"Look. {ASKED} So.\n", "hermes").content == "Look.  So.\n"

@@ -100,10 +100,12 @@ def joined_text(text: str, segments: Sequence[Segment], kinds: Sequence[Kind]) -
     parts = [s for s in segments if s.kind in kinds and s.inner_end > s.inner_start]
     if not parts:
         return ""
-    joined = "".join([text[s.inner_start : s.inner_end] for s in parts])
-    if parts[0].start > 0:
+    pieces = [text[s.inner_start : s.inner_end] for s in parts]
+    joined = "".join(pieces)
+    # White space alone before or after a segment of another kind borders on it too.
+    if parts[0].start > 0 or (len(parts) > 1 and pieces[0].isspace()):
         joined = joined.lstrip()
-    if parts[-1].inner_end < len(text):
+    if parts[-1].inner_end < len(text) or (len(parts) > 1 and pieces[-1].isspace()):
         joined = joined.rstrip()
     return joined
 

@@ -3,7 +3,8 @@
     vllm serve MODEL --enable-auto-tool-choice --tool-parser-plugin FILE --tool-call-parser tessera_hermes
 
 FILE is this one, and chat_tools has to be installed beside vLLM. A call is streamed as it comes: its name first, then
-its arguments, whose deltas add up to the JSON text that the whole gives. In a whole answer malformed text is content.
+its arguments, whose deltas add up to the JSON text that the whole gives. In a whole answer malformed text is content, but for a
+closing marker that closes nothing.
 The parser reads what vLLM's reasoning parser leaves over, so no block of reasoning is open.
 """
 
@@ -25,7 +26,7 @@ from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 from chat_tools.parsing.formats import FORMATS
 from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import StreamParser, parse
-from chat_tools.parsing.result import ArgumentsDelta, CallStarted, Event, TextDelta
+from chat_tools.parsing.result import ArgumentsDelta, CallStarted, Event, ParsedMessage, TextDelta, joined_text
 
 PREFIX = "tessera_"
 
@@ -38,6 +39,8 @@ class FormatToolParser(ToolParser):
     def __init__(self, tokenizer: Any, tools: Any = None) -> None:
         super().__init__(tokenizer, tools)
         self._stream: StreamParser | None = None
+        self._blank = ""  # white space that is content only if more content follows
+        self._begun = False  # whether content was sent
 
     def adjust_request(self, request: Any) -> Any:
         """Let the format's markers through: many are special tokens, which vLLM would leave out of the text."""
@@ -53,7 +56,7 @@ class FormatToolParser(ToolParser):
             ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments), **_named(call.id))
             for call in message.tool_calls
         ]
-        content = message.to_openai()["content"] or None
+        content = self._content(message) or None
         return ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=content)
 
     def extract_tool_calls_streaming(
@@ -80,9 +83,34 @@ class FormatToolParser(ToolParser):
                     calls[-1].function.arguments += call.function.arguments
                 else:
                     calls.append(call)
+        content = self._trimmed(content, bool(self.prev_tool_call_arr))
         if not content and not calls:
             return None
         return DeltaMessage(content=content or None, tool_calls=calls)
+
+    def _content(self, message: ParsedMessage) -> str:
+        """The content of a whole answer, with the blanks that its last line ends in, which most parsers of vLLM give."""
+        closes = {close for _, close in (*self.format.calls, *filter(None, [self.format.section]))}
+        text = message.text
+        told = [  # a closing marker that closes nothing is no text
+            s for s in message.segments if s.kind != "malformed" or text[s.start : s.end].strip() not in closes
+        ]
+        content = joined_text(text, told, ("content", "malformed"))
+        every = "".join([text[s.inner_start : s.inner_end] for s in told if s.kind in ("content", "malformed")])
+        blanks = every[len(every.rstrip()) :].partition("\n")[0]
+        return content + blanks if content and not content[-1].isspace() else content
+
+    def _trimmed(self, text: str, after_call: bool) -> str:
+        """The content to send now: a line's end waits for more, so that a stream gives what the whole answer gives."""
+        text = self._blank + text
+        if after_call and not self._begun:
+            text = text.lstrip()
+        end = len(text.rstrip())
+        if end or self._begun:
+            end += len(text[end:].partition("\n")[0])
+        self._blank = text[end:]
+        self._begun = self._begun or end > 0
+        return text[:end]
 
     def _schemas(self, request: Any) -> list[dict[str, Any]]:
         """The tools of the request; where it has none, those that the parser was made with."""

@@ -24,7 +24,7 @@ calls = [("f", {"text": "word <b> \\"x\\" " * 40, "count": 3}), ("g", {})]
 for name, fmt in FORMATS.items():
     kind = ToolParserManager.get_tool_parser("tessera_" + name)
     request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}], tools=TOOLS)
-    text = ("" if fmt.opening.endswith(("{", "[")) else "Look.\\n\\n") + fmt.write(calls)
+    text = ("" if fmt.opening.endswith(("{", "[")) else "Look. \\n\\n") + fmt.write(calls) + "\\n"
     parser = kind(Tokenizer(), request.tools)
     assert parser.adjust_request(request).skip_special_tokens is False
     whole = parser.extract_tool_calls(text, request)
@@ -51,9 +51,14 @@ for name, fmt in FORMATS.items():
         content += (delta.content or "") if delta else ""
     assert [(c["name"], json.loads(c["arguments"])) for c in streamed.values()] == calls, (name, streamed)
     assert all(c["id"] for c in streamed.values()), name
-    assert content.strip() == (whole.content or "").strip(), name
+    assert content == (whole.content or ""), (name, content, whole.content)
     assert parser.get_remaining_unstreamed_args() == "", name
     print(name, deltas)
+    if fmt.section and fmt.bare:  # the wrapper's beginning is missing: its end is no text
+        text = fmt.write(calls[:1]).replace(fmt.section[0] + "\\n", "")
+        found = kind(Tokenizer(), request.tools).extract_tool_calls(text, request)
+        assert len(found.tool_calls) == 1, name
+        assert found.content is None, (name, found.content)
 """
 
 
