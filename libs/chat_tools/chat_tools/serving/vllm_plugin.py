@@ -3,9 +3,9 @@
     vllm serve MODEL --enable-auto-tool-choice --tool-parser-plugin FILE --tool-call-parser tessera_hermes
 
 FILE is this one, and chat_tools has to be installed beside vLLM. A call is streamed as it comes: its name first, then
-its arguments, whose deltas add up to the JSON text that the whole gives. In a whole answer malformed text is content, but for a
-closing marker that closes nothing.
-The parser reads what vLLM's reasoning parser leaves over, so no block of reasoning is open.
+its arguments, whose deltas add up to the JSON text that the whole gives. In a whole answer malformed text is content,
+but for a closing marker that closes nothing. The parser reads what vLLM's reasoning parser leaves over, so no block of
+reasoning is open.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class FormatToolParser(ToolParser):
         return DeltaMessage(content=content or None, tool_calls=calls)
 
     def _content(self, message: ParsedMessage) -> str:
-        """The content of a whole answer, with the blanks that its last line ends in, which most parsers of vLLM give."""
+        """The content of a whole answer, with the blanks that end its last line: most parsers of vLLM do so."""
         closes = {close for _, close in (*self.format.calls, *filter(None, [self.format.section]))}
         text = message.text
         told = [  # a closing marker that closes nothing is no text
