@@ -74,7 +74,7 @@ DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head
         (DENSE, {"compile": "off"}, 2, False),
         (DENSE, {"batching": "padded"}, 2, False),
         (DENSE, {"context_parallel": "dynamic"}, 2, False),
-        (DENSE, {"lora": LoraConfig(rank=4)}, 2, False),
+        (DENSE, {"lora": LoraConfig(rank=4)}, 2, True),
         (SHAPE, {}, 2, False),
         (shape_of(tiny_config("attention"), "attention"), {}, 2, False),
         (shape_of(tiny_config("dense"), "dense"), {}, 2, False),
