@@ -34,6 +34,9 @@ OPTIONAL = {
     "tqdm": "for a bar alone",
 }
 """Packages that a function, or a guard for types, may import where it needs them."""
+SPOKEN_TO = ("libs/rollout/rollout/", "libs/runlog/", "libs/chat_tools/")
+"""Libraries that read what other processes and machines send."""
+UNPICKLERS = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 OLD_WORDS = re.compile(
     r"\b(silent_rows|PRICE_OF_A_MARK|solvent_at|homeless|dearest|made tasks?|Weights on the move|"
     r"The one way to an engine)\b"
@@ -56,6 +59,8 @@ def check_house(texts: Mapping[str, str]) -> list[str]:
         if path.startswith(("libs/", "apps/")) and "/benchmarks/" not in path:
             complaints += check_imports(path, tree, shipped[path].splitlines())
             complaints += check_docstrings(path, tree)
+        if path.startswith(SPOKEN_TO) and "/testing/" not in path:
+            complaints += check_unpickled(path, tree)
     return sorted(complaints)
 
 
@@ -140,6 +145,26 @@ def check_imports(path: str, tree: ast.Module, lines: list[str]) -> list[str]:
         if not any("#" in line for line in marked):
             complaints.append(f"{path}:{node.lineno}: {ast.unparse(node)}: move it to the top, or say why it is here")
     return complaints
+
+
+def check_unpickled(path: str, tree: ast.Module) -> list[str]:
+    """What other processes send is never a program: nothing that unpickles is imported, nor called by another name
+    (`torch.load`, `numpy.load(allow_pickle=...)`, `recv()` of a multiprocessing connection)."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, one.name) for one in node.names if one.name.partition(".")[0] in UNPICKLERS]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in UNPICKLERS:
+            found.append((node.lineno, node.module or ""))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            unsized = node.func.attr == "recv" and not node.args  # a socket's has a size
+            allowed = any(word.arg == "allow_pickle" for word in node.keywords)
+            if unsized or allowed or ast.unparse(node.func) == "torch.load":
+                found.append((node.lineno, ast.unparse(node.func)))
+    return [
+        f"{path}:{line}: {what} runs what another process sends: take JSON, bytes or safetensors"
+        for line, what in found
+    ]
 
 
 Import = ast.Import | ast.ImportFrom

@@ -36,6 +36,16 @@ PLANTED = [
     ({HARD[0]: '"""Packs.\n\n1. Sort.\n2. Fill."""'}, f"{HARD[0]}: its head does not say what tests hold"),
     ({SOME: "silent_rows = 1"}, "some.py:1: 'silent_rows' has a plainer name"),
     ({SOME: 'def f():\n    """Returns one."""'}, "some.py:1: f: 'Returns', in the third person"),
+    *(
+        ({"libs/rollout/rollout/some.py": text}, f"some.py:1: {what} runs what another process sends")
+        for text, what in (
+            ("import pickle", "pickle"),
+            ("from cloudpickle import loads", "cloudpickle"),
+            ("connection.recv()", "connection.recv"),
+            ("torch.load(path)", "torch.load"),
+            ("numpy.load(path, allow_pickle=True)", "numpy.load"),
+        )
+    ),
     ({SOME: "def f():\n    import json"}, "some.py:2: import json: move it to the top"),
     ({SOME: "if TYPE_CHECKING:\n    from a import b"}, "some.py:2: from a import b: move it to the top"),
     ({SOME: "class A:\n    def f(self):\n        if 1:\n            import json"}, "some.py:4: import json"),

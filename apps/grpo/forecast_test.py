@@ -1,16 +1,21 @@
 """Forecasts from runs' files: what they are made from, and what they are held to."""
 
 import json
+import sys
 from dataclasses import replace
+from xml.etree import ElementTree as ET
 
 import pytest
 
+from apps.common.config_file import CONFIG_NAME, dump_config
 from apps.common.plan.cluster import Schedule
 from apps.grpo.config import GrpoConfig
-from apps.grpo.forecast import halves, sampling_seconds, step_ends, workload_of
+from apps.grpo.forecast import halves, main, sampling_seconds, step_ends, workload_of
+from rollout.control.settings import StalenessSettings
+from rollout.control.simulation import choose_pools
 from runlog import read_episodes, read_metrics
 from runlog.store import EPISODES, METRICS
-from runlog.timeline import TIMELINE, Span, read_timeline
+from runlog.timeline import LABEL, LANE, MOST_SPANS, TIMELINE, WIDTH, Span, read_timeline
 
 STEPS, LENGTH, SAMPLE, TRAIN, SYNC = 8, 100, 2.0, 1.5, 0.25
 ASYNC = Schedule("fully_async", staleness_threshold=1.0)
@@ -92,6 +97,40 @@ def test_sampling_is_counted_once_and_between_the_same_points_of_two_steps():
     for given, says in ((spans[:2], "2 steps"), (trains, "nobody samples")):
         with pytest.raises(ValueError, match=says):
             sampling_seconds(given, 2)
+
+
+def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(tmp_path, monkeypatch, capsys):
+    """The page that the command writes: a bar for each span, where and as long as the span is, in its lane."""
+    run_dir = tmp_path / "run"
+    config = written(run_dir, ASYNC)
+    (run_dir / CONFIG_NAME).write_text(dump_config(config))
+    monkeypatch.setattr(sys, "argv", ["forecast", str(run_dir), "--devices", "4"])
+    main()
+    printed = capsys.readouterr().out
+    assert f"the fastest, drawn: {run_dir / 'forecast.html'}" in printed
+    page = (run_dir / "forecast.html").read_text()
+    drawing = ET.fromstring(page[page.index("<svg") :])
+    workload, _ = halves(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
+    settings = StalenessSettings(config.prompts, config.steps, staleness_threshold=1.0, partial_rollout=True)
+    spans = [Span(*span) for span in choose_pools(settings, workload, 4)[0].spans]
+    bars = drawing.findall("rect")
+    assert {span.lane for span in spans} == {"sampler", "trainer", "weights"}
+    assert len(bars) == len(spans) <= MOST_SPANS
+    whole = max(span.end for span in spans) - min(span.begin for span in spans)
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    expected = sorted(
+        (lanes.index(s.lane), s.begin / whole, max(0.5 / (WIDTH - LABEL), (s.end - s.begin) / whole)) for s in spans
+    )
+    found = sorted(
+        (
+            float(b.get("y")) // LANE,
+            (float(b.get("x")) - LABEL) / (WIDTH - LABEL),
+            float(b.get("width")) / (WIDTH - LABEL),
+        )
+        for b in bars
+    )
+    for bar, span in zip(found, expected, strict=True):
+        assert bar == pytest.approx(span, abs=1e-3)
 
 
 def test_what_is_not_there_is_refused(tmp_path):
