@@ -185,6 +185,22 @@ def account(test: Test, status: int, xml: Path, said: str) -> tuple[Counter[str]
     return counts, [said] * bool(counts["failed"]) + words
 
 
+def run_all(tests: list[Test], jobs: int) -> Counter[str]:
+    """Run these files, `jobs` at a time, and say what is amiss; their cases by outcome, at Ctrl-C of those that ran."""
+    counts: Counter[str] = Counter()
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for done, words in pool.map(run, tests):
+            counts += done
+            print("\n".join(words), end="\n" if words else "", flush=True)
+    except KeyboardInterrupt:
+        counts["failed"] += 1
+        print("failed: interrupted; files that run are waited for", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return counts
+
+
 def main() -> int:
     """Run them and print the account."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,11 +220,7 @@ def main() -> int:
     started = [test for test in tests if not reasons[test]]
     about = [f"{name} {installed()[name]}" for name in ("torch", "transformers", "pytest") if name in installed()]
     print(f"Python {sys.version.split()[0]}; {', '.join(about)}; {len(started)} of {len(tests)} test files", flush=True)
-    counts: Counter[str] = Counter()
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for done, words in pool.map(run, started):
-            counts += done
-            print("\n".join(words), end="\n" if words else "", flush=True)
+    counts = run_all(started, given.jobs)
     for why, number in sorted(Counter(filter(None, reasons.values())).items()):
         print(f"left out: {number} files {why}")
     for why, number in sorted(counts.items()):

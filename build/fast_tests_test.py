@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ FILES = {
     "late_test.py": "def test_late():\n    import absent_package\n",
     "typo_test.py": "def test_typo():\n    import no_such_thing\n",
     "wrong_test.py": "def test_wrong():\n    assert 1 == 2\n",
+    "stop_test.py": "import os\nimport signal\n\n\ndef test_stop():\n    os.kill(os.getppid(), signal.SIGINT)\n",
     "never_test.py": "raise AssertionError('not to be run')\n",
 }
 RULES = """
@@ -51,7 +53,14 @@ def run(tree, rules, *words):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TEST") and key != "CI"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, str(tree / "build/fast_tests.py"), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # in the background it is ignored
+    )
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
@@ -77,6 +86,12 @@ def test_a_failure_is_one(tree, name):
 def test_a_file_that_cannot_be_read_is_a_failure(tree):
     status, lines = run(tree, RULES, "--tags", "gpu", str(tree / "libs/alpha"))
     assert (status, lines[-1]) == (1, "3 passed, 1 failed, 0 skipped"), lines
+
+
+def test_an_interrupted_run_starts_nothing_more_and_is_no_success(tree):
+    status, lines = run(tree, f'module_test(name = "stop_test")\n{RULES}', "--jobs", "1")
+    assert (status, lines[-1]) == (1, "0 passed, 1 failed, 0 skipped"), lines
+    assert "failed: interrupted; files that run are waited for" in lines
 
 
 def test_nothing_run_is_no_success(tree):
