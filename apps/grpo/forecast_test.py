@@ -121,14 +121,9 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(tmp_path, monkeypatc
     expected = sorted(
         (lanes.index(s.lane), s.begin / whole, max(0.5 / (WIDTH - LABEL), (s.end - s.begin) / whole)) for s in spans
     )
-    found = sorted(
-        (
-            float(b.get("y")) // LANE,
-            (float(b.get("x")) - LABEL) / (WIDTH - LABEL),
-            float(b.get("width")) / (WIDTH - LABEL),
-        )
-        for b in bars
-    )
+    places = [{name: float(bar.attrib[name]) for name in ("x", "y", "width")} for bar in bars]
+    scale = WIDTH - LABEL
+    found = sorted((p["y"] // LANE, (p["x"] - LABEL) / scale, p["width"] / scale) for p in places)
     for bar, span in zip(found, expected, strict=True):
         assert bar == pytest.approx(span, abs=1e-3)
 
