@@ -38,6 +38,8 @@ COMMON: dict[str, str] = {
     "ppo-micro-batch-size-per-gpu": PLANNED,
     "max-token-len-per-gpu": "--engine.max-tokens-per-rank",
     "ppo-max-token-len-per-gpu": "--engine.max-tokens-per-rank",
+    "max-seqlen-per-dp-cp-rank": "--engine.max-tokens-per-rank",
+    "seq-length": "--engine.max-tokens-per-rank",
     "use-dynamic-bsz": PLANNED,
     "ulysses-sequence-parallel-size": "--engine.context-parallel static:N",
     "strategy": "--engine.backend",

@@ -38,6 +38,8 @@ LINES = {
     ],
     "--temperature 0.7 --top_p 0.9": ["--sampling.temperature", "whole vocabulary"],
     "+actor_rollout_ref.actor.clip_ratio_high=0.28": ["--objective.clip-high"],
+    "+actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096": ["--engine.max-tokens-per-rank"],
+    "--seq-length 4096": ["--engine.max-tokens-per-rank"],
 }
 
 

@@ -87,7 +87,7 @@ MEGATRON: dict[str, Yes | No] = {
     "lora": Yes(LAYOUTS),
     "async_save": Yes("megatron/engine_test.py::test_a_checkpoint_is_written_while_training_goes_on"),
     "vision": Yes("megatron/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
-    "trained_vision": No("the tower has no gradient under Megatron: use vision='frozen', or backend='fsdp2'"),
+    "trained_vision": Yes("megatron/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
     "multi_axis_positions": Yes("megatron/engine_test.py::test_positions_of_several_axes"),
     "collective_timeout": Yes("collective_timeout_test.py::test_a_late_rank_ends_the_others_wait"),
 }
@@ -153,8 +153,6 @@ def refuse_unsupported(config: EngineConfig) -> None:
         _refuse_beside_the_host(config)
     if config.backend == "fsdp2" and config.expert_parallel > 1:
         _refuse_beside_experts(config)
-    if config.backend == "megatron" and config.vision != "off" and config.lora.rank:
-        raise ValueError("lora has not been run with vision under Megatron: leave one of both out, or use fsdp2")
     if config.backend == "megatron" and not config.reshard_after_forward:
         raise ValueError("reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default")
     if config.backend != "megatron" and config.transformer_options:

@@ -160,8 +160,6 @@ def test_what_cannot_be_built_is_refused():
         engine(tiny_model())
     with pytest.raises(ValueError, match="adapters are on the text part"):
         engine(lora=LoraConfig(rank=2))
-    with pytest.raises(ValueError, match="trained_vision is not supported: the tower has no gradient under Megatron"):
-        engine(backend="megatron")
     odd = model()
     odd.config.vision_config.deepstack_visual_indexes = [1]
     with pytest.raises(ValueError, match="deepstack_visual_indexes"):

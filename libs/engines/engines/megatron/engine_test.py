@@ -333,6 +333,9 @@ def test_refusals_come_before_weights_are_touched():
         ("hidden_size=8", "follows from the model"),
         ("hiden_size=8", "did you mean hidden_size"),
         ("fp8=hybrid", "fp8 has not been run"),
+        ("max_seqlen_per_dp_cp_rank=8", "is set by max_tokens_per_rank, the one cap on a rank's tokens"),
+        ("hybrid_context_parallel=true", "is set by context_parallel='dynamic'"),
+        ("seq_length=8", "has no field seq_length"),
     ):
         with pytest.raises(ValueError, match=words):
             engine_of(CASE, transformer_options=(option,))

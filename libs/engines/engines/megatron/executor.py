@@ -56,7 +56,7 @@ from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors,
 from engines.megatron.router import Balance, Router
 from engines.megatron.sizes import ModelSizes, refuse_unsupported_model, stage_sizes
 from engines.megatron.transformer_config import transformer_config
-from engines.megatron.vision import FrozenTower, taken_over, tower_shapes
+from engines.megatron.vision import Tower, frozen_in, taken_over, tower_shapes, trained_in
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows
 from engines.parallel.stages import Split
@@ -106,22 +106,22 @@ class MegatronExecutor:
         scales = rate_scales(config, model, names) if trainable else {}
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
         self._digest: Tensor | None = None
-        self.vocabulary = sizes.vocabulary_of(groups.layout.coordinates(groups.rank).tp, groups.layout.tp)
-        options = parse_options(config.transformer_options)
-        self.settings = transformer_config(sizes, groups.layout, dtype, stage_sizes(config), options)
-        split = stage_sizes(config).split(len(sizes.layer_types), groups.layout.pp)
+        self.place = Place.of(groups.layout, groups.rank)
+        self.vocabulary = sizes.vocabulary_of(self.place.at.tp, groups.layout.tp)
+        options, stages = parse_options(config.transformer_options), stage_sizes(config)
+        self.settings = transformer_config(sizes, groups.layout, dtype, stages, options)
+        split = stages.split(len(sizes.layer_types), groups.layout.pp)
         with adapted(self.device):
             self.stages = self._built(sizes, split)
-            self.parameters = match(self.stages, self._add_adapters(held_by(sizes, groups.layout, groups.rank, split)))
+            held = self._add_adapters(held_by(sizes, groups.layout, groups.rank, split))
+            self.tower = Tower.of(model, self.place, dtype, self.device, trainable and config.vision == "trained")
+            self.parameters = match(self.stages, (*held, *trained_in(self.stages[0], self.tower)))
             zero_padding(self.parameters)
-            self.tower = FrozenTower.of(model, Place.of(groups.layout, groups.rank), dtype, self.device)
             self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
-            trained = [one for one in self.parameters if one.parameter.requires_grad]
+            trained, frozen = ([p for p in self.parameters if p.parameter.requires_grad is x] for x in (True, False))
             self.updates = Updates(config, self.chunks, trained, groups.world, scales) if trainable else None
-            frozen = [one for one in self.parameters if not one.parameter.requires_grad]
-            seeing = () if self.tower is None else self.tower.parameters
             kept = self._dtypes if trainable else {}
-            self.seeing = [frozen_values(one, kept) for one in seeing]
+            self.seeing = [frozen_values(one, kept) for one in frozen_in(self.tower)]
             self.frozen = [*(frozen_values(one, kept) for one in frozen), *self.seeing]
             self._fill(live_tensors(model) if disk is None else DiskTensors(disk))
             if self.updates is not None:
@@ -143,7 +143,7 @@ class MegatronExecutor:
         """Return the map of this rank's parameters with those of its adapters, which the stages have then."""
         if self.adapters is None:
             return held
-        linears = adapted_linears(held, self.shapes, Place.of(self.groups.layout, self.groups.rank))
+        linears = adapted_linears(held, self.shapes, self.place)
         self.adapters.add(self.stages, linears)
         return (*held, *(part for linear in linears for part in (linear.a, linear.b)))
 
@@ -227,7 +227,7 @@ class MegatronExecutor:
             inputs = self.builder.inputs(micro_batch)
             packed = self._packed(inputs, counting)
             features = None
-            if self.tower is not None and inputs.vision is not None:
+            if self.tower is not None and inputs.vision is not None and chunk is self.chunks[0]:
                 features = self.tower.features(inputs.vision, inputs.input_ids.numel())
             output = chunk(inputs.input_ids.unsqueeze(0), packed, features)
 
@@ -263,7 +263,7 @@ class MegatronExecutor:
         """The part of [T, ...] that this rank has between layers."""
         if values is None:
             return None
-        return values.chunk(self.groups.layout.tp)[self.groups.layout.coordinates(self.groups.rank).tp]
+        return values.chunk(self.groups.layout.tp)[self.place.at.tp]
 
     def _packed(self, inputs: ModelInputs, counting: bool) -> PackedTokens:
         context = inputs.context
@@ -379,8 +379,8 @@ class MegatronExecutor:
 
     def _kept(self) -> list[Tensor]:
         own = [] if self.updates is None else self.updates.tensors()
-        modules = [*self.stages, *(() if self.tower is None else (self.tower.tower,))]
-        every = [p.detach() for module in modules for p in module.parameters()] + own
+        frozen = [one.parameter for one in frozen_in(self.tower)]
+        every = [p.detach() for p in (*(p for stage in self.stages for p in stage.parameters()), *frozen)] + own
         return [tensor for tensor in every if tensor.device == self.device]
 
     def _gradients(self) -> list[Tensor]:

@@ -10,6 +10,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 RUN: Mapping[str, type] = {"deallocate_pipeline_outputs": bool, "microbatch_group_size_per_vp_stage": int}
 """What `layouts_test` has run: how the pipeline's schedule goes, with the steps of one process."""
 
+ELSEWHERE: Mapping[str, str] = {
+    "max_seqlen_per_dp_cp_rank": "max_tokens_per_rank, the one cap on a rank's tokens",
+    "hybrid_context_parallel": "context_parallel='dynamic'",
+    "context_parallel_size": "context_parallel='static:N'",
+    "recompute_granularity": "gradient_checkpointing",
+}
+"""What a field of megatron-core's is here."""
+
 
 def checked_options(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """The options, as they go into a TransformerConfig beside `ours`.
@@ -29,6 +37,8 @@ def checked_options(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[s
             raise ValueError(
                 f"transformer_options: {name} follows from the model or from other settings of the engine: leave it out"
             )
+        if name in ELSEWHERE:
+            raise ValueError(f"transformer_options: {name} is set by {ELSEWHERE[name]}: leave it out")
         if name not in RUN:
             raise ValueError(
                 f"transformer_options: {name} has not been run; {', '.join(RUN)} have. A row of "
