@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from apps.common.plan.adapters import adapter_parameters
 from apps.common.plan.grid import Grid
+from apps.common.plan.loading import DISK_BYTES
 from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from engines import EngineConfig
 
@@ -74,13 +76,21 @@ def megatron_states(engine: EngineConfig, grid: Grid, held: Held, width: int, to
     return States(width * (every + tower), 4.0 * every, share, engine.optimizer_on_host)
 
 
-def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float) -> States:
-    """Masters, gradients and two moments, shared by as many ranks as there are shards; of a frozen tower masters."""
+def fsdp_states(shape: ModelShape, engine: EngineConfig, shards: float, disk: int = DISK_BYTES) -> States:
+    """Masters, gradients and two moments, shared by as many ranks as there are shards; of a frozen tower masters.
+
+    With adapters they are theirs alone, and the rest is frozen in the checkpoint's dtype, of `disk` bytes.
+    """
     master = 4 if engine.master_dtype == "float32" else 2
     moment = 4 if engine.optimizer_on_host else 2 if engine.moments_dtype == "bfloat16" else master
     tower = 0 if engine.vision == "off" else tower_parameters(shape)
     trained = count_parameters(shape).total + (tower if engine.vision == "trained" else 0)
     kept = count_parameters(shape).total + tower
+    if engine.lora.rank:
+        adapters = adapter_parameters(shape, engine.lora)
+        parts = (disk * kept + master * adapters, master * adapters, 2 * moment * adapters)
+        weights, gradients, optimizer = (part / shards for part in parts)
+        return States(weights, gradients, optimizer, engine.optimizer_on_host, engine.parameters_on_host)
     optimizer = 2 * moment * trained / shards
     weights, gradients = master * kept / shards, master * trained / shards
     return States(weights, gradients, optimizer, engine.optimizer_on_host, engine.parameters_on_host)
