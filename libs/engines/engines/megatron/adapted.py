@@ -53,7 +53,7 @@ def _to_the_host(dispatcher: Any, point: str, tokens_per_expert: Tensor | None =
     if point != dispatcher.cuda_dtoh_point:
         return tokens_per_expert
     for name in (*ON_HOST, *SPLITS):
-        value = getattr(dispatcher, name)
+        value = getattr(dispatcher, name, None)  # one expert a rank: it has no counts of several
         if isinstance(value, Tensor):
             setattr(dispatcher, name, value.cpu().numpy() if name in SPLITS else value.cpu())
     return None if tokens_per_expert is None else tokens_per_expert.cpu()

@@ -202,6 +202,7 @@ def test_attention_by_hand():
         ("dense", {}, {"dp": 2, "etp": 2}, "need a model with experts"),
         ("moe", {"moe_intermediate_size": 15}, {"tp": 2, "etp": 2}, "experts of width 15 cannot be split"),
         ("moe", {}, {"dp": 3, "ep": 3}, "4 experts cannot be split"),
+        ("moe", {"num_experts_per_tok": 1}, {}, "one expert a token whose weight is made one"),
         ("moe", {"shared_expert_intermediate_size": 15}, {"tp": 2}, "shared expert's size 15"),
     ],
 )

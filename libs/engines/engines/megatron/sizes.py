@@ -175,6 +175,8 @@ def _layout(sizes: ModelSizes, layout: ParallelLayout) -> str | None:
         return f"vocabulary {sizes.vocab} leaves a rank of tensor_parallel={layout.tp} without rows"
     if sizes.experts is None and layout.ep * layout.etp > 1:
         return f"expert_parallel={layout.ep} and expert_tensor_parallel={layout.etp} need a model with experts"
+    if sizes.experts is not None and sizes.experts.top_k == 1 and sizes.experts.normalised:
+        return "one expert a token whose weight is made one is nothing that megatron-core's router does"
     if sizes.experts is not None and sizes.experts.experts % layout.ep:
         return f"{sizes.experts.experts} experts cannot be split over expert_parallel={layout.ep}"
     if sizes.experts is not None and sizes.experts.intermediate % layout.etp:

@@ -1,0 +1,76 @@
+"""Eight gloo ranks, three kinds of parallelism at a time: the steps, scores, weights and files of one FSDP2 process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines.launch import ensure_group
+from engines.megatron.groups import release
+from engines.megatron.layouts import LayoutCase, largest_difference, measure
+from engines.testing.forked import launch_forked
+from objectives import GRPO
+
+RANKS = 8
+OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")
+CASES = (
+    LayoutCase("Qwen3.5 MoE", {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}),
+    LayoutCase("Qwen3.5", {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": "static:2"}),
+    LayoutCase("Qwen3.5 MoE", {
+        "tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4, "context_parallel": "dynamic",
+        "distributed_optimizer": True,
+    }),
+)  # fmt: skip
+NAMES = ["TP2 PP2 EP2 DP2", "TP2 PP2 CP2", "TP2 PP2 EP4 dynamic CP"]
+
+
+def eight_ranks(folder):
+    found = []
+    for number, case in enumerate(CASES):
+        own = folder / f"megatron {number}"
+        found.append(measure(case, OBJECTIVE, own, [folder / f"fsdp2 {case.model}", own]))
+        release()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """FSDP2 in this process, by model, and the ranks' own."""
+    folder = tmp_path_factory.mktemp("eight")
+    made = ensure_group("cpu")
+    models = dict.fromkeys(case.model for case in CASES)
+    alone = {
+        model: measure(LayoutCase(model), OBJECTIVE, folder / f"fsdp2 {model}", backend="fsdp2") for model in models
+    }
+    if made:
+        dist.destroy_process_group()
+    return alone, launch_forked(eight_ranks, (folder,), world_size=RANKS)
+
+
+def assert_same_step(want, got):
+    for key in ("loss", "grad_norm", *({"auxiliary_loss"} & want.keys())):
+        assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
+def test_eight_ranks_give_the_steps_of_one_process(measured, number):
+    want, everyone = measured[0][CASES[number].model], measured[1]
+    assert len(everyone) == RANKS
+    for ranks in everyone:
+        for left, right in zip(want.curve, ranks[number].curve, strict=True):
+            assert_same_step(left, right)
+        for left, right in zip(want.scores, ranks[number].scores, strict=True):
+            torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
+        assert largest_difference(want.trained, ranks[number].trained) < 1e-5
+        assert largest_difference(want.exported, ranks[number].exported) == 0
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
+def test_a_checkpoint_of_eight_ranks_or_of_one_continues(measured, number):
+    want = measured[0][CASES[number].model].resumed["itself"]
+    for ranks in measured[1]:
+        assert len(ranks[number].resumed) == 3
+        for found in ranks[number].resumed.values():
+            assert_same_step(want, found)
+        assert ranks[number].same_bits
