@@ -45,6 +45,11 @@ def check_machine(config: GrpoConfig) -> None:
                 "--engine.device cpu, or leave it at 0"
             )
     if config.cluster.rollout.engine == "vllm":
+        if config.cluster.rollout.sleep and device.type == "cpu":
+            raise ValueError(
+                "--cluster.rollout.sleep: vLLM has no memory of a device to give back on a CPU, and refuses it: set "
+                "--cluster.rollout.no-sleep"
+            )
         sampler = rollout_config(config).vllm
         try:
             find_python(sampler)

@@ -39,6 +39,7 @@ OBEYED = {
     "rollout.dp": Change(2, VLLM),
     "rollout.copies_per_device": Change(2, VLLM | {"rollout.dp": 2}),
     "rollout.weights_on_device": Change(True, VLLM),
+    "rollout.sleep": Change(True, VLLM),
     "rollout.ep": Change(2, VLLM | {"rollout.tp": 2}),
     "rollout.chunked_prefill": Change(True, VLLM),
     "rollout.prefix_cache": Change(True, VLLM),

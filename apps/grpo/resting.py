@@ -1,9 +1,12 @@
-"""What training alone needs leaves the device while answers are sampled."""
+"""Training and sampling take turns with the memory of a device that they share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from apps.common.ranks import all_ranks
+from apps.grpo.session import Session
 from engines import TrainEngine
+from rollout import VllmEngine
 
 
 @contextmanager
@@ -22,3 +25,25 @@ def resting(engine: TrainEngine, offload: bool) -> Iterator[None]:
     finally:
         for one in moved:
             one.onload()
+
+
+@contextmanager
+def sampling_turn(session: Session, engine: TrainEngine) -> Iterator[None]:
+    """Sample while this is open, as the settings of the cluster say who gives memory back meanwhile; collective.
+
+    With `rollout.sleep` vLLM is awake only here: it takes its memory once every rank has left its own, whose devices it
+    may span, and no rank takes that again before every vLLM sleeps.
+    """
+    cluster = session.config.cluster
+    with resting(engine, cluster.offload):
+        if not cluster.rollout.sleep:
+            yield
+            return
+        vllm = session.sampler if isinstance(session.sampler, VllmEngine) else None
+        all_ranks(True)
+        if vllm is not None:
+            session.runner.run(vllm.wake())
+        yield
+        if vllm is not None:
+            session.runner.run(vllm.sleep())
+        all_ranks(True)

@@ -1,6 +1,7 @@
 """The sampler of a run, as `--cluster.rollout` asks for it, and the proof that it has the trainer's weights."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from apps.common.plan.vllm_arguments import vllm_arguments
 from apps.common.ranks import gather_lists
 from apps.grpo.config import GrpoConfig
+from apps.grpo.resting import sampling_turn
 from apps.grpo.session import Session
 from engines import TrainEngine
 from engines.devices.choice import devices_of
@@ -60,6 +62,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             data_parallel=layout.dp,
             copies_per_device=layout.copies_per_device,
             weights_on_device=layout.weights_on_device,
+            sleep=layout.sleep,
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,
@@ -136,10 +139,11 @@ def prove_weights(session: Session, engine: TrainEngine, episodes: Sequence[Epis
     prompts, media = probes_of(episodes), probes_media(episodes)
     if not prompts:
         return {}
-    if isinstance(session.sampler, VllmEngine):
-        told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler, media))]
-    else:
-        told = session.probed(prompts, media)
+    with sampling_turn(session, engine) if session.config.cluster.rollout.sleep else nullcontext():
+        if isinstance(session.sampler, VllmEngine):
+            told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler, media))]
+        else:
+            told = session.probed(prompts, media)
     return hold_samplers(engine, prompts, gather_lists(told), session.sampler.version, media)
 
 

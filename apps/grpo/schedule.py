@@ -9,7 +9,7 @@ from apps.common.ranks import from_rank_0, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.ledgers import check_ledgers
-from apps.grpo.resting import resting
+from apps.grpo.resting import sampling_turn
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import Tasks
@@ -77,7 +77,7 @@ class InTurn:
 
     def evaluate(self) -> Evaluation:
         """See `Session.evaluate`."""
-        with resting(self.engine, self.config.cluster.offload):
+        with sampling_turn(self.session, self.engine):
             return self.session.evaluate()
 
     def saving(self, step: int) -> None:

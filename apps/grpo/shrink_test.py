@@ -39,6 +39,7 @@ COUNTS = {
 DEVICE = {
     *("engine.device", "cluster.pools.device_memory_gib", "cluster.rollout.memory_share"),
     *("cluster.rollout.cuda_graph_sizes", "cluster.rollout.copies_per_device", "cluster.rollout.weights_on_device"),
+    "cluster.rollout.sleep",
 }
 KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
 SMALL_GAP = 1e-3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import environment_metrics, episode_metrics
-from apps.grpo.resting import resting
+from apps.grpo.resting import sampling_turn
 from apps.grpo.samplers import prove_weights
 from apps.grpo.session import Session
 from engines import TrainEngine, base_policy
@@ -37,7 +37,7 @@ class StepResult:
 def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: int) -> StepResult:
     """Do step number `step`, from 0; afterwards the sampler holds the new weights."""
     begun = time.perf_counter()
-    with resting(engine, config.cluster.offload):
+    with sampling_turn(session, engine):
         episodes = session.sample(step)  # each with the reward that its task gave
     batch = to_batch(episodes)
     sampled = time.perf_counter()

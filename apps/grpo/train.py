@@ -88,7 +88,7 @@ def train(
         if config.warm_start.steps:
             model = _warmed(config, model, run_dir, tokenizer, demonstrations, looks if not done else None)
         stack.enter_context(in_cluster(config))
-        sampler = _sampler(config, tasks, model, tokenizer, max(0, done - 1), rollout_engine, stack)
+        sampler = _sampler(config, tasks, model, tokenizer, max(0, done - 1), rollout_engine, runner, stack)
         session = None if sampler is None else session_of(model, sampler)
         engine = _engine(config, model, checkpoint)
         if session is not None and (checkpoint is not None or rollout_engine is not None):
@@ -172,6 +172,7 @@ def _sampler(
     tokenizer: PreTrainedTokenizerBase,
     version: int,
     given: RolloutEngine | None,
+    runner: Runner,
     stack: ExitStack,
 ) -> RolloutEngine | RaySamplers | SamplerElsewhere | None:
     """What this process samples with, closed by the stack; None where the schedule starts a process that samples."""
@@ -187,7 +188,10 @@ def _sampler(
         rank, world = rank_and_world()
         if rank % config.cluster.rollout.ranks_each(world):
             return SamplerElsewhere(version)
-        return stack.enter_context(vllm_engine(config, model, version))
+        sampler = stack.enter_context(vllm_engine(config, model, version))
+        if config.cluster.rollout.sleep:
+            runner.run(sampler.sleep())  # before training takes the device
+        return sampler
     return native_engine(config, model, tokenizer, version)
 
 

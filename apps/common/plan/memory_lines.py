@@ -32,7 +32,7 @@ def memory_lines(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int
             f"{memory:g} GiB: {_fewer(work)}"
         )
     if samples:
-        pool, more = _pool(work, shape, width, peak)
+        pool, more = _pool(work, shape, width, states, peak)
         sections["Pool"] = pool
         problems += more
     return sections, problems
@@ -81,14 +81,14 @@ def _too_much(work: Work, states: States, peak: Peak) -> list[str]:
     return [f"{problem}{memory:g} GiB: {fix}, or {_fewer(work)}"]
 
 
-def _pool(work: Work, shape: ModelShape, width: int, peak: Peak) -> tuple[list[str], list[str]]:
+def _pool(work: Work, shape: ModelShape, width: int, states: States, peak: Peak) -> tuple[list[str], list[str]]:
     """Of the devices that sample, and the processes that feed them."""
     layout, memory = work.cluster.rollout, work.cluster.pools.device_memory_gib
     buffers = sampler_buffers(shape, layout, width)
     lines = [f"{buffer.name} of each sampler: {_places(buffer)}" for buffer in buffers]
     if layout.engine != "vllm":
         return lines or ["a server of its own: not planned"], []
-    size, copies = layout.devices, layout.copies_per_device
+    size = layout.devices
     samplers = max(1, work.rollout_ranks // size)
     lines.append(_host(buffers, max(1, work.processes // size), samplers, "sampling"))
     weights = vllm_weights(shape, layout)
@@ -104,13 +104,37 @@ def _pool(work: Work, shape: ModelShape, width: int, peak: Peak) -> tuple[list[s
     each, fixed = cache_bytes(shape, layout.tp), state_bytes(shape, layout.tp)
     fits = int(room / (each * work.longest + fixed))
     lines.append(f"{line}, {_gib(room)} for caches, graphs and activations: {fits} sequences of {work.longest} tokens")
-    together = (peak.bytes + sum(buffer.device for buffer in buffers)) / GIB + copies * layout.memory_share * memory
-    if work.cluster.pools.placement == "colocated" and together > memory:
-        lines.append(
-            f"training's fullest moment and the sampler's share are {together:.0f} GiB of {memory:g}: caches and "
-            "weights of the sampler must be freed while training has the device"
+    if work.cluster.pools.placement == "separate":
+        return lines, []
+    staged = sum(buffer.device for buffer in buffers) / GIB
+    found, problems = _shared(work, states, peak.bytes / GIB, staged, memory)
+    return [*lines, *found], problems
+
+
+ASLEEP = 2.0
+"""GiB that vLLM keeps of a device while it sleeps, its context and graphs: 1.9 on an H200 (vLLM 0.26)."""
+
+
+def _shared(work: Work, states: States, trains: float, stays: float, memory: float) -> tuple[list[str], list[str]]:
+    """Of devices with `memory` that training, which fills `trains` of it at most, and vLLM share, all in GiB; `stays`
+    while either has them: what each turn takes, and the larger one against the device."""
+    layout, offload, alone = work.cluster.rollout, work.cluster.offload, trains < memory
+    share = layout.copies_per_device * layout.memory_share * memory
+    samples = share + stays + (0.0 if offload else states.device / GIB)
+    trains += stays + (ASLEEP * layout.copies_per_device if layout.sleep else share)
+    beside = "asleep" if layout.sleep else "beside it"
+    rests = "training on the host" if offload else "training's states beside it"
+    line = f"of {memory:g} GiB of a device {trains:.1f} are taken in training's turn (vLLM {beside}), {samples:.1f} in "
+    problems = []
+    if alone and trains >= memory:
+        fix = "lower --cluster.rollout.memory-share" + ("" if layout.sleep else ", or set --cluster.rollout.sleep")
+        problems.append(
+            f"{trains:.0f} GiB in training's turn, vLLM's share {beside}, do not fit a device of {memory:g} GiB: {fix}"
         )
-    return lines, []
+    if samples >= memory:
+        fix = "lower --cluster.rollout.memory-share" + ("" if offload else ", or set --cluster.offload")
+        problems.append(f"{samples:.0f} GiB in vLLM's turn, {rests}, do not fit a device of {memory:g} GiB: {fix}")
+    return [f"{line}vLLM's ({rests})"], problems
 
 
 def _host(buffers: Sequence[Buffer], node: int, every: int, pool: str) -> str:

@@ -27,6 +27,7 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.memory_share": Yes("rollout/vllm/graphs_gpu_test.py"),
     "rollout.copies_per_device": Yes("apps/grpo/benchmarks/step_with_vllm.py"),
     "rollout.weights_on_device": Yes("rollout/vllm/shared_device_gpu_test.py"),
+    "rollout.sleep": Yes("apps/grpo/sleep_vllm_test.py"),
     "rollout.chunked_prefill": Yes("rollout/vllm/parts_test.py"),
     "rollout.prefix_cache": Yes("rollout/vllm/parts_test.py"),
     "rollout.dtype": Yes("VllmConfig.dtype"),
@@ -53,6 +54,7 @@ REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_mod
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
 ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
 RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
+RAY_SLEEP = No("vLLM in Ray's workers never slept between two rounds: set --cluster.rollout.no-sleep")
 RAY_APART = Yes("apps/grpo/ray_pools_test.py")
 APART = ("pools.placement", "pools.rollout_nodes")
 RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
@@ -142,6 +144,10 @@ def _cluster_need(work: Work, path: str) -> Need:
         return Need(feature, OFFLOAD if work.cluster.schedule.mode == "sync" else OVERLAP)
     if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith("rollout.ray_"):
         layout = work.cluster.rollout
+        if path == "rollout.sleep" and layout.ray_workers:
+            return Need(feature, RAY_SLEEP)
+        if path == "rollout.sleep" and work.cluster.schedule.mode != "sync":
+            return Need(feature, OVERLAP)
         over_copies = path == "rollout.ep" and layout.ep > layout.tp
         if path == "rollout.copies_per_device" and layout.tp > 1:
             return Need(feature, SHARED_BY_WORKERS)

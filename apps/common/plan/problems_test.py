@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from apps.common.plan.cluster import Cluster
+from apps.common.plan.memory_lines import ASLEEP
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.common.plan.ready import refuse_unready
@@ -138,6 +139,34 @@ def test_two_wrong_settings_are_both_told(backend, pair):
     problems = problems_of(backend, *(change for change, _ in cases))
     for _, wanted in cases:
         assert [problem for problem in problems if re.search(wanted, problem)], problems
+
+
+WIDE = {"shape.hidden": 4096, "shape.vocab": 100_000, "shape.layers": 16, "engine.max_tokens_per_rank": 8192}
+"""A model whose training is some GiB."""
+
+
+@pytest.mark.parametrize("memory", [30, 80])
+@pytest.mark.parametrize(("sleep", "offload"), itertools.product([True, False], repeat=2))
+def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(memory, sleep, offload):
+    layout = {"rollout.engine": "vllm", "rollout.memory_share": 0.75, "rollout.sleep": sleep}
+    work = changed(WORK, WIDE | layout | {"pools.device_memory_gib": memory})
+    plan = make_plan(replace(work, cluster=replace(work.cluster, offload=offload)))
+    (turns,) = [line for line in plan.sections["Pool"] if "turn" in line]
+    trains, samples = map(float, re.findall(r" (\d+\.\d) ", turns))
+    states, peak = (float(plan.sections["Memory"][place].split()[0]) for place in (0, -1))
+    share = 0.75 * memory
+    assert trains == pytest.approx(peak + (ASLEEP if sleep else share), abs=0.11)
+    assert samples == pytest.approx(share + (0 if offload else states), abs=0.11)
+    assert peak < 30 < peak + share
+    wanted = []
+    if trains >= memory:
+        wanted.append("in training's turn.*lower --cluster.rollout.memory-share, or set --cluster.rollout.sleep")
+    if samples >= memory:
+        wanted.append("in vLLM's turn.*lower --cluster.rollout.memory-share, or set --cluster.offload")
+    assert len(plan.problems) == len(wanted)
+    assert all(re.search(text, problem) for text, problem in zip(wanted, plan.problems, strict=True))
+    apart = {"pools.placement": "separate", "pools.rollout_nodes": 1}
+    assert not any("turn" in line for line in make_plan(changed(work, apart)).sections["Pool"])
 
 
 def test_what_is_not_derived_for_a_problem_is_said():

@@ -122,6 +122,7 @@ CHANGES = {
     "--cluster.rollout.dtype float16": Cluster(rollout=RolloutLayout(dtype="float16")),
     "--cluster.rollout.max-requests 8": Cluster(rollout=RolloutLayout(max_requests=8)),
     "--cluster.rollout.weights-on-device True": Cluster(rollout=RolloutLayout(weights_on_device=True)),
+    "--cluster.rollout.sleep True": Cluster(rollout=RolloutLayout(sleep=True)),
     "--cluster.rollout.cuda-graph-sizes (8,)": Cluster(rollout=RolloutLayout(cuda_graph_sizes=(8,))),
     "--cluster.media.images-column images": Cluster(media=Media("images")),
 }

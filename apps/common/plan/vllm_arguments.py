@@ -18,7 +18,7 @@ INSTEAD = {
     "enable_expert_parallel": "use --cluster.rollout.ep",
     "enable_prefix_caching": "use --cluster.rollout.prefix-cache",
     "enable_return_routed_experts": "use --engine.routing-replay",
-    "enable_sleep_mode": "no run puts its sampler to sleep",
+    "enable_sleep_mode": "use --cluster.rollout.sleep",
     "enforce_eager": "use --cluster.rollout.cuda-graph-sizes",
     "gpu_memory_utilization": "use --cluster.rollout.memory-share",
     "max_model_len": "use --cluster.rollout.max-model-tokens",

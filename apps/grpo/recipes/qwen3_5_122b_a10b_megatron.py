@@ -62,7 +62,7 @@ RECIPE = Recipe(
         sampling=Sampling(max_new_tokens=4096),
         cluster=Cluster(
             pools=Pools(nodes=4, device_memory_gib=96),
-            rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.66, max_model_tokens=15_768),
+            rollout=RolloutLayout(engine="vllm", sleep=True, tp=8, memory_share=0.66, max_model_tokens=15_768),
             offload=True,
             media=Media(images_column="images"),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),

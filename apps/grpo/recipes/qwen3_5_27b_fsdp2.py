@@ -54,7 +54,9 @@ RECIPE = Recipe(
         objective=GRPO(kl_coef=0.01, kl_estimator="k3"),
         cluster=Cluster(
             pools=Pools(device_memory_gib=80),
-            rollout=RolloutLayout(engine="vllm", tp=4, memory_share=0.6, max_batched_tokens=8192, chunked_prefill=True),
+            rollout=RolloutLayout(
+                engine="vllm", sleep=True, tp=4, memory_share=0.6, max_batched_tokens=8192, chunked_prefill=True
+            ),
             offload=True,
             media=Media(images_column="images"),
         ),

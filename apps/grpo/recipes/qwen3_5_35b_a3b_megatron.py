@@ -63,7 +63,7 @@ RECIPE = Recipe(
         objective=GRPO(kl_coef=0.01, kl_estimator="k3"),
         cluster=Cluster(
             pools=Pools(device_memory_gib=80),
-            rollout=RolloutLayout(engine="vllm", tp=8, memory_share=0.6),
+            rollout=RolloutLayout(engine="vllm", sleep=True, tp=8, memory_share=0.6),
             offload=True,
             media=Media(images_column="images"),
             environment=("CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),

@@ -62,7 +62,7 @@ class VllmEngine:
         self._open = OpenRequests(self._requests.end)
         self._lost: RuntimeError | None = None
         self._closed = False
-        self._asleep = False
+        self._asleep = self._unread = False
         self._staged_s = 0.0
         self._rate = 0.0
         self.transfer: Transfer | None = None
@@ -248,8 +248,10 @@ class VllmEngine:
             RuntimeError: vLLM's process is gone.
         """
         if self._asleep:
-            await self._read_weights(fall_back=False, wake=True)
-            self._asleep = False
+            paused = await self._read_weights(fall_back=False, wake=True)
+            if self._unread:
+                self._note_transfer(paused)
+            self._asleep = self._unread = False
             self._requests.release()
 
     async def _sleep(self) -> None:
@@ -277,9 +279,7 @@ class VllmEngine:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to stage new weights beside those in use, which go on sampling. ValueError: vLLM is asleep."""
-        if self._asleep:
-            raise ValueError("vLLM is asleep: wake() it before it is given weights")
+        """Begin to stage new weights beside those in use, which go on sampling."""
         self._weights.prepare(manifest)
         self._staged_s = 0.0
 
@@ -291,7 +291,8 @@ class VllmEngine:
         return missing
 
     async def commit(self, version: int) -> None:
-        """Have vLLM read the staged weights between two steps; the old ones are kept until `resume`.
+        """Have vLLM read the staged weights between two steps, or at `wake` if it is asleep; the old ones are kept
+        until `resume`.
 
         Raises:
             ValueError: they are not whole, or of another version; the old ones stay.
@@ -300,6 +301,9 @@ class VllmEngine:
         begun = time.perf_counter()
         self._weights.commit(version)
         self._staged_s += time.perf_counter() - begun
+        if self._asleep:
+            self._unread = True
+            return
         taken = False
         try:
             paused = await self._read_weights(fall_back=True)
@@ -308,6 +312,9 @@ class VllmEngine:
             if not taken:
                 self._weights.abort()
                 self._copies.tell("load", self._load_message(None))  # those that took them, answered for or not
+        self._note_transfer(paused)
+
+    def _note_transfer(self, paused: float) -> None:
         nbytes = self._weights.nbytes
         self._rate = self._rate or copy_rate(nbytes, self._weights.device)
         share = nbytes / (self._staged_s + paused) / self._rate
@@ -317,7 +324,8 @@ class VllmEngine:
         """Drop what is staged, or have vLLM read the old weights again after a commit."""
         before = self._weights.version
         self._weights.abort()
-        if self._weights.version != before:
+        self._unread = False
+        if self._weights.version != before and not self._asleep:
             await self._read_weights(fall_back=False)
 
     async def update_weights(self, version: int, pieces: Iterable[Piece]) -> None:
