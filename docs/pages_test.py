@@ -60,3 +60,10 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
     command = [sys.executable, *launcher(page), str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_dyncp_under_fsdp2_takes_40_lines() -> None:
+    """The page says so of everything but the model, blank lines apart."""
+    training = BLOCK.findall((DOCS / "use-dyncp-with-fsdp2.md").read_text())[1]
+    assert all(word in training for word in ("init_process_group", "fully_shard(", "plan(", "optimizer.step()"))
+    assert sum(bool(line.strip()) for line in training.splitlines()) <= 40
