@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["content", "reasoning", "call", "malformed"]
@@ -102,10 +103,11 @@ def joined_text(text: str, segments: Sequence[Segment], kinds: Sequence[Kind]) -
         return ""
     pieces = [text[s.inner_start : s.inner_end] for s in parts]
     joined = "".join(pieces)
-    # White space alone before or after a segment of another kind borders on it too.
-    if parts[0].start > 0 or (len(parts) > 1 and pieces[0].isspace()):
+    # White space alone before or after a segment of a kind that is left out borders on it too.
+    apart = [before.end < after.start for before, after in pairwise(parts)]
+    if parts[0].start > 0 or (pieces[0].isspace() and apart[:1] == [True]):
         joined = joined.lstrip()
-    if parts[-1].inner_end < len(text) or (len(parts) > 1 and pieces[-1].isspace()):
+    if parts[-1].inner_end < len(text) or (pieces[-1].isspace() and apart[-1:] == [True]):
         joined = joined.rstrip()
     return joined
 

@@ -35,6 +35,7 @@ class TurnMessage:
         self._space = {"content": "", "reasoning_content": ""}  # waits for more of its part
         self._new_thought = False
         self._drop_space = False  # at the beginning of the content, which something else stands before
+        self._apart = False  # another part came since the last word of the content
         self._literal: int | None = None  # from this character on, content is told at the end
         self.content = ""
         self.reasoning = ""
@@ -52,7 +53,7 @@ class TurnMessage:
         if self._literal is not None:
             deltas += self._say(self._rest(parsed, self._literal), self._literal == 0)
         space = self._space["content"]
-        if space and self._last == "content" and self._text.endswith(space):
+        if space and not self._apart and self._last == "content" and self._text.endswith(space):
             deltas += self._tell("content", space)
         return _merged(deltas)
 
@@ -71,7 +72,7 @@ class TurnMessage:
         if isinstance(event, TextDelta):
             return [] if self._literal is not None else self._say(event.text, self._text.startswith(event.text))
         if isinstance(event, CallFinished) and self._may_call:
-            self._last = "call"
+            self._leave_content("call")
             self.calls.append(event.call.to_openai(self._number()))
             return [{"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}]
         if self._literal is None and isinstance(event, CallFinished | MalformedFound):
@@ -83,7 +84,8 @@ class TurnMessage:
         """More reasoning; a further thought begins on a line of its own."""
         part = "reasoning_content"
         if self._last != part:
-            self._last, self._space[part] = part, ""
+            self._leave_content(part)
+            self._space[part] = ""
             self._new_thought = True
         if self._new_thought:
             text = text.lstrip()
@@ -92,6 +94,12 @@ class TurnMessage:
             self._new_thought = False
             self._space[part] = "\n" if self.reasoning else ""
         return self._told_but_for_space(part, text)
+
+    def _leave_content(self, part: str) -> None:
+        """Another part comes, which white space alone before it borders on."""
+        self._last, self._apart = part, True
+        if not self.content:
+            self._space["content"] = ""
 
     def _say(self, text: str, at_start: bool) -> list[Delta]:
         """More content; `at_start`: nothing stands before it."""
@@ -107,6 +115,7 @@ class TurnMessage:
         if not body:
             self._space[part] += text
             return []
+        self._apart = self._apart and part != "content"
         told = self._space[part] + body
         self._space[part] = text[len(body) :]
         return self._tell(part, told)
