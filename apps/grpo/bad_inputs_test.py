@@ -57,6 +57,10 @@ FLAGS = [
     ("--preset gsm9k", ["--preset", "gsm9k", "gsm8k"]),
     ("--preset gsm8k", ["add --model DIR"]),
     ("--mini-batches 1000", ["--mini-batches 1000", "--group-size"]),
+    (
+        "--cluster.rollout.engine vllm --cluster.rollout.weights-on-device",
+        ["--cluster.rollout.no-weights-on-device", "a CUDA device"],
+    ),
     ("--cluster.rollout.engine vllm --cluster.rollout.sleep", ["--cluster.rollout.no-sleep", "on a CPU"]),
     ("--group-size 1", ["group size of at least 2"]),
     ("--group-size 1 --advantage dr_grpo", ["group size of at least 2"]),

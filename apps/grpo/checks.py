@@ -45,6 +45,11 @@ def check_machine(config: GrpoConfig) -> None:
                 "--engine.device cpu, or leave it at 0"
             )
     if config.cluster.rollout.engine == "vllm":
+        if config.cluster.rollout.weights_on_device and device.type != "cuda":
+            raise ValueError(
+                "--cluster.rollout.weights-on-device: weights pass through the memory of a CUDA device, and training "
+                f"is on {device.type}: set --cluster.rollout.no-weights-on-device"
+            )
         if config.cluster.rollout.sleep and device.type == "cpu":
             raise ValueError(
                 "--cluster.rollout.sleep: vLLM has no memory of a device to give back on a CPU, and refuses it: set "

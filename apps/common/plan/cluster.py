@@ -82,8 +82,8 @@ class RolloutLayout:
     vllm: tuple[str, ...] = ()
     """Further engine arguments of vLLM, as NAME=VALUE (block_size=32); one that it does not have is refused."""
     sleep: bool = False
-    """vLLM gives back the memory of its weights and caches while the devices that it shares train; new weights wait in
-    host memory (mode sync). With --cluster.offload training gives back its own while answers are sampled."""
+    """vLLM gives back the memory of its weights and caches while the devices that it shares train; new weights wait
+    where they are staged (mode sync). With --cluster.offload training gives back its own while answers are sampled."""
 
     def __post_init__(self) -> None:
         _choice(self, "engine", Sampler)

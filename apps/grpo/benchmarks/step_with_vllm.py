@@ -24,26 +24,9 @@ import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from apps.quickstart.tokenizer import build_tokenizer
+from rollout.testing.model import HYBRID_067B as SHAPE
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 256
-SHAPE = {
-    "vocab_size": 65536,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-"""That of libs/engines/benchmarks/step_gpu.py."""
 REWARD = "def reward(reply, end):\n    return sum(map(ord, reply.text)) % 97 / 97\n"
 VLLM = ('additional_config={"gdn_prefill_backend": "triton"}',)
 GRAPHS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)

@@ -26,27 +26,10 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import BucketPiece, buckets
 from rollout.sync.transfer import transfer_weights
+from rollout.testing.model import HYBRID_067B as SHAPE
 from rollout.vllm.config import VllmConfig
 from rollout.vllm.engine import VllmEngine
 
-SHAPE = {
-    "vocab_size": 65536,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-"""That of libs/engines/benchmarks/step_gpu.py."""
 SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
 BUCKET_BYTES = 1 << 28
 

@@ -52,6 +52,24 @@ _DENSE_SIZES = (
     "pad_token_id",
     "eos_token_id",
 )
+HYBRID_067B: dict[str, Any] = {
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+"""For benchmarks, that of libs/engines/benchmarks/step_gpu.py."""
 
 
 def tiny_model(vocab: int = 48, layers: int = 4, seed: int = 0, **changes: Any) -> PreTrainedModel:

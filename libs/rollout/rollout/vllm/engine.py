@@ -2,7 +2,7 @@
 
 1. A request goes over the socket as numbers, its tokens come back step by step, with the version of the weights that
    made them.
-2. Weights are staged where all processes see them; a commit tells vLLM to read it between two of its steps.
+2. Weights are staged where all processes see them; a commit tells vLLM to read them between two of its steps.
 3. A process ends when its socket does, so that a killed parent leaves nothing behind; when one dies, everyone who waits
    for it is told its last words. Copies of the model are processes of their own (`rollout.vllm.copies`).
 """

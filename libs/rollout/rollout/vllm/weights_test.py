@@ -66,6 +66,12 @@ def test_a_commit_changes_the_file_and_an_abort_changes_it_back(weights):
     assert_reads(weights, 2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: shared_device_gpu_test has it")
+def test_there_is_no_place_on_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match="weights_on_device needs a CUDA device"):
+        SharedWeights({"a": torch.zeros(3)}, {}, 0, on_device=True)
+
+
 def test_a_head_may_arrive_for_the_embedding_and_be_taken_back(weights):
     assert stage(weights, 1, rename={"embed": "head"}) == 0
     weights.commit(1)
