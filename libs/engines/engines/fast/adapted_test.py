@@ -24,7 +24,7 @@ ATTENTION = ("q_proj", "v_proj")
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Casts of float64 to float32 do nothing: transformers' norms and delta rule round so whatever their operands are."""
+    """Casts of float64 to float32 do nothing: those of the norms and delta rule of transformers, whatever the operands."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         narrows = func is torch.Tensor.float or (func is torch.Tensor.to and args[1:2] == (torch.float32,))
