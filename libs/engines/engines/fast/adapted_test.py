@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from engines.adapters.config import LoraConfig
 from engines.adapters.lora import add_adapters, is_adapter, without_adapters
@@ -12,6 +11,7 @@ from engines.families.registry import family_of
 from engines.fast.compiling import compilations
 from engines.fast.layers import use_layer_functions
 from engines.packing.model import adapt_for_packing
+from engines.testing.float64 import Float64Stays
 from engines.tiny import tiny_model
 from engines.weights.model_weights import ModelWeights
 from seqpack.adapters.context import PackedContext
@@ -21,16 +21,6 @@ LENGTHS = (5, 1, 17, 9)
 ALL: tuple[str, ...] = ()
 SOME = ("q_proj", "in_proj_qkv", "down_proj", "o_proj")
 ATTENTION = ("q_proj", "v_proj")
-
-
-class KeepFloat64(TorchFunctionMode):
-    """Casts of float64 to float32 do nothing: those of the norms and delta rule of transformers, whatever the operands."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        narrows = func is torch.Tensor.float or (func is torch.Tensor.to and args[1:2] == (torch.float32,))
-        if narrows and args[0].dtype == torch.float64:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def adapted(targets: tuple[str, ...], functions: bool, backend: str | None = None, dtype: torch.dtype = torch.float64):
@@ -73,7 +63,7 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any], bound: float) -
 @pytest.mark.parametrize("targets", [ALL, SOME, ATTENTION])
 def test_equals_the_modules_own_forward(targets):
     models = [adapted(targets, functions) for functions in (False, True)]
-    with KeepFloat64():
+    with Float64Stays():
         expected, found = (run(model) for model in models)
     assert_near(found, expected, 1e-9)
     trained = {name for name, value in found.items() if value is not None} - {"logits"}

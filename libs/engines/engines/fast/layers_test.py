@@ -9,6 +9,7 @@ import torch
 from engines.fast.compiling import compilations
 from engines.fast.layers import use_layer_functions
 from engines.packing.model import adapt_for_packing
+from engines.testing.float64 import Float64Stays
 from engines.tiny import tiny_model
 from seqpack.adapters.context import PackedContext
 from seqpack.adapters.model import packed_hidden
@@ -59,11 +60,11 @@ def largest_error(found, expected):
     [{}, {"linear_num_key_heads": 4}, {"num_key_value_heads": 4, "tie_word_embeddings": False}, {"hidden_size": 24}],
 )
 def test_equals_stock_transformers(changes):
-    """transformers' delta rule computes in float32 whatever its operands are, hence the bound."""
     ids, weights = inputs(LENGTHS)
-    expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
-    found = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
-    assert largest_error(found, expected) < 5e-4
+    with Float64Stays():
+        expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
+        found = run_packed(fast_model(None, **changes), ids, LENGTHS, weights)
+    assert largest_error(found, expected) < 1e-9
 
 
 def test_equals_the_packed_path_in_float64():
@@ -71,10 +72,10 @@ def test_equals_the_packed_path_in_float64():
     ids, weights = inputs(LENGTHS)
     plain = tiny_model().double().eval()
     adapt_for_packing(plain)
-    expected = run_packed(plain, ids, LENGTHS, weights)
-    errors = run_packed(fast_model(None), ids, LENGTHS, weights)
-    # transformers casts its norms to float32, so the two differ by its roundings
-    assert largest_error(errors, expected) < 2e-5
+    with Float64Stays():
+        expected = run_packed(plain, ids, LENGTHS, weights)
+        found = run_packed(fast_model(None), ids, LENGTHS, weights)
+    assert largest_error(found, expected) < 1e-9
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
