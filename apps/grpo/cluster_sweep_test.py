@@ -33,6 +33,7 @@ OBEYED = {
     "rollout.max_model_tokens": Change(4096, VLLM),
     "rollout.max_batched_tokens": Change(4096, VLLM),
     "rollout.dtype": Change("bfloat16", VLLM),
+    "rollout.device": Change("cpu", VLLM),
     "rollout.max_requests": Change(8, VLLM),
     "rollout.vllm": Change(("block_size=32",), VLLM),
     "rollout.tp": Change(2, VLLM),

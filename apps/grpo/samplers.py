@@ -57,6 +57,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
         seed=config.seed,
         routed_experts=config.engine.routing_replay,
         vllm=VllmConfig(
+            device=layout.device,
             dtype=layout.dtype,
             tensor_parallel=layout.tp,
             data_parallel=layout.dp,
@@ -66,7 +67,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,
-            drop_seeds=layout.chunked_prefill or layout.prefix_cache or not _on_a_cpu(config.engine.device),
+            drop_seeds=layout.chunked_prefill or layout.prefix_cache or not _samples_on_a_cpu(config),
             memory_share=layout.memory_share or None,
             graph_sizes=layout.cuda_graph_sizes,
             arguments=vllm_arguments(layout.vllm),
@@ -74,7 +75,10 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
     )
 
 
-def _on_a_cpu(device: str) -> bool:
+def _samples_on_a_cpu(config: GrpoConfig) -> bool:
+    device = config.engine.device
+    if config.cluster.rollout.device == "cpu":
+        return True
     return device == "cpu" or (device == "auto" and devices_of("auto").kind == "cpu")
 
 

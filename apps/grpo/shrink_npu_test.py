@@ -1,17 +1,12 @@
-"""The NPU recipes, shrunk, from end to end through device npu, by the stand-in that computes on the CPU."""
+"""The NPU recipes, shrunk, through device npu by the stand-in that computes on the CPU; the native engine samples."""
 
 import pytest
 
 from apps.grpo.registry import recipes
-from apps.grpo.shrink_testing import NATIVE, ONE_POOL, check, run_whole
+from apps.grpo.shrink_testing import NATIVE, ONE_POOL, ONE_RANK, check, run_whole
 from engines.testing.npu.build import reason_against
 
 pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
-ONE_RANK = (
-    *("--processes", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
-    *("--engine.first-stage-layers", "None", "--engine.last-stage-layers", "None"),
-    *("--engine.expert-parallel", "1", "--engine.expert-tensor-parallel", "1"),
-)
 CASES = {
     "qwen3-5-27b-fsdp2-npu": (2, ("--cluster.rollout.no-prefix-cache",)),
     "qwen3-5-35b-a3b-fsdp2-npu": (2, ("--cluster.rollout.no-prefix-cache", "--engine.dtype", "float32")),

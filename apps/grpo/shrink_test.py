@@ -39,7 +39,7 @@ COUNTS = {
 DEVICE = {
     *("engine.device", "cluster.pools.device_memory_gib", "cluster.rollout.memory_share"),
     *("cluster.rollout.cuda_graph_sizes", "cluster.rollout.copies_per_device", "cluster.rollout.weights_on_device"),
-    "cluster.rollout.sleep",
+    *("cluster.rollout.sleep", "cluster.rollout.device"),
 }
 KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
 SMALL_GAP = 1e-3
@@ -146,14 +146,23 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_shrunk_run_does_without_nothing_but_what_is_named(name):
-    """All but one are whole: images through several of vLLM's workers too. Those for NPUs lack vLLM beside them."""
-    small, recipe, _ = shrunk(RECIPES[name].config, MANY)
-    if small.engine.device == "npu":
-        with pytest.raises(ValueError, match="vLLM beside NPUs: No") as refusal:
-            refuse_dropped(work_of(small, recipe))
-        assert (str(refusal.value).count("No(") > 1) == (name == LACKING)
-    elif name != LACKING:
+    """All but one are whole: images through several of vLLM's workers too, on the CPU beside an NPU."""
+    small, recipe, differences = shrunk(RECIPES[name].config, MANY)
+    on_npus = small.engine.device == "npu"
+    moved = [str(one).split() for one in differences if one.path == "cluster.rollout.device"]
+    assert moved == [["device", "--cluster.rollout.device", "auto", "->", "cpu"]] * on_npus
+    if name != LACKING:
         refuse_dropped(work_of(small, recipe))
+        return
+    with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
+        refuse_dropped(work_of(small, recipe))
+    assert "vLLM beside NPUs" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [name for name in SEEDS if RECIPES[name].config.engine.device == "npu"])
+def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name):
+    with pytest.raises(ValueError, match="vLLM beside NPUs: No"):
+        refuse_dropped(work_of(RECIPES[name].config))
 
 
 def test_the_device_of_a_flag_counts():

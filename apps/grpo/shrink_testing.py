@@ -1,6 +1,7 @@
 """Recipes for NPUs, shrunk, each in a process of its own as from the command line: for tests.
 
-What the flags leave out is what `--shrink` refuses by name: vLLM beside NPUs, and machines of their own that sample.
+What the flags leave out: machines of their own that sample, which `--shrink` refuses by name, and vLLM where there is
+none.
 """
 
 import json
@@ -23,6 +24,12 @@ ONE_POOL = (
     *("--cluster.rollout.cuda-graph-sizes", "--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated"),
     *("--cluster.pools.rollout-nodes", "0"),
 )
+ONE_RANK = (
+    *("--processes", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
+    *("--engine.first-stage-layers", "None", "--engine.last-stage-layers", "None"),
+    *("--engine.expert-parallel", "1", "--engine.expert-tensor-parallel", "1"),
+)
+"""A fully asynchronous run: one rank beside a process that samples."""
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.25}
 """Between the sampler's log-probs and the trainer's."""
 

@@ -12,6 +12,7 @@ Placement = Literal["colocated", "separate"]
 Sampler = Literal["native", "vllm", "openai"]
 Admit = Literal["rounds", "any_step"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+SamplerDevice = Literal["auto", "cpu"]
 Mode = Literal["sync", "one_step_off", "fully_async"]
 
 
@@ -84,12 +85,16 @@ class RolloutLayout:
     sleep: bool = False
     """vLLM gives back the memory of its weights and caches while the devices that it shares train; new weights wait
     where they are staged (mode sync). With --cluster.offload training gives back its own while answers are sampled."""
+    device: SamplerDevice = "auto"
+    """What vLLM computes on; "auto": what training has. "cpu", beside any device that trains: new weights pass through
+    host memory either way."""
 
     def __post_init__(self) -> None:
         _choice(self, "engine", Sampler)
         if self.admit is not None:
             _choice(self, "admit", Admit)
         _choice(self, "dtype", Dtype)
+        _choice(self, "device", SamplerDevice)
         vllm_arguments(self.vllm)
         if self.vllm and self.engine != "vllm":
             raise ValueError(f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'")

@@ -62,7 +62,7 @@ FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
     rollout=RolloutLayout(
         *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379", "any_step"),
-        *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True),
+        *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True, "cpu"),
     ),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),
     offload=True,

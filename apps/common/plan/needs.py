@@ -31,6 +31,7 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.chunked_prefill": Yes("rollout/vllm/parts_test.py"),
     "rollout.prefix_cache": Yes("rollout/vllm/parts_test.py"),
     "rollout.dtype": Yes("VllmConfig.dtype"),
+    "rollout.device": Yes("apps/grpo/shrink_npu_vllm_test.py"),
     "rollout.max_requests": Yes("RolloutConfig.max_batch"),
     "rollout.vllm": Yes("VllmConfig.arguments"),
     "rollout.cuda_graph_sizes": Yes("rollout/vllm/graphs_gpu_test.py"),
@@ -83,7 +84,8 @@ def needs_of(work: Work) -> list[Need]:
     if work.engine.vision != "off" and work.app == "grpo":
         sampler = RolloutConfig(backend=work.cluster.rollout.engine)
         found.append(Need("images shown to the sampler", sampler_supports(sampler, "media")))
-    if work.engine.device == "npu" and work.cluster.rollout.engine == "vllm" and work.app == "grpo":
+    rollout = work.cluster.rollout
+    if work.engine.device == "npu" and (rollout.engine, rollout.device) == ("vllm", "auto") and work.app == "grpo":
         found.append(Need("vLLM beside NPUs", sampler_supports(RolloutConfig(backend="vllm"), "npu")))
     if work.engine.routing_replay:
         found += _replay(work)

@@ -265,7 +265,9 @@ def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
 
 def _on_processors(work: Work, size: int) -> bool:
     """Whether vLLM's workers, more of them than ranks, share a machine's processors."""
-    return work.engine.device in ("cpu", "auto") and work.cluster.rollout.engine == "vllm" and work.rollout_ranks < size
+    rollout = work.cluster.rollout
+    there = rollout.device == "cpu" or work.engine.device in ("cpu", "auto")
+    return there and rollout.engine == "vllm" and work.rollout_ranks < size
 
 
 def _experts(work: Work) -> str:

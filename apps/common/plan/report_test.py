@@ -120,6 +120,7 @@ CHANGES = {
     "--cluster.rollout.chunked-prefill True": Cluster(rollout=RolloutLayout(chunked_prefill=True)),
     "--cluster.rollout.prefix-cache True": Cluster(rollout=RolloutLayout(prefix_cache=True)),
     "--cluster.rollout.dtype float16": Cluster(rollout=RolloutLayout(dtype="float16")),
+    "--cluster.rollout.device cpu": Cluster(rollout=RolloutLayout(device="cpu")),
     "--cluster.rollout.max-requests 8": Cluster(rollout=RolloutLayout(max_requests=8)),
     "--cluster.rollout.weights-on-device True": Cluster(rollout=RolloutLayout(weights_on_device=True)),
     "--cluster.rollout.sleep True": Cluster(rollout=RolloutLayout(sleep=True)),
@@ -209,6 +210,10 @@ def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason(
     beside = replace(PLAIN.engine, device="npu")
     with pytest.raises(ValueError, match=r"vLLM beside NPUs.*no Ascend device was at hand"):
         refuse_unready(replace(PLAIN, engine=beside, cluster=Cluster(rollout=RolloutLayout(engine="vllm"))), {})
+    on_the_host = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu"))
+    refuse_unready(replace(PLAIN, engine=beside, cluster=on_the_host), {})
+    workers = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu", tp=2, dp=2))
+    assert make_plan(replace(PLAIN, engine=beside, cluster=workers)).problems == []
     with pytest.raises(ValueError, match="has no request that replaces weights: train with backend native or vllm"):
         refuse_unready(replace(PLAIN, cluster=Cluster(rollout=RolloutLayout(engine="openai"))), {})
     supervised = replace(PLAIN, app="sft", cluster=Cluster(rollout=RolloutLayout(engine="vllm")))

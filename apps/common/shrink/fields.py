@@ -2,7 +2,8 @@
 
 1. Sizes (tokens, rows, steps) become small; those that are bound to each other keep their ratio.
 2. Sizes of parallelism that are above one become two, so that none is left out; the ranks follow from them.
-3. The device becomes the CPU (an NPU stays one, by a stand-in: `apps.common.shrink.npu`), and settings that speak of a
+3. The device becomes the CPU (an NPU stays one, by a stand-in: `apps.common.shrink.npu`; vLLM beside it samples on
+   the CPU), and settings that speak of a
    device's memory or graphs have nothing to speak of.
 
 Invariants, tested over all recipes: only fields that a `Change` names differ; what was above one stays above one (data
@@ -138,6 +139,7 @@ def engine_changes(small: Small, engine: EngineConfig, cluster: Cluster) -> list
         Change("engine.max_tokens_per_rank", "size", small.tokens),
         *(Change(f"engine.{name}", "ranks", value) for name, value in small.sizes.items()),
         *_cluster_changes(cluster),
+        Change("cluster.rollout.device", "device", _sampler_device(engine, cluster.rollout)),
     ]
 
 
@@ -208,6 +210,11 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.rollout.sleep", "device", False),
         Change("cluster.rollout.cuda_graph_sizes", "device", ()),
     ]
+
+
+def _sampler_device(engine: EngineConfig, rollout: RolloutLayout) -> str:
+    """Beside the stand-in for an NPU, which no vLLM knows, vLLM samples on the CPU, in its own environment."""
+    return "cpu" if (engine.device, rollout.engine) == ("npu", "vllm") else rollout.device
 
 
 def _spread_experts(rollout: RolloutLayout, tp: int, dp: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from rollout.vllm.arguments import OWNED
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu")
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,14 @@ class VllmConfig:
     """How long the process may take to be ready."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs by name; a name that it does not have is refused at the start."""
+    device: str = "auto"
+    """"auto": what the vLLM of that environment was built for; "cpu": one that finds another device is refused."""
 
     def __post_init__(self) -> None:
         if self.python is not None and not self.python.strip():
             raise ValueError("python must name an interpreter, or be left out")
+        if self.device not in DEVICES:
+            raise ValueError(f"device is one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in ("tensor_parallel", "data_parallel", "copies_per_device", "kv_cache_gib", "threads"):

@@ -13,6 +13,7 @@ from rollout.vllm.process import environment, find_python
 
 BAD: dict[str, list[Any]] = {
     "python": ["", " "],
+    "device": ["cuda", "npu", None],
     "dtype": ["float8", None],
     "tensor_parallel": [0, 1.5, True],
     "data_parallel": [0, None],

