@@ -14,7 +14,7 @@ from apps.common.model_files import longest_sequence
 from apps.common.plan.vllm_arguments import FLAG
 from apps.grpo.config import GrpoConfig
 from apps.grpo.own import template_options
-from apps.grpo.samplers import rollout_config
+from apps.grpo.samplers import rollout_config, samples_on_a_cpu
 from apps.grpo.samplers_ray import ray_module
 from apps.grpo.session import chat_of, tool_format_of
 from apps.grpo.tasks import Tasks
@@ -24,6 +24,7 @@ from engines.loading import resolve_device
 from rollout import EpisodeContext, Opening, TaskRow
 from rollout.environments.hosted import host
 from rollout.vllm.arguments import check_arguments
+from rollout.vllm.cpu import chosen_dtype, refusal
 from rollout.vllm.process import find_python, known_arguments
 
 T = TypeVar("T")
@@ -69,6 +70,15 @@ def check_machine(config: GrpoConfig) -> None:
                 raise ValueError(f"{FLAG}: {error}") from error
 
 
+def _check_vllm_on_a_cpu(config: GrpoConfig, directory: Path, model: PretrainedConfig) -> None:
+    """Refuse what vLLM's kernels for CPUs lack, which its process would say after the warm start."""
+    if config.cluster.rollout.engine != "vllm" or not samples_on_a_cpu(config):
+        return
+    described = model.get_text_config().to_dict()
+    if why := refusal(described, chosen_dtype(described, config.cluster.rollout.dtype)):
+        raise ValueError(f"--cluster.rollout.engine vllm can't sample from {directory}: {why}")
+
+
 def check_model(
     config: GrpoConfig, directory: Path, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -89,6 +99,7 @@ def check_model(
             f"the tokenizer in {directory} has a token {largest}, its model a vocabulary of {vocab_size}: "
             "they don't belong together"
         )
+    _check_vllm_on_a_cpu(config, directory, model)
     outside = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         name = flag("sampling.stop_token_ids")

@@ -67,7 +67,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             expert_parallel=layout.ep > 1,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,
-            drop_seeds=layout.chunked_prefill or layout.prefix_cache or not _samples_on_a_cpu(config),
+            drop_seeds=layout.chunked_prefill or layout.prefix_cache or not samples_on_a_cpu(config),
             memory_share=layout.memory_share or None,
             graph_sizes=layout.cuda_graph_sizes,
             arguments=vllm_arguments(layout.vllm),
@@ -75,7 +75,8 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
     )
 
 
-def _samples_on_a_cpu(config: GrpoConfig) -> bool:
+def samples_on_a_cpu(config: GrpoConfig) -> bool:
+    """Whether the sampler's device is the CPU: by its own setting, else as training's is."""
     device = config.engine.device
     if config.cluster.rollout.device == "cpu":
         return True

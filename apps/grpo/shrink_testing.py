@@ -40,8 +40,8 @@ def run_whole(argv: Sequence[str], folder: Path, capfd: Any) -> tuple[str, list[
     Raises:
         AssertionError: with what it said, where it failed.
     """
-    (folder / "own.py").write_text("def spread(reply):\n    return sum(map(ord, reply.content)) % 7\n")
-    own = ["--reward", f"{folder}/own.py:spread"]  # a random model is right about nothing
+    (folder / "own.py").write_text("def spread(reply, end):\n    return sum(map(ord, reply.content)) % 7\n")
+    own = ["--reward", f"{folder}/own.py:spread"]  # a random model is right about nothing, and is cut off
     process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, *own, "--steps", "2"],))
     process.start()
     process.join()

@@ -87,9 +87,9 @@ class Copies:
         facts: Message = {}
         for turn in range(self._sharing):
             begun = self._processes[turn :: self._sharing]
-            for process in begun:
+            for place, process in enumerate(begun):
                 with contextlib.suppress(OSError):  # `_first` tells its last words
-                    process.wire.send({"start": start})
+                    process.wire.send({"start": of_copy(start, turn + place * self._sharing)})
             if turn == 0:
                 meanwhile()
             for process in begun:
@@ -208,3 +208,10 @@ def _settle(call: _Call, count: int) -> None:
         call.answer.set_exception(RuntimeError("; ".join(named)))
     else:
         call.answer.set_result(call.seconds)
+
+
+def of_copy(start: Message, copy: int) -> Message:
+    """What a copy is started with: a seed of its own, or copies that are asked the same at once answer the same, and
+    the answers of a group, which are spread over them, repeat each other."""
+    engine = start["engine"]
+    return start | {"engine": engine | {"seed": engine["seed"] + copy}}

@@ -147,7 +147,7 @@ def test_copies_on_a_device_start_one_after_another(monkeypatch):
     def play():
         for turn in ((0, 2), (1, 3)):
             for copy in turn:
-                assert "start" in PlayedProcess.made[copy].hears()
+                assert PlayedProcess.made[copy].hears() == {"start": {"engine": {"seed": 7 + copy}, "tied": {}}}
             others = [process for process in PlayedProcess.made if process.copy not in turn]
             told.append([process.copy for process in others if _has_mail(process)])
             for copy in turn:
@@ -155,7 +155,7 @@ def test_copies_on_a_device_start_one_after_another(monkeypatch):
 
     player = threading.Thread(target=play)
     player.start()
-    facts = copies.start({}, lambda: None)
+    facts = copies.start({"engine": {"seed": 7}, "tied": {}}, lambda: None)
     player.join(5)
     copies.close()
     assert (facts, told) == ({"copy": 0}, [[], []])
