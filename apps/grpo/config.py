@@ -1,5 +1,6 @@
 """Every setting of a GRPO run, one frozen dataclass a concern."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -216,47 +217,53 @@ class GrpoConfig:
     """Layout, pools, rollout, schedule, media and offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
+        check_owned(self, OWNED)
+        # what is wrong together may follow from a value that is wrong alone: that is told first
+        if found := [*self._out_of_range()] or [*self._updates(), *self._lengths(), *self._windows()]:
+            raise ValueError("; ".join(found))
+        ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Fields that can't have their value, whatever the others have."""
         for name in COUNTS:
             if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
+                yield f"{flag(name)} must be at least 1, got {getattr(self, name)}"
         if min(self.keep_checkpoints, self.keep_groups, self.keep_failures) < 0:
-            raise ValueError("--keep-checkpoints, --keep-groups and --keep-failures must be at least 0")
-        check_owned(self, OWNED)
+            yield "--keep-checkpoints, --keep-groups and --keep-failures must be at least 0"
         if self.control not in get_args(Control):
-            raise ValueError(f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}")
-        ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
+            yield f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}"
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:
-            raise ValueError(f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}")
-        self._check_updates()
-        self._check_lengths()
-        self._check_schedule()
+            yield f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}"
 
-    def _check_updates(self) -> None:
+    def _updates(self) -> Iterator[str]:
+        """What the answers of a step can't be cut into."""
         if self.mini_batches > self.prompts * self.group_size:
-            raise ValueError(
+            yield (
                 f"--mini-batches {self.mini_batches} are more than the {self.prompts * self.group_size} answers of a "
                 "step (--prompts times --group-size)"
             )
         if self.epochs * self.mini_batches == 1:
             for name in ("clip_low", "clip_high", "dual_clip"):
                 if getattr(self.objective, name) != getattr(GRPO, name):
-                    raise ValueError(
+                    yield (
                         f"{flag('objective.' + name)} has no effect with one update a batch, where the ratio to the "
                         "old policy is 1: leave it out, or raise --epochs or --mini-batches"
                     )
 
-    def _check_lengths(self) -> None:
+    def _lengths(self) -> Iterator[str]:
+        """What leaves a prompt no room."""
         if self.sampling.max_new_tokens >= self.max_episode_tokens:
-            raise ValueError(
+            yield (
                 f"--sampling.max-new-tokens {self.sampling.max_new_tokens} must be below --max-episode-tokens "
                 f"{self.max_episode_tokens}, which counts the prompt too"
             )
 
-    def _check_schedule(self) -> None:
+    def _windows(self) -> Iterator[str]:
+        """What is not at the end of a window of fully_async."""
         window = self.cluster.schedule.parameter_sync_step
         for name in ("eval_every", "save_every"):
             if self.cluster.schedule.mode == "fully_async" and getattr(self, name) % window:
-                raise ValueError(
+                yield (
                     f"{flag(name)} {getattr(self, name)} must be a multiple of --cluster.schedule.parameter-sync-step "
                     f"{window}: held-out answers and checkpoints are of weights that the sampler has"
                 )

@@ -70,3 +70,11 @@ def test_settings_without_effect_or_sense_are_refused(change, remedy):
 def test_data_settings_are_checked(change, remedy):
     with pytest.raises(ValueError, match=remedy):
         DataConfig(**change)
+
+
+def test_all_that_is_wrong_with_a_run_is_told_at_once():
+    with pytest.raises(ValueError, match="--prompts must be at least 1, got 0") as refusal:
+        GrpoConfig(prompts=0, keep_groups=-1, max_episode_seconds=0.0)
+    assert [reason.split()[0] for reason in str(refusal.value).split("; ")] == [
+        *("--prompts", "--keep-checkpoints,", "--max-episode-seconds")
+    ]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -129,6 +130,13 @@ class EngineConfig:
         for entry in fields(self):
             _check_type(entry.name, getattr(self, entry.name), entry.type)
         parse_context_parallel(self.context_parallel)
+        parse_options(self.transformer_options)
+        parse_learning_rates(self.learning_rates)
+        if found := [*self._out_of_range(), *self._beside_each_other(), *self._of_schedule()]:
+            raise ValueError("; ".join(found))
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Fields that can't have their value, whatever the others have."""
         for name in (
             *("max_tokens_per_rank", "logit_chunk"),
             *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
@@ -137,58 +145,58 @@ class EngineConfig:
         ):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if self.pipeline_parallel == 1 and (self.first_stage_layers or self.last_stage_layers):
-            raise ValueError(
-                "first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel"
-            )
+                yield f"{name} must be at least 1, got {size}"
         for name in ("lr", "warmup_steps", "weight_decay", "router_z_loss_coef"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+                yield f"{name} must be at least 0, got {getattr(self, name)}"
         if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
-            raise ValueError(f"router_aux_loss_coef must be at least 0, got {self.router_aux_loss_coef}")
+            yield f"router_aux_loss_coef must be at least 0, got {self.router_aux_loss_coef}"
         if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature} (for greedy answers use 1.0 here)")
+            yield f"temperature must be above 0, got {self.temperature} (for greedy answers use 1.0 here)"
         if self.eps <= 0:
-            raise ValueError(f"eps must be above 0, got {self.eps}: a gradient of zero would divide by it")
+            yield f"eps must be above 0, got {self.eps}: a gradient of zero would divide by it"
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
+            yield f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}"
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
+            yield f"betas must be at least 0 and below 1, got {self.betas}"
         if self.grad_clip is not None and self.grad_clip <= 0:
-            raise ValueError(f"grad_clip must be above 0, or None to clip nothing, got {self.grad_clip}")
+            yield f"grad_clip must be above 0, or None to clip nothing, got {self.grad_clip}"
+
+    def _beside_each_other(self) -> Iterator[str]:
+        """Fields that can't have their values together."""
+        if self.pipeline_parallel == 1 and (self.first_stage_layers or self.last_stage_layers):
+            yield ("first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel")
         if self.moments_dtype == "bfloat16" and self.betas[1] > LARGEST_BETA:
-            raise ValueError(
+            yield (
                 f"moments_dtype='bfloat16' keeps no second moment with betas[1]={self.betas[1]}: set that to at most "
                 f"{LARGEST_BETA}"
             )
         if self.optimizer_on_host and self.moments_dtype == "bfloat16":
-            raise ValueError("optimizer_on_host keeps float32 moments: set moments_dtype='auto', or leave it out")
+            yield "optimizer_on_host keeps float32 moments: set moments_dtype='auto', or leave it out"
         if self.parameters_on_host and not self.optimizer_on_host:
-            raise ValueError("parameters_on_host keeps optimizer states there too: set optimizer_on_host=True")
+            yield "parameters_on_host keeps optimizer states there too: set optimizer_on_host=True"
         if self.activation_offload and not self.gradient_checkpointing:
-            raise ValueError("activation_offload moves what gradient_checkpointing keeps: set that too")
+            yield "activation_offload moves what gradient_checkpointing keeps: set that too"
         if self.vision == "trained" and self.lora.rank:
-            raise ValueError("adapters are on the text part alone: set vision='frozen', or lora.rank=0")
+            yield "adapters are on the text part alone: set vision='frozen', or lora.rank=0"
         if self.shard_ranks is not None and self.weights == "replicated":
-            raise ValueError("shard_ranks is for sharded weights: leave it out, or set weights='sharded'")
+            yield "shard_ranks is for sharded weights: leave it out, or set weights='sharded'"
         if self.shard_ranks is not None and self.expert_parallel > 1:
-            raise ValueError("shard_ranks has not been run with expert_parallel: leave one of both out")
-        parse_options(self.transformer_options)
+            yield "shard_ranks has not been run with expert_parallel: leave one of both out"
         if parse_learning_rates(self.learning_rates) and not self.lr:
-            raise ValueError("learning_rates are scheduled as multiples of lr, which is 0: set lr above 0")
-        self._check_schedule()
+            yield "learning_rates are scheduled as multiples of lr, which is 0: set lr above 0"
 
-    def _check_schedule(self) -> None:
+    def _of_schedule(self) -> Iterator[str]:
+        """What the schedule of the learning rate can't be."""
         if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}")
+            yield f"total_steps must be at least 1, got {self.total_steps}"
         if self.lr_schedule == "constant":
             if self.min_lr_ratio:
-                raise ValueError("min_lr_ratio has no effect with lr_schedule 'constant': use 'linear' or 'cosine'")
+                yield "min_lr_ratio has no effect with lr_schedule 'constant': use 'linear' or 'cosine'"
             if self.total_steps is not None:
-                raise ValueError("total_steps has no effect with lr_schedule 'constant': use 'linear' or 'cosine'")
+                yield "total_steps has no effect with lr_schedule 'constant': use 'linear' or 'cosine'"
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
-            raise ValueError(f"lr_schedule {self.lr_schedule!r} needs total_steps above warmup_steps")
+            yield f"lr_schedule {self.lr_schedule!r} needs total_steps above warmup_steps"
 
 
 LARGEST_BETA = 0.99

@@ -163,6 +163,18 @@ def test_a_backend_that_is_not_installed_is_a_no(monkeypatch):
         refuse_unsupported(EngineConfig(backend="megatron"))
 
 
+def test_all_that_is_wrong_is_told_at_once():
+    """Ranges, fields beside each other, and the schedule: one start of a run tells what it took four to tell."""
+    with pytest.raises(ValueError, match="lr must be") as refusal:
+        EngineConfig(lr=-1.0, eps=0.0, parameters_on_host=True, total_steps=5)
+    reasons = str(refusal.value).split("; ")
+    assert [reason.split()[0] for reason in reasons] == ["lr", "eps", "parameters_on_host", "total_steps"]
+    for options in ({"lr": -1.0}, {"eps": 0.0}, {"parameters_on_host": True}, {"total_steps": 5}):
+        with pytest.raises(ValueError, match="") as alone:
+            EngineConfig(**options)
+        assert str(alone.value) in reasons
+
+
 def test_an_option_of_the_other_backend_is_refused():
     with pytest.raises(ValueError, match="reshard_after_forward is FSDP2's"):
         refuse_unsupported(EngineConfig(backend="megatron", reshard_after_forward=False))
