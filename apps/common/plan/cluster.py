@@ -1,6 +1,7 @@
 """Settings of runs over many devices: pools, rollout, schedule, offload, media. Defaults are one process; how the
 model is spread over training ranks is the engine's (`engines.EngineConfig`)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -96,37 +97,46 @@ class RolloutLayout:
         _choice(self, "dtype", Dtype)
         _choice(self, "device", SamplerDevice)
         vllm_arguments(self.vllm)
-        if self.vllm and self.engine != "vllm":
-            raise ValueError(f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'")
-        _at_least(
-            self, 1, "tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests"
-        )
-        _at_least(self, 0, "ray_workers")
+        counts = ("tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
+        found = [*_below(self, 1, *counts), *_below(self, 0, "ray_workers"), *self._out_of_range()]
+        # what is wrong together may follow from a value that is wrong alone: that is told first
+        found = found or [*self._beside_each_other()]
+        if found:
+            raise ValueError("; ".join(found))
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Fields that can't have their value, whatever the others have."""
         if not 0 < self.ray_cpus < float("inf"):
-            raise ValueError(f"ray_cpus must be above 0 and finite, got {self.ray_cpus}")
+            yield f"ray_cpus must be above 0 and finite, got {self.ray_cpus}"
         if self.ray_address is not None and not self.ray_address.strip():
-            raise ValueError("ray_address is empty: leave it out")
-        if not self.ray_workers and (self.ray_cpus, self.ray_address) != (1.0, None):
-            raise ValueError("ray_cpus and ray_address have no effect without ray_workers: say how many")
+            yield "ray_address is empty: leave it out"
         if not 0 <= self.memory_share < 1:
-            raise ValueError(f"memory_share must lie in [0, 1), got {self.memory_share}")
+            yield f"memory_share must lie in [0, 1), got {self.memory_share}"
         if any(size < 1 for size in self.cuda_graph_sizes):
-            raise ValueError(f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}")
+            yield f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}"
+
+    def _beside_each_other(self) -> Iterator[str]:
+        """Fields that can't have their values together."""
+        if self.vllm and self.engine != "vllm":
+            yield f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'"
+        if not self.ray_workers and (self.ray_cpus, self.ray_address) != (1.0, None):
+            yield "ray_cpus and ray_address have no effect without ray_workers: say how many"
         if self.ep not in (1, self.tp, self.tp * self.dp):
             sizes = f"1, tp = {self.tp} or tp x dp = {self.tp * self.dp}"
-            raise ValueError(f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}")
+            yield f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}"
         if self.copies_per_device > 1:
-            self._check_shared_devices()
+            yield from self._shared_devices()
 
-    def _check_shared_devices(self) -> None:
+    def _shared_devices(self) -> Iterator[str]:
+        """What copies that share a device can't be."""
         each = self.copies_per_device
         if self.dp % each:
-            raise ValueError(
+            yield (
                 f"{self.dp} copies do not fill devices of {each} each (--cluster.rollout.copies-per-device): make "
                 f"--cluster.rollout.dp a multiple of {each}"
             )
         if each * self.memory_share >= 1:
-            raise ValueError(
+            yield (
                 f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower "
                 f"--cluster.rollout.memory-share below {1 / each:.2g}"
             )
@@ -206,10 +216,15 @@ class Cluster:
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:
+    if found := "; ".join(_below(config, least, *names)):
+        raise ValueError(found)
+
+
+def _below(config: Any, least: int, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(config, name)
         if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+            yield f"{name} must be at least {least}, got {value}"
 
 
 def _choice(config: Any, name: str, choices: Any) -> None:

@@ -100,3 +100,13 @@ def test_it_survives_its_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(dump_config(FULL))
     assert load_config(Cluster, path) == FULL
+
+
+def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_it_is_not():
+    with pytest.raises(ValueError, match="tp must be at least 1, got 0") as refusal:
+        RolloutLayout(tp=0, dp=0, ep=3, memory_share=2.0)
+    reasons = str(refusal.value).split("; ")
+    assert [reason.split()[0] for reason in reasons] == ["tp", "dp", "memory_share"]
+    with pytest.raises(ValueError, match="ep must be 1, tp = 2") as refusal:
+        RolloutLayout(tp=2, ep=3, ray_cpus=2.0)
+    assert "ray_cpus and ray_address have no effect" in str(refusal.value)
