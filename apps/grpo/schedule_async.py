@@ -10,6 +10,8 @@
    whatever it was at when it died: a hand-over of weights counts too.
 4. A run that goes on from a checkpoint first trains the recorded steps after it again, on the recorded episodes, and
    takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
+5. Every hand-over is proven by probes that are asked for at once and looked at before weights change again, or the run
+   ends: nobody waits for them. A step's metrics tell of the hand-over before it, the last step's of both.
 """
 
 import queue
@@ -28,7 +30,7 @@ from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
 from apps.grpo.ledgers import ASYNC, check_ledgers
 from apps.grpo.live import EVERY, LoadElsewhere, Show
-from apps.grpo.samplers import hold_samplers, plain_shown, probes_media, probes_of
+from apps.grpo.probes import Probes
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_process import RESTARTS, SamplingProcess
 from apps.grpo.schedule_rows import NumberedRows
@@ -103,6 +105,7 @@ class FullyAsync:
         self._sampling_since: float | None = None
         self._timeline = Timeline(run_dir)
         self._load = LoadElsewhere()
+        self._probes: Probes | None = None
 
     def __enter__(self) -> "FullyAsync":
         begun = False
@@ -143,7 +146,10 @@ class FullyAsync:
         self._tell(Trained())
         if (step + 1) % self._settings.parameter_sync_step == 0 or step + 1 == self._settings.total_steps:
             result.metrics.update(self._synced())
-            result.metrics.update(self._proven(result.episodes))
+            self._probes = Probes(result.episodes, self._process.version, self._living)
+        if step + 1 == self._settings.total_steps:
+            for name, value in self._proven().items():  # beside those of the hand-over before
+                result.metrics[name] = max(value, result.metrics.get(name, value))
         ended = time.perf_counter()
         result.metrics["time/step_s"] = ended - begun
         result.metrics["tokens_per_second"] = result.metrics["rollout/tokens"] / (ended - begun)
@@ -288,7 +294,8 @@ class FullyAsync:
             version = self._controller.version
         batch = to_batch(episodes)
         batch["advantages"] = advantages_of(batch, config, decision.step - 1)
-        metrics = train_on(batch, config, self._engine)
+        metrics = self._proven()  # the answers came while this thread waited, and the weights are about to change
+        metrics |= train_on(batch, config, self._engine)
         trained = time.perf_counter()
         self._timeline.add("trainer", "train", ready, trained)
         metrics |= rollout_metrics(episodes, lambda task: environment_of(self._tasks, task))
@@ -336,18 +343,10 @@ class FullyAsync:
             "time/export_and_update_weights_s": ended - waited,
         }
 
-    def _proven(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """That every sampler has the weights it was handed, beside whatever it samples; see `hold_samplers`."""
-        prompts, media = probes_of(episodes), probes_media(episodes)
-        while prompts:
-            version = self._process.version
-            asked = self._living().call_all("probe", prompts=prompts, media=plain_shown(media))
-            try:
-                told = [future.result()[0]["answer"] for future in asked]
-            except WorkerDied:
-                continue
-            return hold_samplers(self._engine, prompts, told, version, media)
-        return {}
+    def _proven(self) -> dict[str, float]:
+        """That every sampler took the weights it was handed last, which the engine still has; see `hold_samplers`."""
+        probes, self._probes = self._probes, None
+        return {} if probes is None else probes.held(self._engine)
 
     # -- the sampling process --------------------------------------------------------------------------------------
 

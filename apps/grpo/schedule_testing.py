@@ -53,6 +53,13 @@ def served(run_dir: Path, layout: RolloutLayout, schedule: Schedule, **changes: 
     )
 
 
+def proofs(steps: list[dict[str, Any]], name: str = "weights/probe/abs") -> list[float]:
+    """What the probes of each hand-over told, by the rows of all steps; where training and sampling are processes that
+    wait for nobody, a row tells of the hand-over before, and the last one of both."""
+    assert all(name in row for row in steps[1:])
+    return [row[name] for row in steps if name in row]
+
+
 def shared_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
     """Of a model whose heads two of vLLM's workers can share."""
     config = served_config(vocab_size, pad_token_id, eos_token_id)

@@ -6,7 +6,7 @@ import pytest
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import SHARED, rows, served
+from apps.grpo.schedule_testing import SHARED, proofs, rows, served
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -20,4 +20,4 @@ def test_every_steps_weights_are_proven_to_be_in_both_workers(tmp_path, mode, pr
     assert logged[0]["run/world_size"] == processes
     assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3]
     assert [row["rollout/failed_episodes"] for row in logged[1:]] == [0, 0, 0]
-    assert max(row["weights/probe/abs"] for row in logged[1:]) < 0.03
+    assert max(proofs(logged[1:])) < 0.03

@@ -3,14 +3,17 @@
 python -m apps.grpo.benchmarks.overlap --steps 16
 
 Both runs are whole runs of the app, on the same tasks with the same model: one process in turn, then a sampling process
-beside the trainer. An episode has as many turns as its number says, most of them few, one in twelve many. What was
-possible is counted in the run in turn: if its sampling and its training had been side by side, it would have taken the
-longer of the two, and one step's first sampling before. Run it on a machine with two free cores: both are busy.
+beside the trainer. An episode has as many turns as its number says, most of them few, one in twelve many; weights
+hardly move, so that both runs sample alike: how many turns there were is printed. What was possible is counted in the
+run in turn: if its sampling and its training had been side by side, it would have taken the longer of the two, and one
+step's first sampling before. Where long answers of several steps overlap, more than that is gained. Run it on a machine
+with two free cores: both are busy.
 """
 
 import argparse
 import json
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +28,9 @@ from rollout import EnvironmentFactory, Outcome, Reply, TaskRow
 from runlog import read_episodes, read_metrics
 from runlog.timeline import bubble_shares, read_timeline
 
-LONG, SHORT, ONE_IN = 24, 3, 12
+LONG, SHORT, ONE_IN, TOKENS = 24, 3, 12, 64
+STOPS = tuple(range(0, 277, 6))
+"""An untrained model says all tokens as often: a sixth of them end its turn, so that hardly any is cut off."""
 
 
 class Tailed(Babble):
@@ -77,6 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--staleness", type=float, default=1.0)
+    parser.add_argument("--group-size", type=int, default=4)
     options = parser.parse_args()
     recipe = replace(RECIPE, make_tasks=make_tasks)
     assert isinstance(recipe, Recipe)
@@ -89,7 +95,10 @@ def main() -> None:
                 run_dir=Path(folder) / name.replace(" ", "-"),
                 steps=options.steps,
                 prompts=options.prompts,
+                group_size=options.group_size,
                 max_turns=LONG,
+                sampling=replace(RECIPE.config.sampling, max_new_tokens=TOKENS, stop_token_ids=STOPS),
+                engine=replace(RECIPE.config.engine, lr=1e-6),
                 max_episode_tokens=1024,
                 eval_every=options.steps,
                 save_every=options.steps,
@@ -111,6 +120,11 @@ def report(turn: GrpoConfig, ahead: GrpoConfig) -> None:
     sampling, training = (fmean(row[f"time/{part}_s"] for row in slow) for part in ("rollout", "train"))
     handing = fmean(row["time/export_and_update_weights_s"] for row in slow)
     possible = before - max(sampling, training) - handing
+    for config in (turn, ahead):
+        played = [row["metadata"] for row in read_episodes(Path(str(config.run_dir))) if row["split"] != "held-out"]
+        turns = Counter(found["turns"] for found in played)
+        cut = sum(found["end"] != "done" for found in played)
+        print(f"turns        {turns[SHORT]} episodes of {SHORT}, {turns[LONG]} of {LONG}, {cut} cut off")
     print(
         f"in turn      {before:.3f} s a step: {sampling:.3f} sampling, {training:.3f} training, {handing:.3f} weights"
     )

@@ -1,0 +1,44 @@
+"""Proof that samplers took the weights they were handed, asked for at once and looked at before the next update."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from apps.grpo.samplers import hold_samplers, plain_shown, probes_media, probes_of
+from engines import TrainEngine
+from rollout import Episode
+from rollout.workers.channel import Message
+from rollout.workers.process import WorkerDied
+from rollout.workers.protocol import Workers
+
+
+class Probes:
+    """Some of a step's prompts, asked again of every sampler right after it was handed weights as number `version`.
+
+    The answers stand in line with whatever else is sampled, so that waiting for them would have the trainer idle;
+    `held` waits and compares. `living` gives the samplers: those in place of dead ones have the same weights and are
+    asked again.
+    """
+
+    def __init__(self, episodes: Sequence[Episode], version: int, living: Callable[[], Workers]) -> None:
+        self._prompts, self._media = probes_of(episodes), probes_media(episodes)
+        self._version, self._living = version, living
+        self._asked = self._ask()
+
+    def held(self, engine: TrainEngine) -> dict[str, float]:
+        """Metrics of how far the answers are from the engine's weights, which are still those of `version`; collective.
+
+        Raises:
+            WeightsNotTakenError: further than the samplers' arithmetic explains.
+        """
+        while True:
+            try:
+                told = [future.result()[0]["answer"] for future in self._asked]
+            except WorkerDied:
+                self._asked = self._ask()
+                continue
+            return hold_samplers(engine, self._prompts, told, self._version, self._media)
+
+    def _ask(self) -> "list[Future[Message]]":
+        if not self._prompts:
+            return []
+        return self._living().call_all("probe", prompts=self._prompts, media=plain_shown(self._media))
