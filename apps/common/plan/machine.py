@@ -37,7 +37,8 @@ def seen_here(work: Work, environ: Mapping[str, str]) -> list[str]:
     if work.engine.device == "npu":
         operators = work.engine.npu_operators != "off"
         lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(work), *_ports(work, environ)]
-        return [*lines, *([_vllm_ascend()] if work.cluster.rollout.engine == "vllm" else [])]
+        on_npus = (work.cluster.rollout.engine, work.cluster.rollout.device) == ("vllm", "auto")
+        return [*lines, *([_vllm_ascend()] if on_npus else [])]
     return _devices(work) if work.engine.device == "cuda" else []
 
 

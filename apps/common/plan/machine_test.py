@@ -84,6 +84,8 @@ def test_the_version_of_vllms_plugin_is_told(tmp_path, monkeypatch):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.18.0\n")
     assert "missing: the adaptation of vLLM on NPUs was written for vllm-ascend >=" in npu(**vllm)[-1]
     assert "vllm-ascend" not in "".join(npu())
+    on_the_host = Cluster(rollout=RolloutLayout(engine="vllm", device="cpu"))
+    assert "vllm-ascend" not in "".join(npu(cluster=on_the_host))
 
 
 def test_ports_that_others_hold_are_counted():

@@ -1,5 +1,7 @@
 """A checkpoint goes from TP2·PP2 to TP1·PP1·EP2 and back: the same bits of weights and moments, and the same steps."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ MODEL = "Qwen3.5 MoE"
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")
 WIDE, NARROW = {"tensor_parallel": 2, "pipeline_parallel": 2}, {"expert_parallel": 2}
 RANKS = {"wide": 4, "narrow": 2}
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16, shared out": {"dtype": "bfloat16", "distributed_optimizer": True},  # float32 masters are what is saved
 }
