@@ -44,7 +44,7 @@ from engines.megatron.adapters import (
     with_adapters,
 )
 from engines.megatron.attention import PackedTokens
-from engines.megatron.bridge import Held, Place, Shape, held_by, tensor_shapes
+from engines.megatron.bridge import Held, Place, Shape
 from engines.megatron.groups import ensure_groups
 from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
@@ -53,6 +53,7 @@ from engines.megatron.moving import Moved
 from engines.megatron.npu.layers import use_npu_operators
 from engines.megatron.optimizer import Updates
 from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
+from engines.megatron.peers.maps import weight_map
 from engines.megatron.router import Balance, Router
 from engines.megatron.sizes import ModelSizes, refuse_unsupported_model, stage_sizes
 from engines.megatron.transformer_config import transformer_config
@@ -99,8 +100,8 @@ class MegatronExecutor:
         self.adds_loss = self.balance is not None
         self.compiled: Yes | No = MEGATRON["compiled_layers"]
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
-        sizes = ModelSizes.of(model.config, family_of(model.config).sees(model))
-        self.shapes = with_adapters(tower_shapes(model) | tensor_shapes(sizes), model)
+        sizes = (weights := weight_map(model)).sizes
+        self.shapes = with_adapters({**tower_shapes(model), **weights.shapes}, model)
         self.adapters = Adapters(config.lora) if any(map(is_adapter, self.shapes)) else None
         set_trainable(model, trainable)
         scales = rate_scales(config, model, names) if trainable else {}
@@ -113,7 +114,7 @@ class MegatronExecutor:
         split = stages.split(len(sizes.layer_types), groups.layout.pp)
         with adapted(self.device):
             self.stages = self._built(sizes, split)
-            held = self._add_adapters(held_by(sizes, groups.layout, groups.rank, split))
+            held = self._add_adapters(weights.held(self.stages, self.place, split))
             self.tower = Tower.of(model, self.place, dtype, self.device, trainable and config.vision == "trained")
             self.parameters = match(self.stages, (*held, *trained_in(self.stages[0], self.tower)))
             zero_padding(self.parameters)

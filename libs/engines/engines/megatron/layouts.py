@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, LoRA": ("attention", {"vocab_size": 49, **PADDING}),
     "Qwen3 MoE, raw top k, tied": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
     "Qwen3 MoE, raw top k, replayed": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False}),
+    "Qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 49}),
+    "Llama": ("llama", {}),
     "Qwen3.5": ("dense", PADDING),
     "Qwen3.5, LoRA": ("dense", PADDING),
     "Qwen3.5, LoRA of q": ("dense", {"tie_word_embeddings": False}),
@@ -145,6 +147,13 @@ HELD = (
     _case("Qwen3.5 MoE", pp=2, ep=2, cp="dynamic"),
 )
 """Those that the tests hold: each feature, and their products."""
+MAPPED = (
+    _case("Qwen2, tied", tp=2, pp=2),
+    _case("Qwen2, tied", pp=2, vp=2, cp="dynamic"),
+    _case("Llama", tp=2, pp=2, distributed_optimizer=True),
+    _case("Llama", tp=2, cp="dynamic", gradient_checkpointing=True),
+)
+"""Of families whose weights mbridge maps, which the table leaves out: `peers/mbridge_test.py` holds them."""
 CASES = (
     _case("Qwen3"),
     _case("Qwen3", tp=2),
@@ -212,7 +221,7 @@ def engine_of(case: LayoutCase, backend: str = "megatron", seed: int = 0, **opti
 def model_of(name: str, seed: int = 0) -> nn.Module:
     """Make one of `MODELS`."""
     kind, changes = MODELS[name]
-    if kind == "qwen3_moe":
+    if kind in ("qwen3_moe", "qwen2", "llama"):
         case = Case(kind, name, changes)
         made = case.model(seed, scale=2.0)
         for buffer, first in zip(made.buffers(), case.model(scale=2.0).buffers(), strict=True):

@@ -1,6 +1,7 @@
 """What the Megatron backend must know of a model: sizes and switches, read off a transformers config, and refusals."""
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from engines.capability import No, Yes
@@ -12,6 +13,9 @@ DENSE = ("qwen3", "qwen3_5_text")
 ROUTED = ("qwen3_moe", "qwen3_5_moe_text")
 GATED = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose attention has an output gate, and whose norms keep their weight as a distance from one."""
+MBRIDGED = ("qwen2", "llama")
+"""Model types whose weights go by the tables of mbridge (`engines.megatron.peers.mbridge`): those that have run."""
+MBRIDGE = "0.15.1"
 EVEN = StageSizes()
 EVIDENCE = Yes("megatron/layouts_test.py::test_every_layout_gives_the_steps_of_one_process")
 
@@ -69,6 +73,10 @@ class ModelSizes:
     """The token whose embedding gets no gradient from where it stands: `padding_idx` of torch's embedding."""
     decoder: str = "model."
     """What the names of the decoder's tensors begin with: its place in a vision-language model is another."""
+    qk_norm: bool = True
+    """Whether queries and keys are normalised."""
+    qkv_bias: bool = False
+    """Whether they and the values have a bias."""
 
     def vocab_rows(self, tp: int) -> int:
         """Rows of the embedding on each tensor-parallel rank: the last one's may be padded."""
@@ -140,15 +148,22 @@ def stage_sizes(settings: EngineConfig) -> StageSizes:
 def refuse_unsupported_model(settings: EngineConfig, config: Any, layout: ParallelLayout) -> None:
     """ValueError with the reason where a model of this transformers config cannot be run like that."""
     answer = supported(config, layout, stage_sizes(settings))
+    if settings.lora.rank and config.get_text_config().model_type in MBRIDGED:
+        answer = No("adapters beside weights that mbridge maps have not been run")
     if isinstance(answer, No):
         raise ValueError(f"backend='megatron' cannot run this: {answer.reason}; use backend='fsdp2', or change it")
 
 
 def _family(text: Any) -> str | None:
-    if text.model_type not in (*DENSE, *ROUTED):
-        return f"{text.model_type!r} has no Megatron layer specification, only {', '.join((*DENSE, *ROUTED))} have one"
-    if getattr(text, "attention_bias", False):
-        return "attention_bias=True has not been run"
+    known = (*DENSE, *ROUTED, *MBRIDGED)
+    if text.model_type not in known:
+        return f"{text.model_type!r} has no Megatron layer specification, only {', '.join(known)} have one"
+    if text.model_type in MBRIDGED and (found := _installed("mbridge")) != MBRIDGE:
+        wanted = f"weights of {text.model_type!r} go by mbridge's tables: pip install mbridge=={MBRIDGE} einops"
+        return wanted if found is None else f"{wanted} (mbridge {found} has not been run)"
+    for switch in ("attention_bias", "mlp_bias"):
+        if getattr(text, switch, False):
+            return f"{switch}=True has not been run"
     if text.hidden_act != "silu":
         return f"hidden_act {text.hidden_act!r} has not been run, only 'silu'"
     types = set(getattr(text, "layer_types", None) or ())
@@ -158,6 +173,14 @@ def _family(text: Any) -> str | None:
     if text.model_type in ROUTED and mixed:
         return "layers without experts between layers with experts have not been run"
     return None
+
+
+def _installed(package: str) -> str | None:
+    """The version of a package, None where it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _layout(sizes: ModelSizes, layout: ParallelLayout) -> str | None:

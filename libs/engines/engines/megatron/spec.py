@@ -74,7 +74,7 @@ def _layer(sizes: ModelSizes, kind: str, recompute: bool) -> ModuleSpec:
     norm = _norm(sizes)
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
-        self_attention=_delta_net(sizes) if kind == "linear_attention" else _attention(norm),
+        self_attention=_delta_net(sizes) if kind == "linear_attention" else _attention(sizes),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=_mlp(MLP) if sizes.experts is None else _experts(sizes),
@@ -83,13 +83,13 @@ def _layer(sizes: ModelSizes, kind: str, recompute: bool) -> ModuleSpec:
     return ModuleSpec(module=RecomputedLayer if recompute else PackedLayer, submodules=parts)
 
 
-def _attention(norm: type[Norm]) -> ModuleSpec:
+def _attention(sizes: ModelSizes) -> ModuleSpec:
+    norms = {f"{x}_layernorm": _norm(sizes) for x in "qk"} if sizes.qk_norm else {}
     parts = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedCoreAttention,
         linear_proj=RowParallelLinear,
-        q_layernorm=norm,
-        k_layernorm=norm,
+        **norms,
     )
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
 
