@@ -28,6 +28,14 @@ def changed(base: str) -> list[str]:
     return [*known.splitlines(), *output(["git", "ls-files", "--others", "--exclude-standard"]).splitlines()]
 
 
+def inside(root: Path, file: Path) -> str:
+    """The name of a file under the root. SystemExit: there is none, and "no test depends on it" would mislead."""
+    found = file.resolve()
+    if not found.is_file() or not found.is_relative_to(root):
+        sys.exit(f"{file}: no such file under {root}")
+    return found.relative_to(root).as_posix()
+
+
 def label(file: str, packages: set[str]) -> str | None:
     """The label of a source file: the nearest folder above it with a BUILD file is its package; None without one."""
     for folder in [parent.as_posix() for parent in Path(file).parents]:
@@ -77,7 +85,7 @@ def main() -> None:
     here = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
     root = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", ".")).resolve()
     os.chdir(root)
-    files = [(here / name).resolve().relative_to(root).as_posix() for name in args.files] or changed(args.base)
+    files = [inside(root, here / name) for name in args.files] or changed(args.base)
     packages = build_packages()
     labels = {file: found for file in files if (found := label(file, packages))}
     graph = Graph(output(["./bazelw", "query", "--noshow_progress", "--output=xml", "//..."]))

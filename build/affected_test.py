@@ -1,6 +1,9 @@
 """Which tests a changed file reruns, by the rules as Bazel prints them."""
 
-from affected import Graph, label
+from pathlib import Path
+
+import pytest
+from affected import Graph, inside, label
 
 RULES = """<?xml version="1.1" encoding="UTF-8" standalone="no"?>
 <query version="2">
@@ -37,3 +40,13 @@ def test_a_file_belongs_to_the_nearest_package() -> None:
     assert label("conftest.py", packages) == "//:conftest.py"
     assert label("libs/other/x.py", packages) == "//:libs/other/x.py"
     assert label("libs/other/x.py", packages - {""}) is None
+
+
+def test_a_name_that_is_no_file_of_the_tree_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "there.py").touch()
+    (tmp_path / "outside.py").touch()
+    assert inside(tmp_path / "tree", tmp_path / "tree" / "there.py") == "there.py"
+    for name in ("tree/gone.py", "outside.py", "tree"):
+        with pytest.raises(SystemExit, match="no such file"):
+            inside(tmp_path / "tree", tmp_path / name)
