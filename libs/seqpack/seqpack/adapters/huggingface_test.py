@@ -1,6 +1,7 @@
 """Packed rows in stock transformers models and trainers equal the sequences one by one, losses and weights."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -150,7 +151,10 @@ def padded(samples):
 
 
 def trained(base, pack, samples, **arguments):
-    """Losses and model of a few optimizer steps on the same samples a step, packed or padded."""
+    """Losses and model of a few optimizer steps on the same samples a step, packed or padded, and its tokens a second.
+
+    Tokens are true ones, seconds the processor's.
+    """
 
     class OverRows(base):  # type: ignore[misc,valid-type]
         def get_train_dataloader(self):
@@ -166,8 +170,11 @@ def trained(base, pack, samples, **arguments):
     if pack:
         adapt_for_packing(model)
     trainer = OverRows(model=model, train_dataset=samples, **arguments)
+    begun = time.process_time()
     trainer.train()
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log], model
+    tokens = sum(len(sample["input_ids"]) for sample in samples) * trainer.args.num_train_epochs
+    rate = tokens / (time.process_time() - begun)
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log], model, rate
 
 
 OPTIONS = {
@@ -185,7 +192,7 @@ OPTIONS = {
 
 def assert_same_training(packed, unpacked):
     """Losses of every step, and weights that moved to the same place."""
-    (losses, model), (want_losses, want) = packed, unpacked
+    (losses, model, _), (want_losses, want, _) = packed, unpacked
     assert len(losses) >= 6
     assert losses == pytest.approx(want_losses, rel=1e-4)
     start = tiny().state_dict()
@@ -195,13 +202,22 @@ def assert_same_training(packed, unpacked):
         assert (value - want.state_dict()[name]).norm() < 0.02 * moved[name], name
 
 
-def test_transformers_trainer(tmp_path):
+def tell_gain(capsys, trainer, packed, unpacked):
+    """Print what packing gained on these short rows; `benchmarks/trainer_tokens.py` has lengths of conversations."""
+    (*_, rate), (*_, plain) = packed, unpacked
+    with capsys.disabled():
+        print(f"\n{trainer}: {rate:,.0f} tokens a second packed, {plain:,.0f} padded: {rate / plain:.2f} times")
+
+
+def test_transformers_trainer(tmp_path, capsys):
     samples = training_samples()
     args = TrainingArguments(output_dir=str(tmp_path), **OPTIONS)
-    assert_same_training(*(trained(Trainer, pack, samples, args=args) for pack in (True, False)))
+    runs = [trained(Trainer, pack, samples, args=args) for pack in (True, False)]
+    assert_same_training(*runs)
+    tell_gain(capsys, "transformers' Trainer", *runs)
 
 
-def test_trl_sft_trainer(tmp_path):
+def test_trl_sft_trainer(tmp_path, capsys):
     import pyarrow as pa
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -212,7 +228,9 @@ def test_trl_sft_trainer(tmp_path):
     config = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=True, bf16=False, **prepared, **OPTIONS)
     arguments = {"args": config, "processing_class": tokenizer()}
     dataset = Dataset(pa.table(columns), fingerprint="rows").with_format("torch")
-    assert_same_training(*(trained(SFTTrainer, pack, dataset, **arguments) for pack in (True, False)))
+    runs = [trained(SFTTrainer, pack, dataset, **arguments) for pack in (True, False)]
+    assert_same_training(*runs)
+    tell_gain(capsys, "TRL's SFTTrainer", *runs)
 
 
 def tokenizer():
