@@ -10,8 +10,8 @@
    whatever it was at when it died: a hand-over of weights counts too.
 4. A run that goes on from a checkpoint first trains the recorded steps after it again, on the recorded episodes, and
    takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
-5. Every hand-over is proven by probes that are asked for at once and looked at before weights change again, or the run
-   ends: nobody waits for them. A step's metrics tell of the hand-over before it, the last step's of both.
+5. Every hand-over is proven by probes that are asked for at once, beside what is sampled, and waited for before weights
+   change again or the run ends. A step's metrics tell of the hand-over before it, the last step's of both.
 """
 
 import queue
@@ -283,6 +283,8 @@ class FullyAsync:
     def _train(self, decision: Train, begun: float) -> StepResult:
         """One step on the recorded episodes of its groups, in the order of the tasks."""
         config = self._config
+        sampled = time.perf_counter()
+        metrics = self._proven()  # the weights are about to change
         ready = time.perf_counter()
         episodes: list[Episode] = []
         for place, group in enumerate(decision.groups):
@@ -294,14 +296,14 @@ class FullyAsync:
             version = self._controller.version
         batch = to_batch(episodes)
         batch["advantages"] = advantages_of(batch, config, decision.step - 1)
-        metrics = self._proven()  # the answers came while this thread waited, and the weights are about to change
         metrics |= train_on(batch, config, self._engine)
         trained = time.perf_counter()
         self._timeline.add("trainer", "train", ready, trained)
         metrics |= rollout_metrics(episodes, lambda task: environment_of(self._tasks, task))
         metrics |= self._schedule_metrics(episodes, version, decision.staleness)
         metrics |= {
-            "time/wait_for_rollout_s": ready - begun,
+            "time/wait_for_rollout_s": sampled - begun,
+            "time/wait_for_probes_s": ready - sampled,
             "time/train_s": trained - ready,
             "time/step_s": trained - begun,
         }

@@ -165,7 +165,7 @@ class EngineConfig:
     def _beside_each_other(self) -> Iterator[str]:
         """Fields that can't have their values together."""
         if self.pipeline_parallel == 1 and (self.first_stage_layers or self.last_stage_layers):
-            yield ("first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel")
+            yield "first_stage_layers and last_stage_layers have no effect with one stage: raise pipeline_parallel"
         if self.moments_dtype == "bfloat16" and self.betas[1] > LARGEST_BETA:
             yield (
                 f"moments_dtype='bfloat16' keeps no second moment with betas[1]={self.betas[1]}: set that to at most "

@@ -92,9 +92,8 @@ class MegatronExecutor:
         self.trainable = trainable
         self.builder = EvenInputs(inputs, groups.layout.tp)
         self.device = resolve_device(config)
-        router = family_of(model.config).auxiliary_loss(
-            model.config, config.router_aux_loss_coef, config.router_z_loss_coef
-        )
+        coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+        router = family_of(model.config).auxiliary_loss(model.config, *coefficients)
         dtype = _dtype(config, model, self.device)
         self.balance = None if router is None else Balance(router, self.device, dtype)
         self.adds_loss = self.balance is not None

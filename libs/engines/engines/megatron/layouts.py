@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3 MoE, raw top k, replayed": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False}),
     "Qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 49}),
     "Llama": ("llama", {}),
+    "Llama, tied": ("llama", {"tie_word_embeddings": True}),
     "Qwen3.5": ("dense", PADDING),
     "Qwen3.5, LoRA": ("dense", PADDING),
     "Qwen3.5, LoRA of q": ("dense", {"tie_word_embeddings": False}),
@@ -150,7 +151,7 @@ HELD = (
 MAPPED = (
     _case("Qwen2, tied", tp=2, pp=2),
     _case("Qwen2, tied", pp=2, vp=2, cp="dynamic"),
-    _case("Llama", tp=2, pp=2, distributed_optimizer=True),
+    _case("Llama, tied", tp=2, pp=2, distributed_optimizer=True),
     _case("Llama", tp=2, cp="dynamic", gradient_checkpointing=True),
 )
 """Of families whose weights mbridge maps, which the table leaves out: `peers/mbridge_test.py` holds them."""

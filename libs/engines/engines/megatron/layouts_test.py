@@ -25,6 +25,7 @@ from engines.megatron.layouts import (
     measure_all,
 )  # fmt: skip
 from engines.testing.executors import inside
+from engines.testing.same_runs import assert_same_bits, assert_same_run, assert_same_step
 from engines.tiny import tiny_batch
 from objectives import GRPO, SFT
 from seqpack import index_select
@@ -108,34 +109,19 @@ def together(alone):
     return launch(four_ranks, (alone[2],), world_size=RANKS, device="cpu")
 
 
-def assert_same_step(want, got):
-    # Megatron's routers do not count the tokens of each expert.
-    want, got = ({k: v for k, v in row.items() if not k.startswith("expert")} for row in (want, got))
-    assert want.keys() == got.keys()
-    for key in want:
-        if key not in ("plan_hash", "micro_batches", "fill"):
-            assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
-
-
 @pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
 def test_every_layout_gives_the_steps_of_one_process(alone, together, number):
     want = alone[0][HELD[number].model]
     for ranks in together[0]:
         found = ranks[number]
-        for left, right in zip(want.curve, found.curve, strict=True):
-            assert_same_step(left, right)
-        for left, right in zip(want.scores, found.scores, strict=True):
-            torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
-        assert largest_difference(want.trained, found.trained) < 1e-5
+        assert_same_run(want, found)
 
 
 @pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])
 def test_exports_have_the_bits_of_fsdp2s(alone, together, number):
     stock = alone[0][HELD[number].model].exported
     for ranks in together[0]:
-        assert ranks[number].exported.keys() == stock.keys()
-        for name, value in stock.items():
-            assert torch.equal(ranks[number].exported[name].view(torch.uint8), value.view(torch.uint8)), name
+        assert_same_bits(stock, ranks[number].exported)
 
 
 @pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])

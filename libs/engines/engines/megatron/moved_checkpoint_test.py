@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from engines.megatron.groups import release
 from engines.megatron.layouts import LENGTHS, STEPS, LayoutCase, engine_of, exported_by
 from engines.testing.forked import launch_forked
+from engines.testing.same_runs import assert_same_bits
 from engines.tiny import tiny_batch
 from objectives import GRPO
 
@@ -79,17 +80,6 @@ def in_file(path):
     for name, moments in state["optimizer"]["state"].items():
         found |= {f"{key} of {name}": moment for key, moment in moments.items()}
     return found
-
-
-def bits(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def assert_same_bits(want, got):
-    assert want.keys() == got.keys()
-    for name, value in want.items():
-        assert got[name].dtype == value.dtype, name
-        assert torch.equal(bits(got[name]), bits(value)), name
 
 
 @pytest.mark.parametrize("options", OPTIONS)

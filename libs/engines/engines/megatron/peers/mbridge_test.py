@@ -39,11 +39,12 @@ from engines.parallel.layout import ParallelLayout
 from engines.testing.executors import inside, weights
 from engines.testing.forked import launch_forked
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  tests in this process have a group
+from engines.testing.same_runs import assert_same_bits, assert_same_run, assert_same_step
 from engines.tiny import tiny_batch
 from objectives import GRPO, SFT
 
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")
-MODELS = ("Qwen2, tied", "Llama")
+MODELS = ("Qwen2, tied", "Llama", "Llama, tied")
 SIZES = {"tensor_parallel": 2, "pipeline_parallel": 2}
 EXACT = ParallelLayout(tp=2, pp=2)
 REFUSED = {"windows, yarn": "sliding-window", "tied, biases, linear rope": "attention_bias=True"}
@@ -110,25 +111,14 @@ def measured(tmp_path_factory):
     return alone, exact, launch_forked(four_ranks, (folder,), world_size=RANKS)
 
 
-def assert_same_step(want, got):
-    for key in ("loss", "grad_norm"):
-        assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
-
-
 @pytest.mark.parametrize("number", range(len(MAPPED)), ids=[str(case) for case in MAPPED])
 def test_layouts_give_the_steps_and_files_of_fsdp2(measured, number):
     want, everyone = measured[0][MAPPED[number].model], measured[2][0]
     assert len(everyone) == RANKS
     for ranks in everyone:
         found = ranks[number]
-        for left, right in zip(want.curve, found.curve, strict=True):
-            assert_same_step(left, right)
-        for left, right in zip(want.scores, found.scores, strict=True):
-            torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
-        assert largest_difference(want.trained, found.trained) < 1e-5
-        assert found.exported.keys() == want.exported.keys()
-        for name, value in want.exported.items():
-            assert torch.equal(found.exported[name].view(torch.uint8), value.view(torch.uint8)), name
+        assert_same_run(want, found)
+        assert_same_bits(want.exported, found.exported)
         assert f"fsdp2 {MAPPED[number].model}" in found.resumed
         for resumed in found.resumed.values():
             assert_same_step(want.resumed["itself"], resumed)
@@ -151,10 +141,7 @@ def test_mbridge_itself_loads_and_exports_the_same_bytes(measured, model):
         loaded, exported, theirs = moved[model]
         assert loaded
         for found in (exported, theirs):
-            assert found.keys() == stock.keys()
-            for name, value in stock.items():
-                assert found[name].shape == value.shape
-                assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+            assert_same_bits(stock, found)
 
 
 @pytest.mark.parametrize("case", SWITCHES, ids=str)

@@ -1,0 +1,67 @@
+"""Probes are asked again of whoever is in the place of a dead sampler, and held to the weights that it was handed."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from apps.grpo.probes import Probes
+from apps.grpo.samplers import WeightsNotTakenError
+from apps.grpo.samplers_test import PROMPTS, answers_of, told
+from engines import EngineConfig, build_engine
+from engines.tiny import tiny_model
+from rollout.workers.process import WorkerDied
+
+
+class Answering:
+    """Samplers whose first process dies of what it is asked; the next ones tell `answer`."""
+
+    def __init__(self, answer: dict[str, Any], deaths: int) -> None:
+        self.answer, self.deaths = answer, deaths
+        self.asked: list[list[list[int]]] = []
+
+    def call_all(self, name: str, prompts: list[list[int]], media: list[Any]) -> list[Future[Any]]:
+        """Answer at once."""
+        assert (name, media) == ("probe", [])
+        self.asked.append(prompts)
+        future: Future[Any] = Future()
+        if len(self.asked) <= self.deaths:
+            future.set_exception(WorkerDied("gone"))
+        else:
+            future.set_result(({"answer": self.answer}, b""))
+        return [future]
+
+
+def episodes() -> list[Any]:
+    """One for each prompt, as far as probes look at them."""
+    segments = [
+        SimpleNamespace(ids=[*prompt, 4], loss_mask=[False] * len(prompt) + [True], sampled=1, media=None)
+        for prompt in PROMPTS
+    ]
+    return [SimpleNamespace(group=group, segments=[segment]) for group, segment in enumerate(segments)]
+
+
+@pytest.mark.parametrize("deaths", [0, 2])
+def test_the_answers_of_those_that_live_count(deaths):
+    engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
+    samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {"weights/pause_ms": 1.0}), deaths)
+    probes = Probes(episodes(), 3, lambda: samplers)
+    assert samplers.asked == [PROMPTS], "asked at once"
+    assert 0 < probes.held(engine)["weights/probe/abs"] < 1e-5
+    assert samplers.asked == [PROMPTS] * (1 + deaths)
+
+
+def test_weights_of_another_version_stop_the_run():
+    engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
+    samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {}), 0)
+    with pytest.raises(WeightsNotTakenError, match="of version 3"):
+        Probes(episodes(), 4, lambda: samplers).held(engine)
+
+
+def test_without_an_answer_there_is_nothing_to_ask():
+    samplers: Any = Answering({}, 0)
+    probes = Probes([], 3, lambda: samplers)
+    assert samplers.asked == []
+    engine: Any = None  # is not looked at
+    assert probes.held(engine) == {}

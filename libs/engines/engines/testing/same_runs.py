@@ -1,0 +1,43 @@
+"""Whether two runs of a layout (`engines.megatron.layouts.Measured`) are the same: steps, scores, weights, exports."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.megatron.layouts import largest_difference
+
+UNLIKE = ("plan_hash", "micro_batches", "fill")
+"""Metrics that tell of a layout itself."""
+
+
+def assert_same_step(want: Mapping[str, float], got: Mapping[str, float]) -> None:
+    """All metrics of a step. Megatron's routers do not count the tokens of each expert."""
+    left, right = ({k: v for k, v in row.items() if not k.startswith("expert")} for row in (want, got))
+    assert left.keys() == right.keys()
+    for key in left.keys() - set(UNLIKE):
+        assert right[key] == pytest.approx(left[key], rel=1e-5, abs=1e-6), key
+
+
+def assert_same_run(want: Any, found: Any) -> None:
+    """The metrics of every step, the scores of every batch, and the weights after them."""
+    for left, right in zip(want.curve, found.curve, strict=True):
+        assert_same_step(left, right)
+    for left, right in zip(want.scores, found.scores, strict=True):
+        torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
+    assert largest_difference(want.trained, found.trained) < 1e-5
+
+
+def assert_same_bits(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+    """The same names, and by each the same dtype and bits."""
+    assert want.keys() == got.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype, name
+        assert got[name].shape == value.shape, name
+        assert torch.equal(_bits(got[name]), _bits(value)), name
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
