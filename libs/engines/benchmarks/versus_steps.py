@@ -1,0 +1,99 @@
+"""What both sides of `megatron_vs_core.py` are given, and how they are timed."""
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import step_gpu
+import torch
+from torch import Tensor
+
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LR, CLIP, EPS = 1e-5, 1.0, 1e-8
+"""Of both optimizers; their other settings are EngineConfig's defaults."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What both sides are given: `tokens` a step, `steps` that are timed, the folder for gradients."""
+
+    device: str
+    tokens: int
+    steps: int
+    folder: Path
+
+
+def say(**facts: Any) -> None:
+    """Print a row."""
+    print(json.dumps(facts), flush=True)
+
+
+def lengths(run: Run) -> list[int]:
+    """The lengths of the packed sequences."""
+    return step_gpu.lengths_of(run.tokens, run.tokens)
+
+
+def synchronize(run: Run) -> None:
+    """Wait for the device."""
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(run: Run, side: str, step: Callable[[], dict[str, float]], before: int, **facts: Any) -> None:
+    """Time `step` after a first call and two more, and print its row; `before`: bytes in use before the engine was."""
+    began = time.perf_counter()
+    step()
+    synchronize(run)
+    first = time.perf_counter() - began
+    for _ in range(2):
+        step()
+    synchronize(run)
+    if run.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(run.steps):
+        began = time.perf_counter()
+        last = step()
+        synchronize(run)
+        times.append(time.perf_counter() - began)
+    middle = sorted(times)[run.steps // 2]
+    peak = torch.cuda.max_memory_allocated() - before if run.device == "cuda" else 0
+    say(
+        side=side,
+        step_ms=round(middle * 1e3, 2),
+        fastest_ms=round(min(times) * 1e3, 2),
+        tokens=run.tokens,
+        tokens_per_s=round(run.tokens / middle),
+        peak_gib=round(peak / 2**30, 2),
+        first_s=round(first, 1),
+        **last,
+        **facts,
+    )
+
+
+def in_use(run: Run) -> int:
+    """Bytes of the device that are in use."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if run.device == "cuda" else 0
+
+
+def keep(run: Run, side: str, loss: float, gradients: dict[str, Tensor]) -> None:
+    """Save what the first step has before its update: the mean loss and gradients by our names of parameters."""
+    say(side=side, before_any_update=True, loss=loss)
+    torch.save({"loss": loss, "gradients": gradients}, run.folder / f"{side}.pt")
