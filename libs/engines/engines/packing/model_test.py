@@ -7,6 +7,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.packing.model import adapt_for_packing, packed_logits
+from engines.testing.float64 import Float64Stays
 from engines.tiny import tiny_batch, tiny_model
 from seqpack.adapters.context import PackedContext
 from seqpack.adapters.model import packed_hidden
@@ -32,19 +33,20 @@ def gradients(model, logits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_isolated(kind):
-    model = tiny_model(kind)
-    if kind in ("dense", "attention"):
-        model = model.double()  # the grouped matrix product of experts has no float64
+    """In float64 from end to end, so that nothing but packing could differ: a leak of 1e-8 would fail."""
+    model = tiny_model(kind).double()
+    model.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64
     batch = tiny_batch(LENGTHS)
-    want = one_by_one(model, batch)
-    want_grads = gradients(model, want)
-    adapt_for_packing(model)
-    got = packed_logits(model, pack_sequences(batch))
-    # Some transformers layers compute in float32 whatever the model's dtype is: that is the floor here.
-    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
-    for name, grad in gradients(model, got).items():
-        scale = want_grads[name].abs().max() + 1e-12
-        assert (grad - want_grads[name]).abs().max() / scale < 2e-4, name
+    with Float64Stays():
+        want = one_by_one(model, batch)
+        want_grads = gradients(model, want)
+        adapt_for_packing(model)
+        got = packed_logits(model, pack_sequences(batch))
+        got_grads = gradients(model, got)
+    assert got.dtype == want.dtype == torch.float64
+    torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
+    for name, grad in got_grads.items():
+        assert (grad - want_grads[name]).abs().max() <= 1e-9 * want_grads[name].abs().max(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
+
 
 class Float64Stays(TorchFunctionMode):
     """Inside of it, nothing turns a float64 tensor into float32: norms, softmaxes and losses are computed as they come.
@@ -26,4 +28,6 @@ class Float64Stays(TorchFunctionMode):
             kwargs["dtype"] = torch.float64
         if wide and func is Tensor.to:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if wide and func in PRODUCTS:  # of angles with positions, which are whole numbers made float32
+            args = tuple(arg.double() for arg in args)
         return func(*args, **kwargs)
