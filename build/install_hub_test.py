@@ -143,3 +143,12 @@ def test_what_recipes_install_is_what_the_tests_ran_with() -> None:
 
     assert release(first) <= release(shared) < min((5, 20), release(last))
     assert pins("recipes_npu")["torch-npu"] == cpu["torch"]
+
+
+def test_the_sampler_on_npus_is_the_one_that_it_is_adapted_for() -> None:
+    """vllm-ascend pins torch and torch-npu; vLLM beside it is of the same release, and triton is its makers' own."""
+    found = pins("vllm_npu")
+    assert found["vllm"] == ["0.23.0"]
+    assert found["vllm-ascend"] == ["0.23.0.post1"]
+    assert found["torch-npu"][0].startswith(found["torch"][0])
+    assert not {"triton", "triton-ascend"} & found.keys()

@@ -4,11 +4,12 @@ Each source of HUBS becomes one lock for all of PYTHONS, with the hashes of ever
 only some of these Pythons need, or need at another version, has a marker, which pip reads. Pins that still fit stay as
 they are; `--upgrade` before the names takes the newest instead. A lock for CPUs is the same resolution less the CUDA
 libraries, and it also lists the hash of the torch build that this machine's pip prefers (a local +cpu wheel), besides
-those it listed before. It ends with an error where one of PYTHONS finds no wheel of a package; those in `sources` are
-built on the machine that has their compiler.
+those it listed before. It ends with an error where one of PYTHONS, or of the processors that the lock is for, finds no
+wheel of a package; those in `sources` are built on the machine that has their compiler.
 """
 
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from install_hub import lock_entries
 
 UV = "uv==0.13.8"  # the resolver
 PYTHONS = ("3.11", "3.12", "3.13")
+MACHINES = ("aarch64", "x86_64")
 # Linux on these processors, CPython: what a lock is for. A marker that says no more than this is left out.
 WHERE = ("platform_python_implementation == 'CPython'", "sys_platform == 'linux'")
 CUDA_ONLY = re.compile(r"(nvidia-.*|cuda-.*|triton)$")
@@ -37,7 +39,8 @@ class Hub:
     over: str = ""  # the lock whose versions hold here too; this one lists only what that one lacks
     shared: tuple[str, ...] = ()  # only these of that lock hold here; all of it where there are none
     without: tuple[str, ...] = ()  # what a package asks for and nobody imports
-    machine: str = "x86_64"  # the processor; "" for all that the packages have wheels for
+    machine: str = "x86_64"  # the processor; "" for both of MACHINES
+    pythons: tuple[str, ...] = PYTHONS
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # built where they are installed: what they need
 
 
@@ -53,7 +56,19 @@ HUBS = {
     "recipes_cuda": Hub(
         "requirements_recipes_cuda.in", cuda=True, sources={"causal-conv1d": ("torch", "packaging", "ninja")}
     ),
-    "recipes_npu": Hub("requirements_recipes_npu.in", machine=""),
+    # With the CUDA libraries, although no NPU needs them: the index has torch for x86-64 as a CUDA build alone, which
+    # neither loads nor passes `pip check` without them.
+    "recipes_npu": Hub("requirements_recipes_npu.in", cuda=True, machine=""),
+    # vLLM built for no device and its plug-in. triton-ascend, at the version that it pins, is on its makers' index
+    # alone; triton would lie in the same folder. What both ask for stands in the source: asking them takes torch.
+    "vllm_npu": Hub(
+        "requirements_vllm_npu.in",
+        cuda=True,
+        machine="",
+        pythons=("3.11", "3.12"),
+        without=("triton", "triton-ascend"),
+        sources={"vllm": (), "vllm-ascend": (), "arctic-inference": ()},
+    ),
     # torch and what it needs are those of the trainer. The registry's vision and audio wheels are CUDA builds, which a
     # CPU build of torch can't load; third_party/torchvision says so to whoever asks.
     "vllm": Hub(
@@ -93,9 +108,11 @@ def shortened(entry: str, where: tuple[str, ...]) -> str:
 
 def project(hub: Hub) -> tuple[str, tuple[str, ...]]:
     """(The resolver's settings for a hub, the clauses of the markers that say no more than they.)"""
-    before = f"python_full_version < '3.{int(PYTHONS[-1].split('.')[1]) + 1}'"
-    where = (*WHERE, before, *([f"platform_machine == '{hub.machine}'"] if hub.machine else []))
-    text = f'[tool.uv]\nenvironments = ["{" and ".join(where)}"]\n'
+    before = f"python_full_version < '3.{int(hub.pythons[-1].split('.')[1]) + 1}'"
+    machines = [hub.machine] if hub.machine else MACHINES
+    there = " or ".join(f"platform_machine == '{machine}'" for machine in machines)
+    where = (*WHERE, before, there)
+    text = f'[tool.uv]\nenvironments = ["{" and ".join([*where[:-1], f"({there})"])}"]\n'
     for name, needs in hub.sources.items():
         text += f'[[tool.uv.dependency-metadata]]\nname = "{name}"\nrequires-dist = {list(needs)}\n'
     return text, where
@@ -117,7 +134,7 @@ def resolve(uv: Path, source: Path, hub: Hub, held: dict[str, str], before: str)
         never = "".join(f"{name}; sys_platform == 'never'\n" for name in hub.without)
         pins.write_text("".join(entry.split()[0] + "\n" for entry in held.values()) + never)
         rule = "--override" if hub.shared or hub.without else "--constraint"
-        forks = ["--universal", "--fork-strategy", "fewest", "--python-version", PYTHONS[0]]
+        forks = ["--universal", "--fork-strategy", "fewest", "--python-version", hub.pythons[0]]
         target = [*forks, rule, str(pins), str(source.absolute()), "-o", str(lock)]
         done = subprocess.run(
             [str(uv.absolute()), "pip", "compile", "-q", *plain, *alone, *target],
@@ -133,18 +150,18 @@ def resolve(uv: Path, source: Path, hub: Hub, held: dict[str, str], before: str)
 
 
 def check_wheels(uv: Path, lock: Path, hub: Hub) -> None:
-    """End where one of PYTHONS has no wheel of a locked package on a Linux of today."""
-    for version in PYTHONS:
+    """End where a Python of the hub has no wheel of a locked package on a Linux of today."""
+    for version, machine in itertools.product(hub.pythons, [hub.machine] if hub.machine else MACHINES):
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             entries = lock_entries(lock)
             file.write("".join(text for name, text in entries.items() if name not in hub.sources))
             file.flush()
-            target = ["--python-version", version, "--python-platform", f"{hub.machine or 'x86_64'}-manylinux_2_35"]
+            target = ["--python-version", version, "--python-platform", f"{machine}-manylinux_2_35"]
             plain = ["--no-deps", "--only-binary", ":all:", "--no-config", "--no-header"]
             command = [str(uv), "pip", "compile", "-q", *target, *plain, file.name]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            sys.exit(f"{lock.name} does not install on Python {version}:\n{done.stderr}")
+            sys.exit(f"{lock.name} does not install on Python {version}, {machine}:\n{done.stderr}")
 
 
 def hashes(entry: str) -> list[str]:
@@ -176,7 +193,7 @@ def write_lock(path: Path, hub: Hub, entries: dict[str, str], pip: list[str]) ->
         before = lock_entries(path).get("torch", "") if path.exists() else ""
         pinned = entries["torch"].split()[0]
         entries["torch"] = with_local_builds(entries["torch"], before, preferred_build(pip, pinned))
-    versions = ", ".join(PYTHONS)
+    versions = ", ".join(hub.pythons)
     made = f"# Made by `./bazelw run //build:lock` from build/{hub.source}, for Python {versions}.\n"
     path.write_text(made + "".join(entries.values()))
     print(f"build/locks/{path.name}: {len(entries)} packages")
