@@ -1,12 +1,19 @@
 """The gated delta net over megatron-core's linears: packed, tensor- and sequence-parallel, context-parallel."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,6 +47,7 @@ class PackedDeltaNet(MegatronModule):
         self.layer_number = layer_number
         self.sizes = sizes
         self.tp = pg_collection.tp.size()
+        self.tp_group = pg_collection.tp
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = build_module(
             submodules.in_proj, config.hidden_size, 2 * sizes.keys + 2 * sizes.values + 2 * sizes.value_heads,
@@ -87,3 +95,57 @@ class PackedDeltaNet(MegatronModule):
         out = (self.out_norm(out).to(wide) * gate).to(joined.dtype)
         result: tuple[Tensor, None] = self.out_proj(out.reshape(tokens, 1, -1))
         return result
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        """What megatron-core's distributed checkpoint has of it, under the names of its own delta net."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        cut = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d["weight"]}
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            cut, prefix, dict.fromkeys(cut, 0), sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        for name in ("in_proj", "out_norm", "out_proj"):
+            out |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        keys, values, heads = (x // self.tp for x in (self.sizes.keys, self.sizes.values, self.sizes.value_heads))
+        mixed = {"query": keys, "key": keys, "value": values}
+        joined = {f"{prefix}conv1d.weight": mixed, f"{prefix}in_proj.weight": {
+            **mixed, "z": values, "beta": heads, "alpha": heads,
+        }}  # fmt: skip
+        out |= {name: in_parts(out[name], parts) for name, parts in joined.items()}
+        out[f"{prefix}out_norm.weight"] = from_one(out[f"{prefix}out_norm.weight"])
+        return out
+
+
+def in_parts(whole: ShardedTensor, parts: Mapping[str, int]) -> ShardedTensorFactory:
+    """File the rows of each part (name: how many) as a tensor of its own: each is cut for itself over ranks."""
+    bare = whole.without_data()
+
+    @torch.no_grad()
+    def build(key: str, data: Tensor, replica: Any, flattened: slice | None = None) -> list[ShardedTensor]:
+        del flattened
+        every = replace(bare, key=key, data=data, dtype=data.dtype, replica_id=replica)
+        out, start = [], 0
+        for name, size in parts.items():
+            (one,) = every.narrow(0, start, size)
+            one.key = f"{key}.{name}"
+            out.append(one)
+            start += size
+        return out
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
+
+
+def from_one(weight: ShardedTensor) -> ShardedTensorFactory:
+    """File a norm's weight as its distance from one, exactly: in float64."""
+    bare = weight.without_data()
+
+    @torch.no_grad()
+    def build(key: str, data: Tensor, replica: Any, flattened: slice | None = None) -> ShardedTensor:
+        del flattened
+        return replace(bare, key=key, data=data.double() - 1.0, dtype=torch.float64, replica_id=replica)
+
+    return ShardedTensorFactory(weight.key, weight.data, build, lambda distance: distance + 1.0, weight.replica_id)

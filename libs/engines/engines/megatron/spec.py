@@ -79,8 +79,16 @@ def _layer(sizes: ModelSizes, kind: str, recompute: bool) -> ModuleSpec:
         pre_mlp_layernorm=norm,
         mlp=_mlp(MLP) if sizes.experts is None else _experts(sizes),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_filed_norms(sizes, kind),
     )
     return ModuleSpec(module=RecomputedLayer if recompute else PackedLayer, submodules=parts)
+
+
+def _filed_norms(sizes: ModelSizes, kind: str) -> dict[str, str]:
+    """Where megatron-core's checkpoint has a layer's norms: Transformer Engine's are inside the linear after them."""
+    linear = "in_proj" if kind == "linear_attention" else "linear_qkv"
+    names = {"input_layernorm.": f"self_attention.{linear}.layer_norm_"}
+    return names | ({"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if sizes.experts is None else {})
 
 
 def _attention(sizes: ModelSizes) -> ModuleSpec:
