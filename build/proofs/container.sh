@@ -29,9 +29,10 @@ fi
 # What is committed, as in a fresh clone.
 rm -rf "$folder/tree"
 git clone -q "$tree" "$folder/tree"
-mkdir -p "$folder/venv"
-# Without a runtime: where processes are counted by an old kind of cgroups none starts.
-podman build --isolation chroot --network host --volume "$folder/venv:/venv" --build-arg "BASE=$base" \
+# Without layers kept from before, which know nothing of FOLDER/venv. Without a runtime: where processes are counted by an old kind of cgroups none starts.
+rm -rf "$folder/venv"
+mkdir "$folder/venv"
+podman build --no-cache --isolation chroot --network host --volume "$folder/venv:/venv" --build-arg "BASE=$base" \
   --env PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
   -f "$folder/tree/build/containers/$kind.Containerfile" -t "$image" "$@" "$folder/tree"
 
