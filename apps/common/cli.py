@@ -3,7 +3,7 @@
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
@@ -12,7 +12,7 @@ import tyro
 
 from apps.common.config_file import CONFIG_NAME, dump_config, load_config
 from apps.common.divergence import DivergenceError
-from apps.common.flags import as_type, changed, flag, flag_type, leaves
+from apps.common.flags import SettingsError, as_type, changed, flag, flag_type, leaves
 from apps.common.hints import hints
 from apps.common.interrupts import noted
 from apps.common.plan.brief_help import help_flags
@@ -44,6 +44,8 @@ class CommandLine(Generic[C]):
     """Other trainers' names for our flags; see `apps.common.hints`."""
     fixed: Sequence[str] = ("recipe", "model")
     """Fields, or groups of them, that a resumed run can't change."""
+    beside: Callable[[C, C], Iterable[str]] = lambda _, __: ()
+    """What else is wrong with the values of a command line (which are not checked yet), seen beside its recipe."""
 
     def parse(self, argv: Sequence[str]) -> C:
         """The configuration that `argv` asks for.
@@ -53,7 +55,7 @@ class CommandLine(Generic[C]):
 
         Raises:
             SystemExit: with status 2 and a message that names the nearest valid spelling, for what can't be taken.
-            ValueError: values that can't be taken together, or a run that can't be resumed.
+            SettingsError, ValueError: values that can't be taken, all of them at once; or a run that can't be resumed.
         """
         user_directory()
         default = self.default(argv)
@@ -63,9 +65,15 @@ class CommandLine(Generic[C]):
         kind = flag_type(self.kind, self.owned, types)
         args, registry = help_flags(flags)
         found = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, registry=registry)
-        config = as_type(found, self.kind)
+        problems = [*self.beside(found, default)]
         if "--resume" in argv:
-            self._refuse_changes(config, default)
+            problems += self._changes(found, default)
+        try:
+            config = as_type(found, self.kind)
+        except SettingsError as error:
+            raise SettingsError([*error.lines, *problems]) from None
+        if problems:
+            raise SettingsError(problems)
         if len(flags) < len(argv):
             sys.stdout.write(dump_config(config))
             raise SystemExit(0)
@@ -99,10 +107,10 @@ class CommandLine(Generic[C]):
         if found:
             _refuse("; ".join(found) + f". All flags: {self.prog} --help")
 
-    def _refuse_changes(self, config: C, default: C) -> None:
+    def _changes(self, config: C, default: C) -> Iterator[str]:
         for path in changed(config, default):
             if any(path == name or path.startswith(name + ".") for name in self.fixed):
-                raise ValueError(f"{flag(path)} can't change when a run is resumed: leave it out, or start a new run")
+                yield f"{flag(path)} can't change when a run is resumed: leave it out, or start a new run"
 
 
 def user_directory() -> None:
@@ -113,11 +121,13 @@ def user_directory() -> None:
 
 
 def main(run: Callable[[], Any]) -> None:
-    """Call `run`; a user's error (ValueError) ends the program with one line and status 2, a run that diverged with
-    status 1, Ctrl-C with status 130."""
+    """Call `run`; a user's error (ValueError) ends the program with one line (`SettingsError`: several) and
+    status 2, a run that diverged with status 1, Ctrl-C with status 130."""
     try:
         with noted():
             run()
+    except SettingsError as error:
+        _refuse(*error.lines)
     except ValueError as error:
         _refuse(str(error))
     except (NonFiniteError, DivergenceError) as error:
@@ -136,6 +146,6 @@ def _peek(argv: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _refuse(message: str, status: int = 2) -> NoReturn:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+def _refuse(*messages: str, status: int = 2) -> NoReturn:
+    sys.stderr.write("".join(f"error: {' '.join(message.split())}\n" for message in messages))
     raise SystemExit(status)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from apps.common.flags import check_owned, flag
+from apps.common.flags import flag, owned_problems
 from apps.common.plan.cluster import Cluster
 from apps.grpo.own import template_options
 from apps.grpo.presets import PresetName
@@ -65,14 +65,19 @@ class DataConfig:
     """How many held-out prompts an evaluation asks."""
 
     def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each with a flag."""
         if self.eval_data is not None and self.data is None:
-            raise ValueError("--eval-data goes with --data")
-        if self.eval_data is not None and self.eval_share != DataConfig.eval_share:
-            raise ValueError("--eval-share has no effect with --eval-data: leave one of them out")
+            yield "--eval-data goes with --data"
         if not 0 < self.eval_share < 1:
-            raise ValueError(f"--eval-share must lie between 0 and 1, got {self.eval_share}")
-        if self.digits < 1 or self.eval_prompts < 1 or self.max_prompt_tokens < 1:
-            raise ValueError("--digits, --eval-prompts and --max-prompt-tokens must be at least 1")
+            yield f"--eval-share must lie between 0 and 1, got {self.eval_share}"
+        elif self.eval_data is not None and self.eval_share != DataConfig.eval_share:
+            yield "--eval-share has no effect with --eval-data: leave one of them out"
+        for name in ("digits", "eval_prompts", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                yield f"{flag(name)} must be at least 1, got {getattr(self, name)}"
 
 
 @dataclass(frozen=True)
@@ -103,23 +108,31 @@ class OwnConfig:
     """Columns and system prompt of a well-known data set's files (`apps.grpo.presets`)."""
 
     def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each with a flag."""
         if self.environment:
             for name in ("reward", "tool", "preset"):
                 if getattr(self, name):
-                    raise ValueError(
-                        f"--{name} goes with --data: an environment has tasks, rewards and tools of its own"
-                    )
+                    yield f"--{name} goes with --data: an environment has tasks, rewards and tools of its own"
         else:
             for name in ("tasks", "environment_column", "environment_shares"):
                 if getattr(self, name) != getattr(OwnConfig, name):
-                    raise ValueError(f"{flag(name)} goes with --environment")
-        if len(self.environment) < 2 and self.environment_shares:
-            raise ValueError("--environment-shares has no effect with one environment: leave it out")
+                    yield f"{flag(name)} goes with --environment"
+        if len(self.environment) == 1 and self.environment_shares:
+            yield "--environment-shares has no effect with one environment: leave it out"
         if self.system_prompt is not None and not self.system_prompt.strip():
-            raise ValueError("--system-prompt is empty: leave it out")
-        template_options(self.template_options)
+            yield "--system-prompt is empty: leave it out"
+        try:
+            template_options(self.template_options)
+        except ValueError as error:
+            yield str(error)
         if self.tool_format is not None:
-            find_format(self.tool_format)
+            try:
+                find_format(self.tool_format)
+            except ValueError as error:
+                yield f"--tool-format: {error}"
 
 
 @dataclass(frozen=True)
@@ -142,12 +155,23 @@ class WarmStart:
     """Steps over which it rises from 0."""
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.warmup_steps) < 0 or min(self.eval_every, self.eval_prompts, self.batch_size) < 1:
-            raise ValueError("--warm-start.steps and its warmup-steps must be at least 0, its other counts at least 1")
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each with a flag."""
+        for least, names in ((0, ("steps", "warmup_steps")), (1, ("eval_every", "eval_prompts", "batch_size"))):
+            for name in names:
+                if getattr(self, name) < least:
+                    yield f"{flag('warm_start.' + name)} must be at least {least}, got {getattr(self, name)}"
         if not 0 <= self.until_accuracy <= 1:
-            raise ValueError(f"--warm-start.until-accuracy must lie between 0 and 1, got {self.until_accuracy}")
+            yield f"--warm-start.until-accuracy must lie between 0 and 1, got {self.until_accuracy}"
         if not 0 < self.lr < float("inf"):
-            raise ValueError(f"--warm-start.lr must be above 0 and finite, got {self.lr}")
+            yield f"--warm-start.lr must be above 0 and finite, got {self.lr}"
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    if found := "; ".join(problems):
+        raise ValueError(found)
 
 
 @dataclass(frozen=True)
@@ -217,23 +241,33 @@ class GrpoConfig:
     """Layout, pools, rollout, schedule, media and offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
-        check_owned(self, OWNED)
-        # what is wrong together may follow from a value that is wrong alone: that is told first
-        if found := [*self._out_of_range()] or [*self._updates(), *self._lengths(), *self._windows()]:
-            raise ValueError("; ".join(found))
-        ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
+        _refuse(self.problems())
 
-    def _out_of_range(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong beside the parts, each with a flag."""
+        # what is wrong together may follow from a value that is wrong alone: that is told first
+        yield from [*self.out_of_range()] or [*self._groups(), *self._updates(), *self._lengths(), *self._windows()]
+
+    def out_of_range(self) -> Iterator[str]:
         """Fields that can't have their value, whatever the others have."""
+        yield from owned_problems(self, OWNED)
         for name in COUNTS:
             if getattr(self, name) < 1:
                 yield f"{flag(name)} must be at least 1, got {getattr(self, name)}"
-        if min(self.keep_checkpoints, self.keep_groups, self.keep_failures) < 0:
-            yield "--keep-checkpoints, --keep-groups and --keep-failures must be at least 0"
+        for name in ("keep_checkpoints", "keep_groups", "keep_failures"):
+            if getattr(self, name) < 0:
+                yield f"{flag(name)} must be at least 0, got {getattr(self, name)}"
         if self.control not in get_args(Control):
             yield f"--control must be one of {', '.join(get_args(Control))}, got {self.control!r}"
         if self.max_episode_seconds is not None and not self.max_episode_seconds > 0:
             yield f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}"
+
+    def _groups(self) -> Iterator[str]:
+        """What the advantage can't be of."""
+        try:
+            ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
+        except ValueError as error:
+            yield str(error)
 
     def _updates(self) -> Iterator[str]:
         """What the answers of a step can't be cut into."""

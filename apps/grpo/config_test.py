@@ -76,5 +76,5 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once():
     with pytest.raises(ValueError, match="--prompts must be at least 1, got 0") as refusal:
         GrpoConfig(prompts=0, keep_groups=-1, max_episode_seconds=0.0)
     assert [reason.split()[0] for reason in str(refusal.value).split("; ")] == [
-        *("--prompts", "--keep-checkpoints,", "--max-episode-seconds")
+        *("--prompts", "--keep-groups", "--max-episode-seconds")
     ]

@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +52,15 @@ def command_line() -> CommandLine[GrpoConfig]:
         types={"advantage": Literal[tuple(ESTIMATORS)], "objective.policy_loss": Literal[tuple(POLICY_LOSSES)]},
         peers=PEERS,
         fixed=("recipe", "model", "warm_start"),
+        beside=_unused,
     )
+
+
+def _unused(config: GrpoConfig, default: GrpoConfig) -> Iterator[str]:
+    if not config.warm_start.steps:
+        for path in changed(config, default):
+            if path.startswith("warm_start.") and path != "warm_start.steps":
+                yield f"{flag(path)} has no effect with --warm-start.steps 0: leave it out"
 
 
 def configure(argv: Sequence[str]) -> GrpoConfig:
@@ -61,13 +69,7 @@ def configure(argv: Sequence[str]) -> GrpoConfig:
     Raises:
         SystemExit, ValueError: see `CommandLine.parse`; a flag has no effect beside the others.
     """
-    line = command_line()
-    config = line.parse(argv)
-    if not config.warm_start.steps:
-        for path in changed(config, line.default(argv)):
-            if path.startswith("warm_start.") and path != "warm_start.steps":
-                raise ValueError(f"{flag(path)} has no effect with --warm-start.steps 0: leave it out")
-    return config
+    return command_line().parse(argv)
 
 
 def run(config: GrpoConfig, recipe: Recipe | None = None) -> Result:

@@ -59,7 +59,7 @@ def refusal(argv, folder, capsys):
         (["--model", "x"], "recipe 'finetune' has no data of its own: add --data"),
         (["--engine.lr", "nan"], "lr must be a finite number"),
         (["--engine.lr", "-1"], "lr must be at least 0"),
-        (["--engine.total-steps", "5"], "total_steps has no effect"),
+        (["--engine.total-steps", "5"], "--engine.total-steps has no effect"),
         (["--engine.lr-schedule", "cosine"], "needs total_steps"),
         (["--engine.temperature", "0.5"], "supervised training has none"),
         (["--engine.context-parallel", "ring"], "'off', 'static:N' or 'dynamic'"),
@@ -69,7 +69,7 @@ def refusal(argv, folder, capsys):
         (["--cluster.layout.tp", "2"], "--cluster.layout.tp"),
         (
             ["--engine.optimizer-on-host", "--engine.moments-dtype", "bfloat16"],
-            "optimizer_on_host keeps float32 moments",
+            "--engine.optimizer-on-host keeps float32 moments",
         ),
         (["--cluster.pools.nodes", "2"], "--cluster.pools.nodes 2 is not supported"),
         (["--cluster.rollout.engine", "vllm"], "a supervised run samples nothing"),

@@ -1,14 +1,14 @@
 """Every setting of a supervised run."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from apps.common.flags import check_owned, flag
+from apps.common.flags import flag, owned_problems
 from apps.common.plan.cluster import Cluster
 from apps.sft.reading.examples import Columns, Form
 from apps.sft.reading.selection import Truncation
@@ -63,24 +63,33 @@ class DataConfig:
     """How many demonstrations are written."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.eval_share < 1:
-            raise ValueError(f"--eval-share must lie between 0 and 1, got {self.eval_share}")
-        if self.max_tokens < 2 or self.demonstrations < 32:
-            raise ValueError("--max-tokens must be at least 2 and --demonstrations at least 32")
-        if self.data_processes is not None and self.data_processes < 1:
-            raise ValueError(f"--data-processes must be at least 1, got {self.data_processes}")
-        parse_sources(self.data)
+        if found := [*self.problems()]:
+            raise ValueError("; ".join(found))
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each with a flag."""
+        share = 0 < self.eval_share < 1
+        if not share:
+            yield f"--eval-share must lie between 0 and 1, got {self.eval_share}"
+        for name, least in (("max_tokens", 2), ("demonstrations", 32), ("data_processes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                yield f"{flag(name)} must be at least {least}, got {value}"
+        try:
+            parse_sources(self.data)
+        except ValueError as error:
+            yield str(error)
         if self.data:
-            self._refuse(("task", "demonstrations"), "is of the synthetic task; leave it out with --data")
+            yield from self._set(("task", "demonstrations"), "is of the synthetic task; leave it out with --data")
         else:
-            columns = (name for names in _COLUMNS.values() for name in names)
-            self._refuse(("eval_data", "form", *columns), "goes with --data, which is not given")
-        if self.eval_data is not None:
-            self._refuse(("eval_share",), "has no effect with --eval-data: leave one of them out")
-        if self.form != "auto":
-            others = [name for form, names in _COLUMNS.items() if form != self.form for name in names]
+            columns = dict.fromkeys(name for names in _COLUMNS.values() for name in names)
+            yield from self._set(("eval_data", "form", *columns), "goes with --data, which is not given")
+        if self.eval_data is not None and share:
+            yield from self._set(("eval_share",), "has no effect with --eval-data: leave one of them out")
+        if self.data and self.form != "auto":
+            others = dict.fromkeys(name for form, names in _COLUMNS.items() if form != self.form for name in names)
             unused = [name for name in others if name not in _COLUMNS[self.form]]
-            self._refuse(unused, f"has no effect with --form {self.form}")
+            yield from self._set(unused, f"has no effect with --form {self.form}")
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -99,12 +108,12 @@ class DataConfig:
             self.text_column,
         )
 
-    def _refuse(self, names: Iterable[str], why: str) -> None:
-        """Refuse fields that are not at their defaults."""
+    def _set(self, names: Iterable[str], why: str) -> Iterator[str]:
+        """Fields that are not at their defaults, and why they should be."""
         usual = {item.name: item.default for item in fields(self)}
         for name in names:
             if getattr(self, name) != usual[name]:
-                raise ValueError(f"{flag(name)} {why}")
+                yield f"{flag(name)} {why}"
 
 
 _COLUMNS = {
@@ -163,24 +172,33 @@ class SftConfig:
     """Layout, pools, offload of runs over many devices; --help-cluster lists the flags."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "save_every", "processes", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
-        if self.eval_rows is not None and self.eval_rows < 1:
-            raise ValueError(f"--eval-rows must be at least 1, got {self.eval_rows}")
-        if self.epochs is not None:
-            if not 0 < self.epochs < math.inf:
-                raise ValueError(f"--epochs must be a number above 0, got {self.epochs}")
-            if self.steps != SftConfig.steps:
-                raise ValueError("--steps has no effect with --epochs: leave one of them out")
-        if self.keep_checkpoints < 0:
-            raise ValueError(f"--keep-checkpoints must be at least 0, got {self.keep_checkpoints}")
-        check_owned(self, OWNED)
-        if self.data.max_tokens > self._longest:
-            raise ValueError(
+        if found := [*self.problems()]:
+            raise ValueError("; ".join(found))
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong beside the parts, each with a flag."""
+        found = [*self.out_of_range()]
+        yield from found
+        # what is wrong together may follow from a value that is wrong alone: that is told first
+        if not found and self.data.max_tokens > self._longest:
+            yield (
                 f"--max-tokens {self.data.max_tokens} does not fit --engine.max-tokens-per-rank: raise that to "
                 f"{self.data.max_tokens}, or share a sequence among ranks with --engine.context-parallel"
             )
+
+    def out_of_range(self) -> Iterator[str]:
+        """Fields that can't have their value, whatever the parts have."""
+        counts = ("steps", "batch_size", "eval_every", "save_every", "processes", "threads", "eval_rows")
+        for name in (*counts, "keep_checkpoints"):
+            value, least = getattr(self, name), 0 if name == "keep_checkpoints" else 1
+            if value is not None and value < least:
+                yield f"{flag(name)} must be at least {least}, got {value}"
+        if self.epochs is not None:
+            if not 0 < self.epochs < math.inf:
+                yield f"--epochs must be a number above 0, got {self.epochs}"
+            if self.steps > 0 and self.steps != SftConfig.steps:
+                yield "--steps has no effect with --epochs: leave one of them out"
+        yield from owned_problems(self, OWNED)
 
     @property
     def _longest(self) -> int:

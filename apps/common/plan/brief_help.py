@@ -21,7 +21,7 @@ def _short() -> ConstructorRegistry:
 
     @registry.primitive_rule
     def one_line(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Cluster] | None:
-        if info.type is not Cluster:
+        if not (isinstance(info.type, type) and issubclass(info.type, Cluster)):
             return None
         return PrimitiveConstructorSpec(
             nargs=1,

@@ -31,13 +31,20 @@ class Pools:
     """Memory of a device; the plan holds weights, gradients and optimizer states against it."""
 
     def __post_init__(self) -> None:
-        _choice(self, "placement", Placement)
-        _at_least(self, 1, "nodes")
-        _at_least(self, 0, "rollout_nodes")
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each beginning with a field's name."""
+        found = [
+            *_other(self, "placement", Placement),
+            *_below(self, 1, "nodes"),
+            *_below(self, 0, "rollout_nodes"),
+        ]
         if self.device_memory_gib is not None and not 0 < self.device_memory_gib < 4096:
-            raise ValueError(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")
-        if (self.placement == "separate") != (self.rollout_nodes > 0):
-            raise ValueError('placement "separate" needs rollout_nodes above 0, and "colocated" has none of its own')
+            found.append(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")
+        yield from found
+        if not found and (self.placement == "separate") != (self.rollout_nodes > 0):
+            yield 'placement "separate" needs rollout_nodes above 0, and "colocated" has none of its own'
 
 
 @dataclass(frozen=True)
@@ -91,21 +98,25 @@ class RolloutLayout:
     host memory either way."""
 
     def __post_init__(self) -> None:
-        _choice(self, "engine", Sampler)
-        if self.admit is not None:
-            _choice(self, "admit", Admit)
-        _choice(self, "dtype", Dtype)
-        _choice(self, "device", SamplerDevice)
-        vllm_arguments(self.vllm)
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, most of which begin with a field's name."""
         counts = ("tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
         found = [*_below(self, 1, *counts), *_below(self, 0, "ray_workers"), *self._out_of_range()]
         # what is wrong together may follow from a value that is wrong alone: that is told first
-        found = found or [*self._beside_each_other()]
-        if found:
-            raise ValueError("; ".join(found))
+        yield from found or self._beside_each_other()
 
     def _out_of_range(self) -> Iterator[str]:
         """Fields that can't have their value, whatever the others have."""
+        for name, choices in (("engine", Sampler), ("dtype", Dtype), ("device", SamplerDevice)):
+            yield from _other(self, name, choices)
+        if self.admit is not None:
+            yield from _other(self, "admit", Admit)
+        try:
+            vllm_arguments(self.vllm)
+        except ValueError as error:
+            yield str(error)
         if not 0 < self.ray_cpus < float("inf"):
             yield f"ray_cpus must be above 0 and finite, got {self.ray_cpus}"
         if self.ray_address is not None and not self.ray_address.strip():
@@ -169,13 +180,17 @@ class Schedule:
     """Interrupt generation for new weights and go on with the same tokens (fully_async)."""
 
     def __post_init__(self) -> None:
-        _choice(self, "mode", Mode)
-        _at_least(self, 1, "parameter_sync_step", "required_batches")
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each beginning with a field's name."""
+        found = [*_other(self, "mode", Mode), *_below(self, 1, "parameter_sync_step", "required_batches")]
         if not 0 <= self.staleness_threshold < 100:
-            raise ValueError(f"staleness_threshold must lie in [0, 100), got {self.staleness_threshold}")
+            found.append(f"staleness_threshold must lie in [0, 100), got {self.staleness_threshold}")
+        yield from found
         queue = (self.staleness_threshold, self.parameter_sync_step, self.required_batches, self.partial_rollout)
-        if self.mode != "fully_async" and queue != (0.0, 1, 1, False):
-            raise ValueError(
+        if not found and self.mode != "fully_async" and queue != (0.0, 1, 1, False):
+            yield (
                 "staleness_threshold, parameter_sync_step, required_batches and partial_rollout have no effect with "
                 f"mode {self.mode!r}: use mode 'fully_async'"
             )
@@ -207,16 +222,24 @@ class Cluster:
     """Environment variables that the recipe owns, as NAME=value; set before anything is imported."""
 
     def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong beside the parts."""
+        return self.out_of_range()
+
+    def out_of_range(self) -> Iterator[str]:
+        """The same, which hangs together with no part."""
         names = [entry.partition("=")[0] for entry in self.environment]
         for entry, name in zip(self.environment, names, strict=True):
             if "=" not in entry or not name.isidentifier() or not entry.isascii() or " " in entry:
-                raise ValueError(f"environment entries are NAME=value without blanks, got {entry!r}")
+                yield f"environment entries are NAME=value without blanks, got {entry!r}"
         if len(set(names)) < len(names):
-            raise ValueError(f"environment names a variable twice: {', '.join(names)}")
+            yield f"environment names a variable twice: {', '.join(names)}"
 
 
-def _at_least(config: Any, least: int, *names: str) -> None:
-    if found := "; ".join(_below(config, least, *names)):
+def _refuse(problems: Iterator[str]) -> None:
+    if found := "; ".join(problems):
         raise ValueError(found)
 
 
@@ -227,10 +250,10 @@ def _below(config: Any, least: int, *names: str) -> Iterator[str]:
             yield f"{name} must be at least {least}, got {value}"
 
 
-def _choice(config: Any, name: str, choices: Any) -> None:
+def _other(config: Any, name: str, choices: Any) -> Iterator[str]:
     value = getattr(config, name)
     if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
+        yield f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}"
 
 
 def changed_fields(cluster: Cluster) -> list[str]:

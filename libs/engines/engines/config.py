@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -127,40 +127,37 @@ class EngineConfig:
     `engines.NonFiniteError`, "skip" goes on with the next batch, and ends it at the tenth such step in a row."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            _check_type(entry.name, getattr(self, entry.name), entry.type)
-        parse_context_parallel(self.context_parallel)
-        parse_options(self.transformer_options)
-        parse_learning_rates(self.learning_rates)
-        if found := [*self._out_of_range(), *self._beside_each_other(), *self._of_schedule()]:
+        if found := [*self.problems()]:
             raise ValueError("; ".join(found))
 
-    def _out_of_range(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, most of which begin with a field's name."""
+        yield from self.out_of_range()
+        if not self._unreadable():
+            yield from self._beside_each_other()
+            yield from self._of_schedule()
+
+    def out_of_range(self) -> Iterator[str]:
         """Fields that can't have their value, whatever the others have."""
-        for name in (
-            *("max_tokens_per_rank", "logit_chunk"),
-            *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
-            *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel", "shard_ranks"),
-            "collective_timeout_seconds",
-        ):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                yield f"{name} must be at least 1, got {size}"
-        for name in ("lr", "warmup_steps", "weight_decay", "router_z_loss_coef"):
-            if getattr(self, name) < 0:
-                yield f"{name} must be at least 0, got {getattr(self, name)}"
-        if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
-            yield f"router_aux_loss_coef must be at least 0, got {self.router_aux_loss_coef}"
-        if self.temperature <= 0:
-            yield f"temperature must be above 0, got {self.temperature} (for greedy answers use 1.0 here)"
-        if self.eps <= 0:
-            yield f"eps must be above 0, got {self.eps}: a gradient of zero would divide by it"
-        if not 0 <= self.min_lr_ratio <= 1:
-            yield f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}"
-        if not all(0 <= beta < 1 for beta in self.betas):
-            yield f"betas must be at least 0 and below 1, got {self.betas}"
-        if self.grad_clip is not None and self.grad_clip <= 0:
-            yield f"grad_clip must be above 0, or None to clip nothing, got {self.grad_clip}"
+        wrong = self._unreadable()
+        yield from wrong.values()
+        for names, holds, text in _RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if name not in wrong and value is not None and not holds(value):
+                    yield f"{name} {text.format(value)}"
+
+    def _unreadable(self) -> dict[str, str]:
+        """What is wrong by name of fields that are not of their type, or not of their shape."""
+        found: dict[str, str] = {}
+        for entry in fields(self):
+            try:
+                _check_type(entry.name, getattr(self, entry.name), entry.type)
+                if entry.name in _SHAPES:
+                    _SHAPES[entry.name](getattr(self, entry.name))
+            except ValueError as error:
+                found[entry.name] = str(error)
+        return found
 
     def _beside_each_other(self) -> Iterator[str]:
         """Fields that can't have their values together."""
@@ -269,3 +266,28 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
             raise ValueError(f"{name} must be a finite number, got {value!r}")
     elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ValueError(f"{name} must be {wanted.__name__}, got {value!r}")
+
+
+_COUNTS = (
+    *("max_tokens_per_rank", "logit_chunk"),
+    *("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel"),
+    *("first_stage_layers", "last_stage_layers", "expert_parallel", "expert_tensor_parallel", "shard_ranks"),
+    "collective_timeout_seconds",
+)
+_WEIGHTS = ("lr", "warmup_steps", "weight_decay", "router_z_loss_coef", "router_aux_loss_coef")
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_COUNTS, lambda size: size >= 1, "must be at least 1, got {}"),
+    (_WEIGHTS, lambda value: value >= 0, "must be at least 0, got {}"),
+    (("temperature",), lambda value: value > 0, "must be above 0, got {} (for greedy answers use 1.0 here)"),
+    (("eps",), lambda value: value > 0, "must be above 0, got {}: a gradient of zero would divide by it"),
+    (("min_lr_ratio",), lambda value: 0 <= value <= 1, "must be between 0 and 1, got {}"),
+    (("betas",), lambda betas: all(0 <= beta < 1 for beta in betas), "must be at least 0 and below 1, got {}"),
+    (("grad_clip",), lambda value: value > 0, "must be above 0, or None to clip nothing, got {}"),
+)
+"""Fields that are not None, what holds for them, and what is said otherwise."""
+_SHAPES: dict[str, Callable[[Any], object]] = {
+    "context_parallel": parse_context_parallel,
+    "transformer_options": parse_options,
+    "learning_rates": parse_learning_rates,
+}
+"""What reads a text, or refuses it."""

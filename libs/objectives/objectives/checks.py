@@ -1,7 +1,7 @@
 """Checks of options, made where a dataclass is made: each ValueError names the option, what it got and what to use."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -34,3 +34,14 @@ def check_without_effect(name: str, value: object, reason: str) -> None:
     """Raise ValueError if an option is set (not None) that has no effect; `reason` says why and what to do."""
     if value is not None:
         raise ValueError(f"{name}={value!r} has no effect: {reason}")
+
+
+def gathered(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """Return what each of these checks says that raises ValueError."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    return found

@@ -1,12 +1,14 @@
 """GRPO and its relatives: one clipped policy loss with the options that set the papers apart."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from objectives.checks import check_choice, check_number, check_weight, check_without_effect
+from objectives.checks import check_choice, check_number, check_weight, check_without_effect, gathered
 from objectives.kl import ESTIMATORS as KL_ESTIMATORS
 from objectives.kl import Estimator, estimate
 from objectives.losses import (
@@ -65,31 +67,46 @@ class GRPO:
     """The largest of those weights; None: 2."""
 
     def __post_init__(self) -> None:
-        loss = POLICY_LOSSES.named(self.policy_loss)
-        for name in OPTIONS:
-            if name not in loss.defaults:
-                takes = ", ".join(loss.defaults) or "none of these options"
-                check_without_effect(name, getattr(self, name), f"policy_loss {self.policy_loss!r} takes {takes}")
-        check_clips(self.clip_low, self.clip_high, self.dual_clip)
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        if found := self.problems():
+            raise ValueError("; ".join(found))
+
+    def problems(self) -> list[str]:
+        """Return texts of all that is wrong, most of which begin with a field's name."""
+        return gathered([*self._of_the_loss(), *self._of_the_terms()])
+
+    def _of_the_loss(self) -> Iterator[Callable[[], object]]:
+        """Yield checks of the policy loss and of its sum."""
+        yield partial(POLICY_LOSSES.named, self.policy_loss)
+        if self.policy_loss in POLICY_LOSSES:
+            loss = POLICY_LOSSES.named(self.policy_loss)
+            takes = ", ".join(loss.defaults) or "none of these options"
+            for name in OPTIONS:
+                if name not in loss.defaults:
+                    reason = f"policy_loss {self.policy_loss!r} takes {takes}"
+                    yield partial(check_without_effect, name, getattr(self, name), reason)
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            yield partial(check_clips, **{name: getattr(self, name)})
+        yield partial(check_choice, "aggregation", self.aggregation, AGGREGATIONS)
         if self.aggregation == "constant":
-            check_max_tokens(self.max_tokens)
+            yield partial(check_max_tokens, self.max_tokens)
         else:
-            check_without_effect("max_tokens", self.max_tokens, "it goes with aggregation 'constant'")
-        check_weight("kl_coef", self.kl_coef)
+            yield partial(check_without_effect, "max_tokens", self.max_tokens, "it goes with aggregation 'constant'")
+
+    def _of_the_terms(self) -> Iterator[Callable[[], object]]:
+        """Yield checks of KL penalty, entropy bonus and off-policy weights."""
+        yield partial(check_weight, "kl_coef", self.kl_coef)
         if not self.kl_coef:
-            check_without_effect("kl_estimator", self.kl_estimator, "it goes with a kl_coef above 0")
+            yield partial(check_without_effect, "kl_estimator", self.kl_estimator, "it goes with a kl_coef above 0")
         if self.kl_estimator is not None:
-            check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        if self.kl_estimator == "k1":
-            raise ValueError("kl_estimator 'k1' has a zero expected gradient in a loss: use 'k2' or 'k3'")
-        check_weight("entropy_coef", self.entropy_coef)
-        check_choice("off_policy", self.off_policy, CORRECTIONS)
+            yield partial(check_choice, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+            yield partial(_check_gradient, self.kl_estimator)
+        yield partial(check_weight, "entropy_coef", self.entropy_coef)
+        yield partial(check_choice, "off_policy", self.off_policy, CORRECTIONS)
         if self.off_policy == "none":
             other = f"it goes with an off_policy of {', '.join(CORRECTIONS[1:])}"
-            check_without_effect("off_policy_cap", self.off_policy_cap, other)
+            yield partial(check_without_effect, "off_policy_cap", self.off_policy_cap, other)
         if self.off_policy_cap is not None:
-            check_number("off_policy_cap", self.off_policy_cap, 1)
+            yield partial(check_number, "off_policy_cap", self.off_policy_cap, 1)
 
     @property
     def required_keys(self) -> tuple[str, ...]:
@@ -173,3 +190,8 @@ class GRPO:
             self.max_tokens,
             batch.values.get("episode_tokens"),
         )
+
+
+def _check_gradient(estimator: str) -> None:
+    if estimator == "k1":
+        raise ValueError("kl_estimator 'k1' has a zero expected gradient in a loss: use 'k2' or 'k3'")

@@ -1,7 +1,7 @@
 """What every generation engine promises: the request, the answer and the protocol between them."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -33,19 +33,24 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
+        if found := [*self.problems()]:
+            raise ValueError("; ".join(found))
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each beginning with a field's name."""
         if not 0 < self.temperature < float("inf"):
-            raise ValueError(
+            yield (
                 f"temperature must be above 0 and finite, got {self.temperature}; "
                 "for the likeliest token say greedy=True"
             )
         if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or a count of tokens, got {self.top_k}")
+            yield f"top_k must be 0 (off) or a count of tokens, got {self.top_k}"
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            yield f"top_p must lie in (0, 1], got {self.top_p}"
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+            yield f"max_new_tokens must be at least 1, got {self.max_new_tokens}"
         if self.greedy and (self.temperature != 1 or self.top_k or self.top_p != 1 or self.seed is not None):
-            raise ValueError("greedy ignores temperature, top_k, top_p and seed; leave them at their defaults")
+            yield "greedy ignores temperature, top_k, top_p and seed; leave them at their defaults"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What an adapter is made of."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -21,18 +22,28 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 0:
-            raise ValueError(f"lora rank must be a whole number, at least 0, got {self.rank!r}")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
-            raise ValueError(f"lora alpha must be a finite number above 0, got {self.alpha!r}")
-        if not isinstance(self.targets, tuple) or not all(isinstance(t, str) and t for t in self.targets):
-            raise ValueError(f"lora targets must be a tuple of names such as ('q_proj',), got {self.targets!r}")
-        if not isinstance(self.rank_stabilized, bool):
-            raise ValueError(f"lora rank_stabilized must be true or false, got {self.rank_stabilized!r}")
-        if not self.rank:
-            for name in ("alpha", "targets", "rank_stabilized"):
-                if getattr(self, name) != getattr(LoraConfig, name):
-                    raise ValueError(f"lora {name} has no effect without an adapter: set lora rank, such as 16")
+        if found := [*self.problems()]:
+            raise ValueError("; ".join(f"lora {text}" for text in found))
+
+    def problems(self) -> Iterator[str]:
+        """Texts of all that is wrong, each beginning with a field's name."""
+        wrong = {name: text for name, holds, text in self._wanted() if not holds}
+        for name, text in wrong.items():
+            yield f"{name} must be {text}, got {getattr(self, name)!r}"
+        for name in ("alpha", "targets", "rank_stabilized"):
+            if not self.rank and not {"rank", name} & set(wrong) and getattr(self, name) != getattr(LoraConfig, name):
+                yield f"{name} has no effect without an adapter: set lora rank, such as 16"
+
+    def _wanted(self) -> Iterator[tuple[str, bool, str]]:
+        """(field, whether it has what it must, what it must have)."""
+        rank, alpha, targets = self.rank, self.alpha, self.targets
+        whole = isinstance(rank, int) and not isinstance(rank, bool)
+        yield "rank", whole and rank >= 0, "a whole number, at least 0"
+        number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+        yield "alpha", number and 0 < alpha < math.inf, "a finite number above 0"
+        names = isinstance(targets, tuple) and all(isinstance(name, str) and name for name in targets)
+        yield "targets", names, "a tuple of names such as ('q_proj',)"
+        yield "rank_stabilized", isinstance(self.rank_stabilized, bool), "true or false"
 
     @property
     def scale(self) -> float:
