@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from apps.common import cli
 from apps.common.kills import in_child, kill_at_call
 from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.reporter import Reporter
@@ -275,5 +276,5 @@ def test_the_flag(tmp_path, capsys):
         (["--cluster.schedule.staleness-threshold", "1"], "no effect with mode 'sync'"),
     ):
         with pytest.raises(SystemExit):
-            configure(words)
+            cli.main(lambda: configure(words))
         assert says in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())

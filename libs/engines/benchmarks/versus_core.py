@@ -12,7 +12,7 @@ from versus_steps import CLIP, EPS, LR, Run, in_use, keep, lengths, measure
 
 from engines import EngineConfig
 from engines.megatron.bridge import held_by
-from engines.megatron.peer_names import FUSED
+from engines.megatron.peers.megatron_bridge import FUSED
 from engines.megatron.sizes import ModelSizes
 from engines.parallel.layout import ParallelLayout
 

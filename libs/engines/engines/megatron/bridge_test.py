@@ -15,7 +15,7 @@ from engines.families.registry import family_of
 from engines.megatron.adapters import adapted_linears, with_adapters
 from engines.megatron.bridge import Box, Place, held_by, tensor_shapes
 from engines.megatron.parameters import flat_boxes
-from engines.megatron.peer_names import PEER, our_names, peer_names
+from engines.megatron.peers.megatron_bridge import PEER, our_names, peer_names
 from engines.megatron.sizes import ModelSizes, supported
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import StageSizes

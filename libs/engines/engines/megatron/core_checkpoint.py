@@ -50,9 +50,11 @@ def save_core_checkpoint(engine: TrainEngine, directory: str | Path) -> None:
     """Write the weights that layers compute with into `directory`, which must be new or empty. Collective.
 
     In bfloat16 these are the rounded copies of the masters. ValueError for an engine of another backend, one that is
-    offloaded, and for adapters and image towers, which megatron-core's model has no names for.
+    offloaded, for adapters and image towers, which megatron-core's model has no names for, and without psutil.
     """
     executor = _executor(engine)
+    if not getattr(filesystem_async, "HAVE_PSUTIL", True):  # its writer would end without a word, and be waited for
+        raise ValueError("megatron-core writes checkpoints with psutil, which is not installed: pip install psutil")
     if dist.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
     dist.barrier(executor.groups.world)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from engines import EngineConfig, build_engine
 from engines.megatron.core_checkpoint import load_core_checkpoint, save_core_checkpoint
@@ -91,3 +92,15 @@ def test_refusals(tmp_path):
     plain = build_engine(EngineConfig(device="cpu"), tiny_model())
     with pytest.raises(ValueError, match="backend='megatron'"):
         save_core_checkpoint(plain, tmp_path)
+
+
+def no_writer(folder):
+    """Saving where psutil is not installed, as megatron-core sees it."""
+    filesystem_async.HAVE_PSUTIL = False
+    save_core_checkpoint(engine_of(LayoutCase("Qwen3", {})), folder)
+
+
+def test_a_writer_that_would_never_end_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="pip install psutil"):
+        launch_forked(no_writer, (tmp_path / "new",))
+    assert not (tmp_path / "new").exists()
