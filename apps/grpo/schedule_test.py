@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -276,5 +277,5 @@ def test_the_flag(tmp_path, capsys):
         (["--cluster.schedule.staleness-threshold", "1"], "no effect with mode 'sync'"),
     ):
         with pytest.raises(SystemExit):
-            cli.main(lambda: configure(words))
+            cli.main(partial(configure, words))
         assert says in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())

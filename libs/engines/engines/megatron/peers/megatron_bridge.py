@@ -1,4 +1,4 @@
-"""`python -m engines.megatron.peers.megatron_bridge WHEEL`: our names of parameters beside those of Megatron-Bridge 0.6.2.
+"""`python -m engines.megatron.peers.megatron_bridge WHEEL`: our names of parameters beside Megatron-Bridge 0.6.2's.
 
 Its mapping tables are read off the wheel's source (they are dictionaries and calls with names in them), so that nothing
 of it, nor Transformer Engine, has to be there. What differs is told by `FUSED`: Transformer Engine has a layer's norm
