@@ -25,7 +25,7 @@ from mutate_report import (
     together,
     verdict_of,
 )
-from mutate_tree import PRAGMA, Group, files_of, groups_of, is_mutable, without_texts
+from mutate_tree import PRAGMA, Group, files_of, groups_of, is_mutable, tests_beside, without_texts
 
 CODE = '''"""A toy."""
 
@@ -227,6 +227,19 @@ def test_diffs_are_those_of_the_functions():
     )
     functions = functions_of(source)
     assert diff_of(functions["x_f__mutmut_orig"], functions["x_f__mutmut_2"]) == ("-return (a +", "+return (a -")
+
+
+def test_what_wants_more_than_this_machine_is_no_test_of_a_mutant(tmp_path):
+    rooms = tmp_path / "libs/toy/toy/rooms"
+    rooms.mkdir(parents=True)
+    for name in ("near_test", "cuda_test", "own_test"):
+        (rooms / f"{name}.py").write_text("")
+    rule = 'module_test(name = "rooms/{}", tags = {})\n'
+    (tmp_path / "libs/toy/BUILD.bazel").write_text(
+        rule.format("cuda_test", '["gpu"]') + rule.format("own_test", '["exclusive"]') + 'module(name = "rooms/near")\n'
+    )
+    found = tests_beside(tmp_path, Path("libs/toy/toy/rooms/near.py"))
+    assert [path.name for path in found] == ["near_test.py", "own_test.py"]
 
 
 def test_strict_of_a_zip_does_not_count():

@@ -16,6 +16,8 @@ IGNORED = shutil.ignore_patterns("__pycache__", ".*", "mutants", "*.pyc")
 TEXT_CALLS = frozenset({"No", "warn"})
 # Folders whose code only tests and benchmarks run.
 NOT_SHIPPED = frozenset({"testing", "benchmarks"})
+# What a test says it wants that is not here.
+TAGS = frozenset({"gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser", "manual"})
 
 # The examples of each run are the same, and slowness is no failure: what fails, fails because of the mutant. Quick
 # tests come first, file by file, so that what a file sets up is set up once: most mutants fail one of them.
@@ -84,8 +86,21 @@ def files_of(top: Path, wanted: Iterable[str]) -> list[Path]:
 
 
 def tests_beside(top: Path, file: Path) -> list[Path]:
-    """The tests in a file's folder, from `top`: its own namesake and those of its neighbours."""
-    return sorted(path.relative_to(top) for path in (top / file).parent.glob("*_test.py"))
+    """The tests in a file's folder, from `top`: its own namesake and those of its neighbours, but for tagged ones."""
+    folder = (top / file).parent
+    return sorted(path.relative_to(top) for path in {*folder.glob("*_test.py")} - tagged_tests(folder))
+
+
+def tagged_tests(folder: Path) -> set[Path]:
+    """Where tests lie that the BUILD file over `folder` says want more than a CPU, time or the main packages."""
+    build = next((path / "BUILD.bazel" for path in (folder, *folder.parents) if (path / "BUILD.bazel").is_file()), None)
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(build.read_text(encoding="utf-8"))) if build else ():
+        words = {word.arg: word.value for word in node.keywords} if isinstance(node, ast.Call) else {}
+        if build and {"name", "tags"} <= words.keys() and TAGS & set(ast.literal_eval(words["tags"])):
+            roots = (build.parent, build.parent / build.parent.name)  # an app's files; a library's
+            found |= {root / f"{ast.literal_eval(words['name'])}.py" for root in roots}
+    return found
 
 
 def groups_of(top: Path, files: Sequence[Path], tests: Sequence[Path], beside: bool = True) -> list[Group]:
@@ -141,7 +156,7 @@ def settings(package: str, files: Sequence[str], tests: Sequence[str], pages: Se
     }
     lines = [f"{key} = {str(value).lower() if isinstance(value, bool) else value!r}" for key, value in values.items()]
     lines.append('pytest_add_cli_args = ["--import-mode=importlib", "-p", "no:cacheprovider"]')
-    markers = ["gpu", "gpu2", "gpu4", "npu", "vllm", "slow", "browser"]
+    markers = sorted(TAGS - {"manual"})
     return "\n".join(
         [
             "[tool.mutmut]",
