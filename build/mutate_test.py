@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import mutate
+import mutate_tree
 import pytest
 from mutate_kept import Kept
 from mutate_report import (
@@ -25,7 +26,7 @@ from mutate_report import (
     together,
     verdict_of,
 )
-from mutate_tree import PRAGMA, Group, files_of, groups_of, is_mutable, tests_beside, without_texts
+from mutate_tree import PRAGMA, Group, files_of, groups_of, is_mutable, without_texts
 
 CODE = '''"""A toy."""
 
@@ -238,7 +239,7 @@ def test_what_wants_more_than_this_machine_is_no_test_of_a_mutant(tmp_path):
     (tmp_path / "libs/toy/BUILD.bazel").write_text(
         rule.format("cuda_test", '["gpu"]') + rule.format("own_test", '["exclusive"]') + 'module(name = "rooms/near")\n'
     )
-    found = tests_beside(tmp_path, Path("libs/toy/toy/rooms/near.py"))
+    found = mutate_tree.tests_beside(tmp_path, Path("libs/toy/toy/rooms/near.py"))
     assert [path.name for path in found] == ["near_test.py", "own_test.py"]
 
 
