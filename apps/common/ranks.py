@@ -58,6 +58,14 @@ def from_rank_0(value: T) -> T:
     return gather_lists([value])[0]
 
 
+def sent_by_rank_0(value: T) -> T:
+    """Rank 0's value on every rank, one copy of it: for what may be large. Rank 0 need not wait for the others."""
+    box = [value]
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def init_rank(threads: int, seed: int) -> None:
     """Set this rank's threads and global seeds, before anything is built."""
     torch.set_num_threads(threads)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from apps.grpo.samplers import hold_samplers, plain_shown, probes_media, probes_of
+from apps.grpo.samplers import plain_shown, probes_media, probes_of
+from apps.grpo.schedule_async_ranks import Lead, Prove
 from engines import TrainEngine
 from rollout import Episode
 from rollout.workers.channel import Message
@@ -24,19 +25,23 @@ class Probes:
         self._version, self._living = version, living
         self._asked = self._ask()
 
-    def held(self, engine: TrainEngine) -> dict[str, float]:
-        """Metrics of how far the answers are from the engine's weights, which are still those of `version`; collective.
+    def held(self, engine: TrainEngine, lead: Lead) -> dict[str, float]:
+        """Metrics of how far the answers are from the engine's weights, which are still those of `version`; collective,
+        by the order of `lead`.
 
         Raises:
             WeightsNotTakenError: further than the samplers' arithmetic explains.
         """
         while True:
+            lead.wait_for(self._asked)
             try:
                 told = [future.result()[0]["answer"] for future in self._asked]
             except WorkerDied:
                 self._asked = self._ask()
                 continue
-            return hold_samplers(engine, self._prompts, told, self._version, self._media)
+            proof = Prove(self._prompts, told, self._version, self._media)
+            lead.order(proof)
+            return proof.done(engine)
 
     def _ask(self) -> "list[Future[Message]]":
         if not self._prompts:

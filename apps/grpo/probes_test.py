@@ -9,6 +9,7 @@ import pytest
 from apps.grpo.probes import Probes
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.samplers_test import PROMPTS, answers_of, told
+from apps.grpo.schedule_async_ranks import Lead
 from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
 from rollout.workers.process import WorkerDied
@@ -48,7 +49,7 @@ def test_the_answers_of_those_that_live_count(deaths):
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {"weights/pause_ms": 1.0}), deaths)
     probes = Probes(episodes(), 3, lambda: samplers)
     assert samplers.asked == [PROMPTS], "asked at once"
-    assert 0 < probes.held(engine)["weights/probe/abs"] < 1e-5
+    assert 0 < probes.held(engine, Lead())["weights/probe/abs"] < 1e-5
     assert samplers.asked == [PROMPTS] * (1 + deaths)
 
 
@@ -56,7 +57,7 @@ def test_weights_of_another_version_stop_the_run():
     engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {}), 0)
     with pytest.raises(WeightsNotTakenError, match="of version 3"):
-        Probes(episodes(), 4, lambda: samplers).held(engine)
+        Probes(episodes(), 4, lambda: samplers).held(engine, Lead())
 
 
 def test_without_an_answer_there_is_nothing_to_ask():
@@ -64,4 +65,4 @@ def test_without_an_answer_there_is_nothing_to_ask():
     probes = Probes([], 3, lambda: samplers)
     assert samplers.asked == []
     engine: Any = None  # is not looked at
-    assert probes.held(engine) == {}
+    assert probes.held(engine, Lead()) == {}

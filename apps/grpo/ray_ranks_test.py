@@ -16,7 +16,7 @@ import torch
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import ONE, rows, same_weights, small, weights
+from apps.grpo.schedule_testing import ASYNC, ONE, proofs, rows, same_weights, small, weights
 from apps.grpo.testing import RECIPE
 
 SYNC = Schedule("sync")
@@ -79,7 +79,7 @@ def actors():
     return found
 
 
-@pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
+@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
 def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path, cluster, schedule):
     """Every rank takes part in handing the present weights to the pool that replaces it; in turn nothing differs."""
     killed = []
@@ -100,6 +100,17 @@ def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path, cluster, schedule):
         run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
         assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
         assert same_weights(tmp_path / "plain", tmp_path / "ray")
+
+
+def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path, cluster):
+    """Steps, hand-overs and proofs of both samplers; and the run goes on from its checkpoint."""
+    run(in_ray(tmp_path / "ray", ASYNC, cluster, steps=2), RECIPE)
+    run(in_ray(tmp_path / "ray", ASYNC, cluster, resume=True), RECIPE)
+    logged = rows(tmp_path / "ray")
+    assert logged[0]["run/world_size"] == 2
+    assert [(row["step"], row.get("weights/version")) for row in logged[1:]] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert all(row["schedule/staleness"] <= 1 for row in logged[1:])
+    assert all(0 < distance < 1e-4 for distance in proofs([logged[0], logged[2], logged[4]]))
 
 
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_cut(tmp_path, cluster):

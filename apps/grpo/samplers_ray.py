@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from rollout.workers.protocol import Workers
 from rollout.workers.serve import Handler
 
 T = TypeVar("T")
+Wait = Callable[["Sequence[Future[Any]]"], object]
+"""Returns once all of them have ended."""
 RESTARTS = 3
 """Pools that may die one after the other before a run gives up."""
 
@@ -82,8 +85,12 @@ def in_cluster(config: GrpoConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def open_pool(config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], args: tuple[Any, ...]) -> Workers:
+def open_pool(
+    config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], args: tuple[Any, ...], wait: Wait = wait
+) -> Workers:
     """The samplers that a configuration asks for, once all of them have begun; `target(*args)` makes the handlers.
+
+    `wait` waits for that.
 
     Raises:
         ValueError: the cluster has no room for them; the text has the numbers.
@@ -102,6 +109,7 @@ def open_pool(config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], 
     pool: Workers = module.RayPool(target, args, demand, strategy=strategy, apart=apart, environment=variables)
     begun = False
     try:
+        wait([pool.ready])
         pool.ready.result()
         begun = True
     finally:
@@ -111,18 +119,20 @@ def open_pool(config: GrpoConfig, target: Callable[..., Mapping[str, Handler]], 
 
 
 def start_generating(
-    config: GrpoConfig, tasks: Tasks, model: Path, version: int, place: Mapping[str, Any] | None
+    config: GrpoConfig, tasks: Tasks, model: Path, version: int, place: Mapping[str, Any] | None, wait: Wait = wait
 ) -> Workers:
     """The sampling process of a fully asynchronous run, or its samplers in Ray's actors, once they have begun.
 
-    The arguments are those of `generating_handlers`. WorkerDied: it ended, or one of them did, before it had begun.
+    The arguments are those of `generating_handlers`; `wait` waits for the beginning. WorkerDied: it ended, or one of
+    them did, before it had begun.
     """
     arguments = (config, tasks, model, version, place)
     if config.cluster.rollout.ray_workers:
-        return open_pool(config, generating_handlers, arguments)
+        return open_pool(config, generating_handlers, arguments, wait)
     worker = WorkerProcess(generate, arguments)
     begun = False
     try:
+        wait([worker.ready])
         worker.ready.result()
         begun = True
     finally:

@@ -12,6 +12,7 @@
    takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
 5. Every hand-over is proven by probes that are asked for at once, beside what is sampled, and waited for before weights
    change again or the run ends. A step's metrics tell of the hand-over before it, the last step's of both.
+6. Over several ranks all this is rank 0's, and what ranks do together is ordered: see `schedule_async_ranks`.
 """
 
 import queue
@@ -19,7 +20,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -32,14 +32,15 @@ from apps.grpo.ledgers import ASYNC, check_ledgers
 from apps.grpo.live import EVERY, LoadElsewhere, Show
 from apps.grpo.probes import Probes
 from apps.grpo.samplers_ray import start_generating
+from apps.grpo.schedule_async_ranks import Done, Give, Lead, TrainOn, evaluation_of
 from apps.grpo.schedule_process import RESTARTS, SamplingProcess
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Evaluation, environment_of, hand_over
-from apps.grpo.step import StepResult, advantages_of, episode_advantages, rollout_metrics, train_on
+from apps.grpo.step import StepResult, episode_advantages, rollout_metrics, train_on
 from apps.grpo.tasks import Tasks
 from apps.grpo.timeline import Timeline
 from engines import TrainEngine
-from rollout import Episode, RolloutLedger, StalenessController, failures, to_batch
+from rollout import Episode, RolloutLedger, StalenessController
 from rollout.control.settings import StalenessSettings
 from rollout.control.staleness import (
     Begin,
@@ -54,7 +55,6 @@ from rollout.control.staleness import (
     Train,
     Trained,
 )
-from rollout.episodes.codec import decode_episodes
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
@@ -74,7 +74,7 @@ def settings_of(config: GrpoConfig) -> StalenessSettings:
 
 
 class FullyAsync:
-    """See the head of this file. `done`: steps that the checkpoint holds which the run goes on from."""
+    """See the head of this file; of rank 0. `done`: steps that the checkpoint holds which the run goes on from."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class FullyAsync:
         self._lock = threading.Lock()
         self._queue: queue.Queue[Train | Sync | BaseException] = queue.Queue()
         self._closing = False
+        self._lead = Lead()
         self._process = SamplingProcess(self._start, self._give, self._settings.version_of(done))
         self._begun: dict[int, float] = {}
         self._sampling_since: float | None = None
@@ -113,6 +114,7 @@ class FullyAsync:
             self._process.begin()
             if not self._replay:
                 self._open()
+            self._lead.order(Done())
             begun = True
         finally:
             if not begun:
@@ -131,6 +133,11 @@ class FullyAsync:
 
     def step(self, step: int) -> StepResult:
         """Wait for the groups of the step, train on them, and hand over weights where that is due."""
+        result = self._step(step)
+        self._lead.order(Done(result.metrics))
+        return result
+
+    def _step(self, step: int) -> StepResult:
         begun = time.perf_counter()
         if step + 1 in self._replay:
             result = self._train(Train(step + 1, self._replay.pop(step + 1), 0), begun)
@@ -159,17 +166,16 @@ class FullyAsync:
         """Greedy answers to the held-out tasks by the sampling process, beside what it samples."""
         begun = time.perf_counter()
         while True:
-            worker = self._living()
+            asked = self._living().call("evaluate")
+            self._lead.wait_for([asked])
             try:
-                _, payload = worker.call("evaluate").result()
+                _, payload = asked.result()
                 break
             except WorkerDied:
                 continue
-        episodes, rows = decode_episodes(payload), self._tasks.held_out()
-        if all(episode.score is None for episode in episodes):
-            raise ValueError(f"none of {len(rows)} held-out prompts could be scored: {next(iter(failures(episodes)))}")
+        self._lead.order(Done(payload=payload))
         self._timeline.add("trainer", "evaluate", begun, time.perf_counter())
-        return Evaluation(rows, episodes, lambda task: environment_of(self._tasks, task))
+        return evaluation_of(self._tasks, payload)
 
     def saving(self, step: int) -> None:
         """From where the tasks must be asked that the checkpoint does not hold."""
@@ -265,6 +271,7 @@ class FullyAsync:
                 found = self._queue.get(timeout=EVERY)
             except queue.Empty:
                 self._tell_live()
+                self._lead.waits()
                 continue
             if isinstance(found, WorkerDied):
                 self._living()
@@ -286,16 +293,12 @@ class FullyAsync:
         sampled = time.perf_counter()
         metrics = self._proven()  # the weights are about to change
         ready = time.perf_counter()
-        episodes: list[Episode] = []
-        for place, group in enumerate(decision.groups):
-            with self._lock:
-                payload = self._ledger.payload(group)
-            episodes += [replace(episode, group=place) for episode in decode_episodes(payload)]
+        order = TrainOn(decision.step, [self._payload(group) for group in decision.groups])
         with self._lock:
             rows = [self._rows[group] for group in decision.groups]
             version = self._controller.version
-        batch = to_batch(episodes)
-        batch["advantages"] = advantages_of(batch, config, decision.step - 1)
+        self._lead.order(order)
+        episodes, batch = order.batch(config)
         metrics |= train_on(batch, config, self._engine)
         trained = time.perf_counter()
         self._timeline.add("trainer", "train", ready, trained)
@@ -309,6 +312,10 @@ class FullyAsync:
         }
         metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
         return StepResult(episodes, episode_advantages(batch, len(episodes)), metrics, rows)
+
+    def _payload(self, group: int) -> bytes:
+        with self._lock:
+            return self._ledger.payload(group)
 
     def _schedule_metrics(self, episodes: Sequence[Episode], version: int, staleness: int) -> dict[str, float]:
         """How old the step's tokens are, and what waits behind it."""
@@ -348,7 +355,7 @@ class FullyAsync:
     def _proven(self) -> dict[str, float]:
         """That every sampler took the weights it was handed last, which the engine still has; see `hold_samplers`."""
         probes, self._probes = self._probes, None
-        return {} if probes is None else probes.held(self._engine)
+        return {} if probes is None else probes.held(self._engine, self._lead)
 
     # -- the sampling process --------------------------------------------------------------------------------------
 
@@ -356,12 +363,13 @@ class FullyAsync:
         """A process from the model that the run began with, under this number."""
         with self._lock:
             place = self._rows.place(self._oldest())
-        return start_generating(self._config, self._tasks, self._model, version, place)
+        return start_generating(self._config, self._tasks, self._model, version, place, self._lead.wait_for)
 
     def _give(self, worker: Workers, version: int, interrupt: bool = False) -> int:
         """Hand over the present weights; the bytes of them."""
         live = not self._served  # vLLM reads a checkpoint's names
         pause: Literal["abort"] | None = "abort" if interrupt else None
+        self._lead.order(Give(version, live))
         return hand_over(self._engine, worker, version, self._runner, live=live, pause=pause)
 
     def _living(self) -> Workers:

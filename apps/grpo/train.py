@@ -31,6 +31,7 @@ from apps.grpo.samplers_ray import RaySamplers, RaySession, in_cluster
 from apps.grpo.samplers_ray_ranks import FollowingSession, RayElsewhere
 from apps.grpo.schedule import InTurn, Schedule
 from apps.grpo.schedule_async import FullyAsync
+from apps.grpo.schedule_async_ranks import FollowingAsync
 from apps.grpo.schedule_one_step import OneStepOff
 from apps.grpo.session import Evaluation, Session, chat_of, environment_of
 from apps.grpo.step import StepResult
@@ -95,6 +96,8 @@ def train(
             session.sync(engine)
 
         def schedule() -> Schedule:
+            if session is None and rank_and_world()[0]:
+                return FollowingAsync(config, tasks, engine, run_dir, done, runner)
             if session is None:
                 return FullyAsync(config, tasks, engine, model, run_dir, done, runner, log.live)
             session.live.show = log.live

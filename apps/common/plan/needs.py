@@ -53,7 +53,6 @@ OVERLAP = No(
 )
 REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
-ONE_RANK = No("one rank trains beside the sampling process: set --processes 1, or use one_step_off")
 RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
 RAY_SLEEP = No("vLLM in Ray's workers never slept between two rounds: set --cluster.rollout.no-sleep")
 RAY_APART = Yes("apps/grpo/ray_pools_test.py")
@@ -181,13 +180,8 @@ def _images(work: Work) -> Yes | No:
 
 
 def _schedule(work: Work) -> list[Need]:
-    """A thread of each rank samples one step ahead; fully asynchronous is one sampling process beside one rank."""
-    pools = work.cluster.pools
-    if pools.nodes > 1:
-        return [Need("ray", RAY)]
-    if work.cluster.schedule.mode == "fully_async" and work.processes > 1:
-        return [Need("one rank that trains", ONE_RANK)]
-    return []
+    """A thread of each rank samples one step ahead; fully asynchronous is one sampling process beside all ranks."""
+    return [Need("ray", RAY)] if work.cluster.pools.nodes > 1 else []
 
 
 def _value(config: Any, path: str) -> Any:

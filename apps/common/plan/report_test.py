@@ -150,14 +150,24 @@ def test_schedules_run_on_one_machine_and_only_where_something_is_sampled(flag):
 
 def test_schedules_that_no_test_has_run_are_refused_with_the_reason():
     ahead = Schedule("fully_async", 1.0)
-    with pytest.raises(ValueError, match="one rank trains beside the sampling process"):
-        refuse_unready(replace(PLAIN, processes=2, cluster=Cluster(schedule=ahead)), {})
     for schedule in (ahead, Schedule("one_step_off")):
+        refuse_unready(replace(PLAIN, processes=2, cluster=Cluster(schedule=schedule)), {})
         refuse_unready(replace(PLAIN, cluster=Cluster(schedule=schedule, rollout=RolloutLayout(engine="vllm"))), {})
     several = Pools(nodes=2, placement="separate", rollout_nodes=1)
     found = [need.feature for need in make_plan(replace(LARGE, cluster=Cluster(schedule=ahead, pools=several))).missing]
     assert "ray" in found
     assert "--cluster.pools.placement separate" in found
+
+
+@pytest.mark.parametrize(("mode", "replicas"), [("one_step_off", 4), ("fully_async", 1)])
+def test_one_process_samples_beside_all_ranks_where_nobody_waits(mode, replicas):
+    """In other schedules each rank has a sampler of its own, or two of them share one that spans their devices."""
+    one, two = (
+        Cluster(rollout=RolloutLayout(engine="vllm", tp=tp, device="cpu"), schedule=Schedule(mode)) for tp in (1, 2)
+    )
+    found = [str(make_plan(replace(PLAIN, processes=4, cluster=cluster))) for cluster in (one, two)]
+    assert f"{replicas} replicas over {replicas} devices" in found[0]
+    assert f"{max(1, replicas // 2)} replicas over {max(2, replicas)} devices" in found[1]
 
 
 RAY = {
@@ -173,8 +183,7 @@ def test_samplers_in_ray_run_in_every_schedule(flag, mode):
     work = replace(PLAIN, cluster=Cluster(rollout=RAY[flag], schedule=Schedule(mode)))
     refuse_unready(work, {})
     assert flag in [need.feature for need in make_plan(work).needs]
-    if mode != "fully_async":
-        refuse_unready(replace(work, processes=2), {})
+    refuse_unready(replace(work, processes=2), {})
     refuse_unready(replace(work, cluster=replace(work.cluster, rollout=replace(RAY[flag], engine="vllm"))), {})
     refuse_unready(replace(work, engine=replace(work.engine, vision="trained")), {})
     with pytest.raises(ValueError, match="samples nothing"):

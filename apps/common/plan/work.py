@@ -39,9 +39,12 @@ class Work:
 
     @property
     def rollout_ranks(self) -> int:
-        """Devices that sample: those that train, unless the pools are separate."""
-        pools = self.cluster.pools
-        return self.processes * (pools.rollout_nodes if pools.placement == "separate" else pools.nodes)
+        """Devices that sample: those that train, unless pools are separate, or one process samples beside all ranks."""
+        pools, rollout = self.cluster.pools, self.cluster.rollout
+        if pools.placement == "separate":
+            return self.processes * pools.rollout_nodes
+        one_process = self.cluster.schedule.mode == "fully_async" and not rollout.ray_workers
+        return min(self.ranks, rollout.devices) if one_process else self.ranks
 
     @property
     def shards(self) -> int:

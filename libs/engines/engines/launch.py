@@ -41,9 +41,9 @@ def launch(
     One rank runs in this process. More are spawned on this machine and talk over loopback; `fn`, `args` and the result
     must then be picklable, and `fn` importable. Under torchrun this process joins as the rank it is, and `world_size`
     must be 1 or torchrun's. The first rank that raises ends all others and becomes a RankError here; no process
-    outlives the call, nor this process. `threads` sets torch's CPU threads of spawned ranks (1 by default).
-    `timeout_seconds`: how long a collective of the default group waits, and of those that engines make; torch's own
-    where it is not given.
+    outlives the call, nor this process. A rank may start processes of its own. `threads` sets torch's CPU threads of
+    spawned ranks (1 by default). `timeout_seconds`: how long a collective of the default group waits, and of those
+    that engines make; torch's own where it is not given.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -188,6 +188,7 @@ def _rank_main(
     pipe: Connection,
 ) -> None:
     _end_with_parent(pipe)
+    multiprocessing.current_process().daemon = False  # who starts it ends it; it may start processes of its own
     try:
         torch.set_num_threads(threads)
         _set_device(device, rank, world_size)

@@ -1,5 +1,6 @@
 """Ranks: results, failures with their traceback, no process left behind, the environment as it was."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -66,6 +67,26 @@ def test_a_failing_rank_ends_the_others(tmp_path):
 def test_a_rank_that_dies_silently_is_named():
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         launch(die_silently, world_size=2)
+
+
+def tell_pid(queue):
+    queue.put(os.getpid())
+
+
+def start_a_process():
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=tell_pid, args=(queue,), daemon=True)
+    process.start()
+    pid = queue.get(timeout=60)
+    process.join()
+    return pid, os.getpid(), multiprocessing.parent_process().pid
+
+
+def test_a_rank_may_start_processes_of_its_own():
+    pid, rank, parent = launch(start_a_process, world_size=2)
+    assert len({pid, rank, parent}) == 3
+    assert parent == os.getpid()
 
 
 def test_no_orphans_when_this_process_is_killed(tmp_path):
