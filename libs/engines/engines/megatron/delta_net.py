@@ -88,13 +88,21 @@ class PackedDeltaNet(MegatronModule):
         tokens = len(joined)
         q, k = (part.reshape(tokens, -1, sizes.key_dim) for part in (q, k))
         v = v.reshape(tokens, -1, sizes.value_dim)
-        wide = torch.promote_types(decay.dtype, torch.float32)
-        decay = -self.A_log.to(wide).exp() * functional.softplus(decay.to(wide) + self.dt_bias.to(wide))
-        out = context.ops.gated_delta_rule(q, k, v, decay, beta.sigmoid(), context)
-        gate = functional.silu(gate.reshape(tokens, -1, sizes.value_dim).to(wide))
-        out = (self.out_norm(out).to(wide) * gate).to(joined.dtype)
+        out = context.ops.gated_delta_rule(q, k, v, self.decays(decay), beta.sigmoid(), context)
+        out = self.gated(out, gate.reshape(tokens, -1, sizes.value_dim)).to(joined.dtype)
         result: tuple[Tensor, None] = self.out_proj(out.reshape(tokens, 1, -1))
         return result
+
+    def decays(self, a: Tensor) -> Tensor:
+        """Log decay of each token and head, a [T, heads] -> the same, float32 at least."""
+        wide = torch.promote_types(a.dtype, torch.float32)
+        return -self.A_log.to(wide).exp() * functional.softplus(a.to(wide) + self.dt_bias.to(wide))
+
+    def gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Normalise [T, heads, D] and multiply by silu(gate)."""
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        normed: Tensor = self.out_norm(out)
+        return normed.to(wide) * functional.silu(gate.to(wide))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None, **_: Any

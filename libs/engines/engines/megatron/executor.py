@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engines.adapters.base import BASE, check_base
 from engines.adapters.lora import is_adapter, set_trainable
-from engines.capability import MEGATRON, No, Yes
+from engines.capability import No, Yes
 from engines.config import EngineConfig, parse_options
 from engines.devices.choice import devices_of
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
@@ -33,6 +33,7 @@ from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.execution.rates import rate_scales
 from engines.families.registry import family_of
+from engines.fast.log_probs import fused_log_probs
 from engines.loading import compute_dtype, resolve_device
 from engines.megatron.adapted import adapted
 from engines.megatron.adapters import (
@@ -45,6 +46,7 @@ from engines.megatron.adapters import (
 )
 from engines.megatron.attention import PackedTokens
 from engines.megatron.bridge import Held, Place, Shape
+from engines.megatron.gpu.layers import fused_pieces, use_fused_pieces
 from engines.megatron.groups import ensure_groups
 from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
@@ -97,7 +99,7 @@ class MegatronExecutor:
         dtype = _dtype(config, model, self.device)
         self.balance = None if router is None else Balance(router, self.device, dtype)
         self.adds_loss = self.balance is not None
-        self.compiled: Yes | No = MEGATRON["compiled_layers"]
+        self.compiled: Yes | No = fused_pieces(config, model.config, self.device, dtype)
         self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
         sizes = (weights := weight_map(model)).sizes
         self.shapes = with_adapters({**tower_shapes(model), **weights.shapes}, model)
@@ -134,6 +136,8 @@ class MegatronExecutor:
         stages = build_stages(sizes, self.groups.layout, self.settings, split, self.config.gradient_checkpointing)
         for stage in stages:
             use_npu_operators(stage.to(self.device), self.config)
+            if isinstance(self.compiled, Yes):
+                use_fused_pieces(stage)
             for module in stage.modules():
                 if isinstance(module, Router):
                     module.balance = self.balance
@@ -288,16 +292,12 @@ class MegatronExecutor:
         if self.settings.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.squeeze(1).index_select(0, inputs.rows)
-        log_probs, entropies = shared_log_probs(
-            chosen,
-            self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start],
-            inputs.targets,
-            scoring.temperature,
-            self.config.logit_chunk,
-            scoring.entropy,
-            group,
-            self.vocabulary.start,
-        )
+        head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
+        given = scoring.temperature, self.config.logit_chunk, scoring.entropy
+        if isinstance(self.compiled, Yes) and group.size() == 1:
+            log_probs, entropies = fused_log_probs(chosen, head, inputs.targets, *given)
+        else:
+            log_probs, entropies = shared_log_probs(chosen, head, inputs.targets, *given, group, self.vocabulary.start)
         return Scores(
             self.builder.collect(log_probs, inputs),
             None if entropies is None else self.builder.collect(entropies, inputs),

@@ -1,0 +1,1 @@
+"""What Megatron's stages compute by fused kernels on a GPU."""
