@@ -30,7 +30,10 @@ from seqpack.batches.batch import make_batch
 
 Media = Mapping[str, Any] | None
 """What a prompt shows, as `RolloutEngine.generate` takes it."""
-EXPERTS_OF_COPIES = "each of several copies of a model has all of its experts, over its own tp workers"
+EXPERTS_OF_COPIES = (
+    "experts over several copies of a model ran on a CPU alone: set --cluster.rollout.device cpu, or have each copy "
+    "hold all experts, over its own tp workers"
+)
 PROBES = 4
 """Prompts of the step that are asked again after a hand-over."""
 PROBE_TOKENS = 16
@@ -44,10 +47,10 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
     """The settings of the sampler that the configuration names, where it is vLLM.
 
     Raises:
-        ValueError: experts are to be spread over copies of the model.
+        ValueError: experts are to be spread over copies of the model, and it samples on no CPU.
     """
     layout = config.cluster.rollout
-    if layout.ep not in (1, layout.tp):
+    if layout.experts_over_copies and not samples_on_a_cpu(config):
         raise ValueError(f"{EXPERTS_OF_COPIES}: set --cluster.rollout.ep to tp = {layout.tp}")
     return RolloutConfig(
         backend="vllm",
@@ -65,6 +68,7 @@ def rollout_config(config: GrpoConfig) -> RolloutConfig:
             weights_on_device=layout.weights_on_device,
             sleep=layout.sleep,
             expert_parallel=layout.ep > 1,
+            experts_over_copies=layout.experts_over_copies,
             prefix_cache=layout.prefix_cache,
             split_prompts=layout.chunked_prefill,
             drop_seeds=layout.chunked_prefill or layout.prefix_cache or not samples_on_a_cpu(config),

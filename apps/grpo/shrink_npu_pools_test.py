@@ -35,12 +35,13 @@ def address():
 
 
 def test_the_recipe_trains_on_several_ranks_beside_a_pool_of_its_own(address, tmp_path, capfd):
-    """Fully asynchronous, pools separate, two copies in vLLM of two workers each: what flags leave out is the stages,
-    and experts that are spread over copies."""
+    """Fully asynchronous, pools separate, two copies in vLLM of two workers each, which share the experts: what flags
+    leave out is the stages."""
     ray = ("--cluster.rollout.ray-workers", "1", "--cluster.rollout.ray-address", address)
     argv = ["--recipe", NAME, "--shrink=4", "--run-dir", str(tmp_path / "run"), *FOUR_RANKS]
-    told, rows = run_whole([*argv, *ray, "--cluster.rollout.ep", "8"], tmp_path, capfd)
+    told, rows = run_whole([*argv, *ray], tmp_path, capfd)
     assert "--cluster.pools.rollout-nodes  8 -> 1" in told
+    assert "--cluster.rollout.ep  64 -> 4" in told
     assert "--cluster.pools.placement" not in told
     assert [row["weights/version"] for row in rows] == [1, 2]
     assert max(proofs(rows)) < 0.05

@@ -18,9 +18,8 @@ pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reaso
 ASYNC = "qwen3-235b-a22b-async-npu"
 ON_ONE_MACHINE = (
     *("--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated", "--cluster.pools.rollout-nodes", "0"),
-    *("--cluster.rollout.ep", "8"),
 )
-"""What this recipe leaves out by name: machines of their own that sample, and experts spread over copies in vLLM."""
+"""What this recipe leaves out by name: machines of their own that sample."""
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2-npu", "qwen3-5-35b-a3b-fsdp2-npu"])
@@ -38,10 +37,10 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(name, tmp_path, c
 
 
 def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(tmp_path, capfd):
-    """One Megatron rank on device npu; two copies in vLLM of two workers each, to which experts are dealt."""
+    """One Megatron rank on device npu; two copies in vLLM of two workers each; experts are dealt to all four."""
     argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
     told, rows = run_whole(argv, tmp_path, capfd)
-    for change in ("tp  8 -> 2", "dp  8 -> 2", "ep  8 -> 2", "device  auto -> cpu"):
+    for change in ("tp  8 -> 2", "dp  8 -> 2", "ep  64 -> 4", "device  auto -> cpu"):
         assert f"--cluster.rollout.{change}" in told
     assert max(proofs(rows)) < 0.05
     check(ASYNC, "bfloat16", told, rows, tmp_path / "run")

@@ -141,7 +141,8 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
     assert config.get_text_config().model_type == real.model_type
     family_of(config).check_config(config)
     layout = small.cluster.rollout
-    assert spread_refusal(config.get_text_config().to_dict(), layout.tp, layout.ep > 1, cpu=True) is None
+    copies = layout.dp if layout.experts_over_copies else 1
+    assert spread_refusal(config.get_text_config().to_dict(), layout.tp, layout.ep > 1, cpu=True, copies=copies) is None
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -165,6 +166,12 @@ def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name):
         refuse_dropped(work_of(RECIPES[name].config))
 
 
+def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator():
+    """Shrunk, they are on the CPU, and run."""
+    with pytest.raises(ValueError, match=r"--cluster.rollout.ep 64: No\(experts over the copies .* no accelerator has"):
+        refuse_dropped(work_of(RECIPES[LACKING].config))
+
+
 def test_the_device_of_a_flag_counts():
     """A recipe for NPUs on the CPU, as it is asked for: whole, then."""
     config = RECIPES["qwen3-5-27b-fsdp2-npu"].config
@@ -182,7 +189,8 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, c
     small, recipe, _ = shrunk(config, MANY)
     layout = small.cluster.rollout
     assert "--cluster.rollout.dp 2: No(" not in str(refusal.value)
-    assert f"--cluster.rollout.ep {layout.ep}: No(each copy of the model in vLLM" in str(refusal.value)
+    assert (layout.device, layout.experts_over_copies) == ("cpu", True)
+    assert "--cluster.rollout.ep" not in str(refusal.value)
     text = replace(small.engine, vision="off")
     rest = replace(small, engine=text, cluster=Cluster(environment=small.cluster.environment))
     if small.engine.backend == "megatron":
@@ -196,7 +204,8 @@ def test_flags_that_leave_something_out_are_proposed():
         run_shrunk(RECIPES[LACKING].config, MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
     assert "--engine.no-optimizer-on-host" not in proposed
-    assert proposed[proposed.index("--cluster.rollout.ep") + 1] == "1"
+    assert "--cluster.rollout.ep" not in proposed  # on the CPU, where copies share experts
+    assert "--cluster.pools.placement" in proposed
     argv = ["--recipe", LACKING, f"--shrink={MANY}", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
         main(argv)

@@ -28,8 +28,14 @@ def test_the_sampler_gets_what_the_flags_say():
     sizes = rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=2, chunked_prefill=True))).vllm
     assert (sizes.tensor_parallel, sizes.data_parallel, sizes.expert_parallel) == (2, 4, True)
     assert (sizes.split_prompts, sizes.prefix_cache, sizes.drop_seeds) == (True, False, True)
-    with pytest.raises(ValueError, match=r"each of several copies .* all of its experts.*ep to tp = 2"):
-        rollout_config(with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8)))
+    assert not sizes.experts_over_copies
+    over_copies = with_layout(RolloutLayout("vllm", tp=2, dp=4, ep=8))
+    assert rollout_config(over_copies).vllm.experts_over_copies
+    on_cuda = replace(over_copies, engine=replace(over_copies.engine, device="cuda"))
+    with pytest.raises(ValueError, match=r"copies of a model ran on a CPU alone: .*rollout.device cpu.*ep to tp = 2"):
+        rollout_config(on_cuda)
+    beside = replace(on_cuda, cluster=Cluster(rollout=replace(over_copies.cluster.rollout, device="cpu")))
+    assert rollout_config(beside).vllm.experts_over_copies
     assert (found.vllm.split_prompts, found.vllm.drop_seeds, found.vllm.memory_share) == (False, False, None)
     device = rollout_config(with_layout(RolloutLayout("vllm", memory_share=0.5, cuda_graph_sizes=(2, 1)))).vllm
     assert (device.memory_share, device.graph_sizes) == (0.5, (2, 1))

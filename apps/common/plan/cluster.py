@@ -153,6 +153,11 @@ class RolloutLayout:
             )
 
     @property
+    def experts_over_copies(self) -> bool:
+        """Whether each copy has a part of the experts, over the workers of all."""
+        return self.ep > self.tp
+
+    @property
     def devices(self) -> int:
         """That one engine spans."""
         return self.tp * self.dp // self.copies_per_device

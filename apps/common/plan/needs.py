@@ -38,12 +38,13 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.admit": No("vLLM lets requests begin as it sees fit: leave it out"),
 }
 EXPERTS_OF_COPIES = No(
-    "each copy of the model in vLLM (--cluster.rollout.dp) has all of its experts, over its own workers: set ep to tp. "
-    "Over copies vLLM 0.32 ends at the first expert on a CPU (its communicator's all_gatherv: NotImplementedError), and"
-    " no accelerator has run it"
+    "experts over the copies of the model in vLLM (--cluster.rollout.dp) ran on a CPU alone, no accelerator has run it:"
+    " set --cluster.rollout.device cpu, or have each copy hold all experts, over its own workers: set ep to tp"
 )
+EXPERTS_OF_COPIES_ON_A_CPU = Yes("rollout/vllm/experts_over_copies_test.py")
 SHARED_BY_WORKERS = No(
-    "copies of several workers each never shared a device: set --cluster.rollout.tp 1, or leave it out"
+    "copies of several workers each, or that share experts, never shared a device: set --cluster.rollout.tp 1 and ep 1,"
+    " or leave it out"
 )
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
@@ -149,10 +150,9 @@ def _cluster_need(work: Work, path: str) -> Need:
             return Need(feature, RAY_SLEEP)
         if path == "rollout.sleep" and work.cluster.schedule.mode != "sync":
             return Need(feature, OVERLAP)
-        over_copies = path == "rollout.ep" and layout.ep > layout.tp
-        if path == "rollout.copies_per_device" and layout.tp > 1:
+        if path == "rollout.copies_per_device" and (layout.tp > 1 or layout.experts_over_copies):
             return Need(feature, SHARED_BY_WORKERS)
-        return Need(feature, EXPERTS_OF_COPIES if over_copies else _vllm(path))
+        return Need(feature, _vllm_experts(work) if path == "rollout.ep" else _vllm(path))
     if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):
         return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))
     if path.startswith("rollout.ray_"):
@@ -167,6 +167,13 @@ def _cluster_need(work: Work, path: str) -> Need:
         return Need(feature, Yes("apps/grpo/schedule_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return Need(feature, No(next(UNOBEYED[name] for name in names if name in UNOBEYED)))
+
+
+def _vllm_experts(work: Work) -> Yes | No:
+    if not work.cluster.rollout.experts_over_copies:
+        return _vllm("rollout.ep")
+    on_a_cpu = "cpu" in (work.cluster.rollout.device, work.engine.device)
+    return EXPERTS_OF_COPIES_ON_A_CPU if on_a_cpu else EXPERTS_OF_COPIES
 
 
 def _vllm(path: str) -> Yes | No:

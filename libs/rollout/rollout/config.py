@@ -77,6 +77,11 @@ class RolloutConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} is a {kind.__name__}, got {getattr(self, name)!r}")
+        if self.routed_experts and self.vllm.experts_over_copies and self.vllm.tensor_parallel > 1:
+            raise ValueError(
+                "routed_experts can't be told where copies of several workers share experts, as each worker routes a "
+                "part of the tokens: set tensor_parallel=1, or leave experts_over_copies off"
+            )
         if self.routed_experts and self.vllm.graph_sizes:
             raise ValueError(
                 "routed_experts are noted by Python between layers, which a graph leaves out: no graph_sizes"

@@ -24,5 +24,8 @@ VLLM: dict[str, Yes | No] = {
     "data_parallel": Yes(
         "vllm/data_parallel_test.py::test_each_copy_has_the_modules_log_probs_before_and_after_an_update"
     ),
+    "experts_over_copies": Yes(
+        "vllm/experts_over_copies_test.py::test_each_copy_has_the_modules_log_probs_before_and_after_an_update"
+    ),
     "expert_parallel": Yes("vllm/workers_test.py::test_mixtures_have_the_modules_log_probs_before_and_after_an_update"),
 }

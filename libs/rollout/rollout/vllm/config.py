@@ -10,6 +10,15 @@ from rollout.vllm.arguments import OWNED
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu")
+SWITCHES = (
+    "expert_parallel",
+    "experts_over_copies",
+    "prefix_cache",
+    "split_prompts",
+    "drop_seeds",
+    "weights_on_device",
+    "sleep",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,9 @@ class VllmConfig:
     kernels: for models so small that a device waits for that. Each takes its own `memory_share`."""
     expert_parallel: bool = False
     """The workers have whole experts, in place of a part of each one."""
+    experts_over_copies: bool = False
+    """With `expert_parallel`: experts are dealt to the workers of all copies, which make each step together then, and
+    end together; on a CPU."""
     prefix_cache: bool = False
     """Keep what was computed of prompts that begin alike; prompts are read in parts then."""
     split_prompts: bool = False
@@ -68,11 +80,10 @@ class VllmConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("expert_parallel", "prefix_cache", "split_prompts", "drop_seeds", "weights_on_device", "sleep"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
-        if self.expert_parallel and self.tensor_parallel == 1:
-            raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
+        self._check_experts()
         if self.copies_per_device > 1:
             self._check_shared_devices()
         if self.weights_on_device and self.devices > 1:
@@ -92,6 +103,18 @@ class VllmConfig:
             json.dumps(dict(self.arguments))
         except TypeError as error:
             raise ValueError(f"arguments must be plain values that JSON can hold: {error}") from error
+
+    def _check_experts(self) -> None:
+        if self.expert_parallel and self.tensor_parallel == 1 and not self.experts_over_copies:
+            raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
+        if not self.experts_over_copies:
+            return
+        if not self.expert_parallel:
+            raise ValueError("experts_over_copies deals whole experts: set expert_parallel=True with it")
+        if self.data_parallel == 1:
+            raise ValueError("experts_over_copies has no effect on one copy: set data_parallel, or leave it off")
+        if self.copies_per_device > 1:
+            raise ValueError("copies that share experts never shared a device: set copies_per_device=1")
 
     def _check_shared_devices(self) -> None:
         each, copies = self.copies_per_device, self.data_parallel

@@ -19,6 +19,7 @@ BAD: dict[str, list[Any]] = {
     "data_parallel": [0, None],
     "copies_per_device": [0, True, 2],
     "expert_parallel": ["yes", 1],
+    "experts_over_copies": ["yes", 1, True],
     "prefix_cache": [None, 1],
     "weights_on_device": [None, 1],
     "sleep": [None, 1],
@@ -56,6 +57,26 @@ def test_a_setting_without_effect_is_refused():
 def test_experts_are_not_spread_over_one_worker():
     with pytest.raises(ValueError, match="expert_parallel has no effect on one worker"):
         VllmConfig(expert_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data_parallel": 2}, "experts_over_copies deals whole experts: set expert_parallel=True"),
+        ({"expert_parallel": True}, "experts_over_copies has no effect on one copy: set data_parallel"),
+        ({"expert_parallel": True, "data_parallel": 2, "copies_per_device": 2}, "share experts never shared a device"),
+    ],
+)
+def test_experts_are_dealt_to_copies_where_there_are_some(settings: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        VllmConfig(experts_over_copies=True, **settings)
+
+
+def test_experts_are_not_told_where_workers_route_parts_of_the_tokens():
+    spread = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
+    assert RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(**spread))
+    with pytest.raises(ValueError, match=r"routed_experts can't be told .* set tensor_parallel=1"):
+        RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(tensor_parallel=2, **spread))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,17 @@
 1. New weights go to all. A copy that has read them waits until all have, so that no token comes from weights that the
    engine may yet give up; where one can't read them, all have the old ones again.
 2. A copy that dies is left out from then on, and said so; the last one takes the engine with it.
+3. Copies that share the model's experts make each step together, and obey in the same order between the same steps:
+   what one is told has a number that all are told. The first that dies takes the others with it.
 
 vLLM's own data parallelism puts each copy's core into a further process behind a coordinator, which outlive a killed
-parent, and has no step between which a copy takes weights. It alone spreads experts over copies.
+parent, and has no step between which a copy takes weights. Of it only the exchanges of experts are used (3).
 """
 
 import asyncio
 import contextlib
 import itertools
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ from typing import Any
 
 from rollout.vllm.config import VllmConfig
 from rollout.vllm.process import VllmProcess
+from rollout.vllm.wire import TURN
 
 Message = dict[str, Any]
 CALL = "call"
@@ -46,6 +50,8 @@ class Copies:
     def __init__(self, config: VllmConfig, descriptors: Sequence[int]) -> None:
         self._seconds = config.start_seconds
         self._count, self._sharing = config.data_parallel, config.copies_per_device
+        self._joined = config.experts_over_copies
+        self._turn, self._order = 0, threading.Lock()
         self._processes: list[VllmProcess] = []
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -76,15 +82,20 @@ class Copies:
         """Of the copies that can't, their last words."""
         return dict(self._dead)
 
+    def together(self) -> dict[str, int] | None:
+        """How copies that share experts find each other, on this machine; None where each has all."""
+        return {"size": self._count, "port": two_free_ports()} if self._joined else None
+
     def start(self, start: Message, meanwhile: Callable[[], None]) -> Message:
-        """Have all start, and do something meanwhile; what the first says of itself. Copies that share a device start
-        one after another, as each measures what memory it finds free.
+        """Have all start, and do something meanwhile; what the first says of itself, and all of the experts that they
+        share. Copies that share a device start one after another, as each measures what memory it finds free.
 
         Raises:
             ValueError: vLLM can't do what is asked.
             RuntimeError: a process died before it was ready.
         """
         facts: Message = {}
+        experts: list[Any] = []
         for turn in range(self._sharing):
             begun = self._processes[turn :: self._sharing]
             for place, process in enumerate(begun):
@@ -97,7 +108,8 @@ class Copies:
                 if "refused" in answer:
                     raise ValueError(answer["refused"])
                 facts = facts or answer["ready"]
-        return facts
+                experts += answer["ready"].get("experts", ())
+        return facts | {"experts": experts} if self._joined else facts
 
     def load_first(self, load: Message, model: Path) -> None:
         """Have all take their first weights. ValueError: one does not; RuntimeError: one died."""
@@ -114,8 +126,21 @@ class Copies:
 
     def send(self, copy: int, message: Message, tail: Sequence[memoryview] = ()) -> None:
         """Send to one."""
+        if self._joined:
+            self._send_turn({copy: message}, tail)
+        else:
+            self._send(copy, message, tail)
+
+    def _send(self, copy: int, message: Message, tail: Sequence[memoryview] = ()) -> None:
         with contextlib.suppress(OSError):  # its reader sees it too, and tells everyone
             self._processes[copy].wire.send(message, tail)
+
+    def _send_turn(self, messages: Mapping[int, Message], tail: Sequence[memoryview] = ()) -> None:
+        """Send the next number to all copies, with its message to those that have one."""
+        with self._order:
+            self._turn += 1
+            for copy in self.living:
+                self._send(copy, messages.get(copy, {}) | {TURN: self._turn}, tail if copy in messages else ())
 
     async def call(self, kind: str, message: Message, in_step: bool = False) -> float:
         """Tell all, and wait until all have done it; the seconds that the slowest took.
@@ -135,8 +160,7 @@ class Copies:
             raise RuntimeError("the engine was closed" if self._closed else next(iter(self._dead.values())))
         wait = in_step and self._count > 1
         try:
-            for copy in living:
-                self.send(copy, {kind: message | {CALL: number, "wait": wait}})
+            self._send_to(living, {kind: message | {CALL: number, "wait": wait}})
             seconds: float = await answer
         finally:
             with self._lock:
@@ -164,7 +188,13 @@ class Copies:
         return answer
 
     def _send_all(self, message: Message) -> None:
-        for copy in self.living:
+        self._send_to(self.living, message)
+
+    def _send_to(self, copies: Sequence[int], message: Message) -> None:
+        if self._joined:
+            self._send_turn(dict.fromkeys(copies, message))
+            return
+        for copy in copies:
             self.send(copy, message)
 
     def _read(self, copy: int, heard: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
@@ -177,12 +207,19 @@ class Copies:
                 heard(message)
         words = "the engine was closed" if self._closed else process.last_words()
         with self._lock:
-            self._dead[copy] = words
+            if copy in self._dead:  # with another, which was told
+                return
+            ended = self.living if self._joined else [copy]
+            self._dead |= dict.fromkeys(ended, words)
             calls = list(self._calls)
             alone = len(self._dead) == self._count
         lost(copy, words)
         for number in calls:
-            self._answered(copy, number, {"error": words} if alone else {})
+            for one in ended:
+                self._answered(one, number, {"error": words} if alone and one == copy else {})
+        for one in ended:
+            if one != copy:
+                self._processes[one].wire.close()
 
     def _answered(self, copy: int, number: int, message: Message) -> None:
         """A copy has answered a call, or never will; the last one's answer is everyone's."""
@@ -213,5 +250,19 @@ def _settle(call: _Call, count: int) -> None:
 def of_copy(start: Message, copy: int) -> Message:
     """What a copy is started with: a seed of its own, or copies that are asked the same at once answer the same, and
     the answers of a group, which are spread over them, repeat each other."""
-    engine = start["engine"]
-    return start | {"engine": engine | {"seed": engine["seed"] + copy}}
+    engine, together = start["engine"], start.get("together")
+    own = start | {"engine": engine | {"seed": engine["seed"] + copy}}
+    return own if together is None else own | {"together": together | {"rank": copy}}
+
+
+def two_free_ports() -> int:
+    """The first of two ports of this machine, next to each other, that nobody has at this moment."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):  # somebody has it, or there is none
+                continue
+            return port

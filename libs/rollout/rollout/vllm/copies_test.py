@@ -9,7 +9,7 @@ import pytest
 
 import rollout.vllm.copies
 from rollout.vllm.config import VllmConfig
-from rollout.vllm.copies import Copies
+from rollout.vllm.copies import Copies, of_copy
 from rollout.vllm.process import own_devices
 from rollout.vllm.wire import Wire
 
@@ -38,9 +38,19 @@ class PlayedProcess:
 @pytest.fixture
 def played(monkeypatch):
     """Two copies that listen, their processes, and what was heard of them."""
+    yield from _played(monkeypatch)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The same of two that share experts."""
+    yield from _played(monkeypatch, expert_parallel=True, experts_over_copies=True)
+
+
+def _played(monkeypatch, **settings):
     monkeypatch.setattr(rollout.vllm.copies, "VllmProcess", PlayedProcess)
     PlayedProcess.made = []
-    copies = Copies(VllmConfig(data_parallel=2, start_seconds=5), ())
+    copies = Copies(VllmConfig(data_parallel=2, start_seconds=5, **settings), ())
     heard, lost, gone = [], [], [threading.Event(), threading.Event()]
 
     def ends(copy, words):
@@ -119,6 +129,59 @@ def test_nobody_waits_for_a_copy_that_dies_meanwhile(played):
             await copies.call("load", {})
 
     asyncio.run(run())
+
+
+def test_copies_that_share_experts_hear_of_all_in_one_order(joined):
+    """Of what another is told, its number alone."""
+    copies, (one, other), *_ = joined
+
+    async def run():
+        copies.send(1, {"ask": [3]})
+        assert (await heard_by(one), await heard_by(other)) == ({"turn": 1}, {"ask": [3], "turn": 1})
+        call = asyncio.create_task(copies.call("load", {"path": "p"}, in_step=True))
+        first, second = await heard_by(one), await heard_by(other)
+        assert first == second
+        assert (first["load"]["path"], first["load"]["wait"], first["turn"]) == ("p", True, 2)
+        answer(other, second, seconds=1.0)
+        answer(one, first, seconds=2.0)
+        assert await asyncio.wait_for(call, 5) == 2.0
+        assert await heard_by(one) == await heard_by(other) == {"go": first["load"]["call"], "turn": 3}
+        copies.tell("load", {"path": "old"})
+        assert [(await heard_by(process))["turn"] for process in (one, other)] == [4, 4]
+
+    asyncio.run(run())
+
+
+def test_a_copy_that_dies_takes_those_with_it_that_share_its_experts(joined):
+    copies, (one, other), lost, gone = joined
+
+    async def run():
+        call = asyncio.create_task(copies.call("load", {}, in_step=True))
+        await heard_by(one), await heard_by(other)
+        other.far.close()
+        with pytest.raises(RuntimeError, match=r"^copy 1 of 2: words of 1$"):
+            await asyncio.wait_for(call, 5)
+        await asyncio.to_thread(gone[1].wait, 5)
+        assert await heard_by(one) is None  # it is told to end
+        assert lost == [(1, "words of 1")]
+        assert (copies.living, copies.dead) == ([], {0: "words of 1", 1: "words of 1"})
+        with pytest.raises(RuntimeError, match="words of 1"):
+            await copies.call("load", {})
+
+    asyncio.run(run())
+
+
+def test_copies_that_share_experts_find_each_other_on_this_machine(joined, played):
+    copies, *_ = joined
+    together = copies.together()
+    assert together["size"] == 2
+    assert played[0].together() is None
+    start = {"engine": {"seed": 7}, "together": together}
+    for copy in (0, 1):
+        assert of_copy(start, copy)["together"] == together | {"rank": copy}
+    for port in (together["port"], together["port"] + 1):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
 
 
 def test_each_copy_sees_devices_of_its_own():

@@ -102,6 +102,7 @@ class VllmEngine:
             "tied": tied,
             "experts": config.routed_experts,
             "sight": None if self._sight is None else self._sight.plain(),
+            "together": self._copies.together(),
         }
         facts = self._copies.start(start, lambda: self._fill(model))
         if own.device == "cpu" and facts["device"] != "cpu":
@@ -157,6 +158,8 @@ class VllmEngine:
         """Whether this engine has the feature; ValueError lists the features for an unknown name."""
         if feature == "sleep" and self.facts["device"] == "cpu":
             return No("vLLM refuses it on a CPU")
+        if feature == "experts_over_copies" and self.facts["device"] != "cpu":
+            return No("it ran on a CPU alone, no accelerator has run it")
         return feature_of(VLLM, feature)
 
     def load(self) -> Load:

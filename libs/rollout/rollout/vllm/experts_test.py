@@ -110,3 +110,19 @@ def test_a_model_without_experts_is_refused(tmp_path):
 def test_an_engine_that_is_not_asked_tells_nothing(directory):
     with VllmEngine(directory, config()) as quiet:
         assert not sample(quiet, PROMPTS[:1], ANSWER)[0].extras
+
+
+def test_the_experts_told_are_those_of_its_log_probs_where_copies_share_them(directory):
+    """One copy has fewer requests, and steps of nobody's tokens between them."""
+    with VllmEngine(
+        directory, config(routed_experts=True, data_parallel=2, expert_parallel=True, experts_over_copies=True)
+    ) as engine:
+
+        async def ask():
+            asked = [engine.generate(prompt, ANSWER, copy=int(i > 2)) for i, prompt in enumerate(PROMPTS)]
+            return [*await asyncio.gather(*asked), await engine.generate(PROMPTS[0], ANSWER, copy=0)]
+
+        done = asyncio.run(ask())
+    prompts = [*PROMPTS, PROMPTS[0]]
+    assert_agrees(mixture(), prompts, done)
+    assert share(mixture(), prompts, done) > 0.95

@@ -95,10 +95,19 @@ def test_both_workers_see_by_the_new_tower_after_an_update(engine):
     assert seeing_distances(tower, SEEN, done[: len(SEEN)]).mean() > 2 * MEAN
 
 
-@pytest.mark.parametrize("spread", [{}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}])
+@pytest.mark.parametrize(
+    "spread",
+    [
+        {},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "expert_parallel": True},
+        {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True},
+        {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": True, "experts_over_copies": True},
+    ],
+)
 def test_mixtures_see_what_the_stock_module_sees(tmp_path, spread):
     """Before and after an update."""
-    old, new = (served_seeing_mixture(seed, **HEADS) for seed in (0, 3))
+    old, new = (served_seeing_mixture(seed, **HEADS, num_experts=8) for seed in (0, 3))
     for model, name in ((old, "old"), (new, "new")):
         model.save_pretrained(tmp_path / name)
     with VllmEngine(tmp_path / "old", config(**spread)) as engine:

@@ -8,10 +8,11 @@ EXPERT_ROWS = 32
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
-def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cpu: bool) -> str | None:
+def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cpu: bool, copies: int = 1) -> str | None:
     """Why a model of this config (its text part) can't be cut for so many workers; None where it can.
 
-    `by_experts`: each worker has whole experts, in place of a part of every one.
+    `by_experts`: each worker has whole experts, in place of a part of every one. `copies`: of the model, to whose
+    workers its experts are dealt.
     """
     experts = config.get("num_experts") or config.get("num_local_experts") or 0  # Qwen3's is saved by its newer name
     if by_experts and not experts:
@@ -26,8 +27,9 @@ def spread_refusal(config: Mapping[str, Any], workers: int, by_experts: bool, cp
     shared = config.get("num_key_value_heads")
     if shared is not None and shared % workers and workers % shared:
         return f"num_key_value_heads {shared} can be neither shared nor copied by {workers} workers (tensor_parallel)"
-    if experts and by_experts and experts % workers:
-        return f"{experts} experts can't be shared by {workers} workers: use a divisor of it for tensor_parallel"
+    if experts and by_experts and experts % (workers * copies):
+        named = "tensor_parallel" if copies == 1 else "tensor_parallel x data_parallel"
+        return f"{experts} experts can't be shared by {workers * copies} workers: use a divisor of it for {named}"
     if experts and not by_experts and workers > 1:
         rows = config["moe_intermediate_size"]
         if rows % workers or (cpu and rows // workers % EXPERT_ROWS):

@@ -41,3 +41,9 @@ def test_what_cannot_be_shared_is_told_by_name(config, workers, by_experts, cpu,
     else:
         with pytest.raises(ValueError, match=problem):
             raise ValueError(found)
+
+
+def test_experts_are_dealt_to_the_workers_of_all_copies():
+    assert spread_refusal(MIXTURE, 1, True, True, copies=2) is None
+    found = spread_refusal(MIXTURE, 2, True, True, copies=2)
+    assert found == "6 experts can't be shared by 4 workers: use a divisor of it for tensor_parallel x data_parallel"

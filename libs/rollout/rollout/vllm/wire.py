@@ -17,6 +17,8 @@ LONGEST = 1 << 28
 """Bytes of a message; a longer one is a mistake."""
 TAIL = "tail"
 """In a message that is sent: the bytes that follow it; in one that is received: the bytes themselves."""
+TURN = "turn"
+"""In a message to copies that make their steps together: its number, the same for all of them."""
 LONGEST_TAIL = 1 << 34
 
 

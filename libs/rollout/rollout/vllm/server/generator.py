@@ -18,6 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rollout.vllm.arguments import Known, check_arguments
 from rollout.vllm.cpu import refusal
+from rollout.vllm.server import cpu_copies
 from rollout.vllm.server.ascend import ascend_arguments, installed
 from rollout.vllm.server.routes import Told as ToldExperts
 from rollout.vllm.server.text_models import register_text_models
@@ -36,7 +37,8 @@ class Generator:
     Args:
         start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
             `weights` (slots of a file of weights, see `rollout.vllm.weights`), `tied` (other names of some of them),
-            `experts` (whether it is told which experts tokens went to), `sight` (how the model sees, or None).
+            `experts` (whether it is told which experts tokens went to), `sight` (how the model sees, or None),
+            `together` (where experts are dealt to several copies: which this is, see `cpu_copies.variables`, or None).
 
     Raises:
         ValueError: vLLM can't do what is asked; the text says why.
@@ -45,10 +47,12 @@ class Generator:
     def __init__(self, start: dict[str, Any]) -> None:
         arguments = start["engine"]
         check_arguments(arguments, Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs))))
-        if why := _refusal(start["config"], arguments):
+        together = start["together"]
+        if why := _refusal(start["config"], arguments, together):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
         if current_platform.is_cpu():
             _refuse_accelerator_arguments(arguments)
+            os.environ |= {} if together is None else cpu_copies.variables(together)
         elif current_platform.device_type == "npu":
             arguments, variables = ascend_arguments(arguments, os.environ, installed())
             os.environ |= variables  # its workers' too
@@ -74,6 +78,8 @@ class Generator:
             )
         )
         self._engine.collective_rpc("settle_in")
+        self._own_experts: list[list[int]] = []
+        self.turns = None if together is None else self._join_copies()
         self._slots, self._tied = start["weights"], start["tied"]
         self._prefix_cache = arguments["enable_prefix_caching"]
         self._names: dict[int, str] = {}
@@ -93,6 +99,7 @@ class Generator:
             "max_length": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
             "workers": [worker.pid for worker in self.workers],
+            "experts": self._own_experts,
         }
 
     @property
@@ -103,8 +110,25 @@ class Generator:
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
-        result: bool = self._engine.has_unfinished_requests()
-        return result
+        return bool(self._engine.get_num_unfinished_requests())
+
+    def _join_copies(self) -> cpu_copies.Turns:
+        """Make a dummy step where the other copies make a real one, which waits for this one at each layer's experts.
+        The engine is this object's own; nothing of vLLM's classes is changed."""
+        self._own_experts = self._engine.collective_rpc("join_copies")
+        core = self._engine.engine_core.engine_core
+        own_step = core.step_fn
+
+        def step() -> tuple[Any, bool]:
+            outputs, computed = own_step()
+            if not computed:
+                core.execute_dummy_batch()
+                if self._experts is not None:
+                    self._engine.collective_rpc("take_experts")  # of nobody's tokens
+            return outputs, computed
+
+        core.step_fn = step
+        return cpu_copies.Turns(self._engine.dp_group)
 
     def _check_sight(self) -> None:
         for found in self._engine.collective_rpc("tell_sight"):
@@ -196,11 +220,14 @@ class Generator:
             self._engine.reset_encoder_cache()  # what the older tower saw
 
 
-def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+def _refusal(config: Mapping[str, Any], arguments: Mapping[str, Any], together: Mapping[str, int] | None) -> str | None:
     cpu = current_platform.is_cpu()
     if cpu and (why := refusal(config, arguments["dtype"])):
         return why
-    return spread_refusal(config, arguments["tensor_parallel_size"], arguments["enable_expert_parallel"], cpu)
+    if together is not None and (why := cpu_copies.refusal(vllm.__version__, cpu)):
+        return why
+    workers, copies = arguments["tensor_parallel_size"], 1 if together is None else together["size"]
+    return spread_refusal(config, workers, arguments["enable_expert_parallel"], cpu, copies)
 
 
 def _worker(rank: int, answers: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ thread reads the socket; at its end it ends the process at once, whatever the ma
 | `load` | read weights from a file of them, once awake where it says `wake`; answered by `loaded` |
 | `sleep` | give the device's memory back; answered by `loaded` too |
 | `go` | make steps again, after a `load` that said `wait` |
+| `turn` | in each message to copies that share experts: its number, the same for all; alone where another was told |
 
 | from the server | |
 | --- | --- |
@@ -32,11 +33,15 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.vllm.wire import TAIL, Wire
+from rollout.vllm.wire import TAIL, TURN, Wire
+
+if TYPE_CHECKING:
+    from rollout.vllm.server.cpu_copies import Turns  # torch
 
 
 def serve(descriptor: int) -> None:
@@ -108,12 +113,36 @@ class _Server:
         if self._generator.workers:
             threading.Thread(target=_watch, args=(self._generator.workers,), daemon=True).start()
         self._wire.send({"ready": self._generator.facts()})
+        if self._generator.turns is not None:
+            self._take_turns(self._generator.turns)
         while True:
             while self._waits or not self._generator.busy or not self._inbox.empty():
                 self._obey(self._inbox.get())
-            told = self._generator.step()
-            if told:
-                self._wire.send({"step": told, "version": self._version})
+            self._step()
+
+    def _take_turns(self, turns: "Turns") -> NoReturn:
+        """Serve for ever beside the other copies, which share the model's experts: all make each step at once, and obey
+        what they were told, in the same order, between the same two steps. Each message has a number (`turn`), and
+        each number goes to all, so that a copy that waits for the next one knows that the others hear of it too."""
+        heard: deque[dict[str, Any]] = deque()
+        seen = agreed = 0
+        still = True
+        while True:
+            while (still and seen == agreed) or not self._inbox.empty():
+                heard.append(self._inbox.get())
+                seen = heard[-1][TURN]
+            before, turn = agreed, turns.meet(self._generator.busy, seen)
+            agreed = turn.agreed
+            while heard and heard[0][TURN] <= agreed:
+                self._obey(heard.popleft())
+            if turn.busy and not self._waits:
+                self._step()
+            still = self._waits or (not turn.busy and turn.latest == agreed == before)
+
+    def _step(self) -> None:
+        told = self._generator.step()
+        if told:
+            self._wire.send({"step": told, "version": self._version})
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "ask" in message:
@@ -134,7 +163,7 @@ class _Server:
             self._wire.send({"loaded": message["sleep"]["call"], "seconds": time.perf_counter() - begun})
         elif "go" in message:
             self._waits = False
-        else:
+        elif "load" in message:
             self._load(message["load"])
 
     def _load(self, load: dict[str, Any]) -> None:
@@ -150,6 +179,7 @@ class _Server:
             if load["before"] is not None:
                 path, digests = load["before"]
                 self._generator.load(path, digests, load["recompute"])
+            self._waits = load["wait"] and self._generator.turns is not None  # as those do that took them
             self._wire.send({"loaded": load["call"], "error": str(error)})
             return
         self._version, self._waits = load["version"], load["wait"]

@@ -3,7 +3,7 @@
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -31,6 +31,8 @@ class FileWeights(NotedExperts, SeeingWorker):
 
     model_runner: Any
     places: Places
+    take_back: Callable[[], None]
+    """Undoes what is lent to vLLM where copies share experts."""
 
     def settle_in(self) -> None:
         """Once, after vLLM has started: what it leaves to be done, most of it where workers share a model on a CPU."""
@@ -43,6 +45,21 @@ class FileWeights(NotedExperts, SeeingWorker):
         # All have it open by now; without its name it goes with the last of them, however they end.
         for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
             path.unlink(missing_ok=True)
+
+    def join_copies(self) -> list[int] | None:
+        """Once, where experts are dealt to several copies of the model on a CPU: have what vLLM lacks for it, until it
+        ends. The numbers of this worker's own experts, the same in each layer."""
+        from vllm.distributed import get_dp_group, get_ep_group
+        from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+        from rollout.vllm.server.cpu_copies import lend_exchanges
+
+        groups = (get_dp_group(), get_ep_group())
+        self.take_back = lend_exchanges([group.device_communicator for group in groups], DeviceCommunicatorBase)
+        for _, layer in self._of_kind(RoutedExperts):
+            if layer.expert_map is not None:
+                return [number for number, own in enumerate(layer.expert_map.tolist()) if own >= 0]
+        return None
 
     def load_file(self, path: str, slots: list[list[Any]], tied: dict[str, str], digests: dict[str, int]) -> str | None:
         """Replace the weights by those of a file; why that failed, or None where all are the new ones.
