@@ -71,9 +71,7 @@ MEGATRON: dict[str, Yes | No] = {
     "bfloat16": Yes("megatron/engine_test.py::test_bfloat16_layers_with_float32_masters"),
     "bfloat16_masters": No("Megatron's layers keep masters in float32: leave master_dtype at its default"),
     "bfloat16_moments": No("Megatron's optimizer keeps its moments in float32: leave moments_dtype at its default"),
-    "compiled_layers": No(
-        "megatron-core's layers are not compiled whole: 'auto' fuses pieces of them on a GPU"
-    ),
+    "compiled_layers": No("megatron-core's layers are not compiled whole: 'auto' fuses pieces of them on a GPU"),
     "replicated_weights": No("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
     "hybrid_sharding": No("Megatron's weights are no shards: leave shard_ranks out, or set backend='fsdp2'"),
     "gradient_checkpointing": Yes("megatron/engine_test.py::test_recomputed_layers_change_nothing"),

@@ -49,10 +49,10 @@ class FileWeights(NotedExperts, SeeingWorker):
     def join_copies(self) -> list[int] | None:
         """Once, where experts are dealt to several copies of the model on a CPU: have what vLLM lacks for it, until it
         ends. The numbers of this worker's own experts, the same in each layer."""
-        from vllm.distributed import get_dp_group, get_ep_group
-        from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+        from vllm.distributed import get_dp_group, get_ep_group  # this and what follows: of a vLLM for CPUs alone
+        from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase  # likewise
 
-        from rollout.vllm.server.cpu_copies import lend_exchanges
+        from rollout.vllm.server.cpu_copies import lend_exchanges  # likewise
 
         groups = (get_dp_group(), get_ep_group())
         self.take_back = lend_exchanges([group.device_communicator for group in groups], DeviceCommunicatorBase)
