@@ -73,7 +73,7 @@ def test_experts_are_dealt_to_copies_where_there_are_some(settings: dict[str, An
 
 
 def test_experts_are_not_told_where_workers_route_parts_of_the_tokens():
-    spread = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
+    spread: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
     assert RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(**spread))
     with pytest.raises(ValueError, match=r"routed_experts can't be told .* set tensor_parallel=1"):
         RolloutConfig(backend="vllm", routed_experts=True, vllm=VllmConfig(tensor_parallel=2, **spread))

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 )
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-SPREAD = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
+SPREAD: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
 EXPERTS = 8
 NEW = 4
 """A seed. By some, as 3, two experts of a token are so near that vLLM in bfloat16, in one process too, takes the

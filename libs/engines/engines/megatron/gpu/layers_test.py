@@ -1,5 +1,7 @@
 """Fused pieces in a stage give the step of plain layers, and each piece the gradient that torch derives."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from engines.config import EngineConfig
 from engines.megatron.gpu import pieces
 from engines.megatron.gpu.layers import fused_pieces, use_fused_pieces
 from engines.megatron.layouts import LENGTHS, LayoutCase, engine_of
+from engines.testing.executors import inside
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO
 
@@ -28,7 +31,7 @@ SHAPES = {
 def test_gradients_are_torchs(name, backend):
     torch.manual_seed(0)
     piece = getattr(pieces, name)
-    made = [torch.randn(x, dtype=torch.float64) if isinstance(x, tuple) else x for x in SHAPES[name]]
+    made: list[Any] = [torch.randn(x, dtype=torch.float64) if isinstance(x, tuple) else x for x in SHAPES[name]]
     if name == "ROTATE":  # both halves turn by the same angles
         made[1:] = [half.chunk(2, -1)[0].repeat(1, 2) for half in made[1:]]
     trained = made[:1] if name == "ROTATE" else [x for x in made if isinstance(x, torch.Tensor)]
@@ -44,7 +47,7 @@ def test_gradients_are_torchs(name, backend):
 
 def test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one():
     plain, fused = engine_of(CASE), engine_of(CASE)
-    (stage,) = fused.executor.stages
+    (stage,) = inside(fused).stages
     changed = use_fused_pieces(stage, backend=None)
     kinds = {type(module).__name__ for module in stage.modules()}
     assert kinds >= {"FusedNorm", "FusedMLP", "FusedDeltaNet", "FusedCoreAttention", "FusedSelfAttention"}
