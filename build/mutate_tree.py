@@ -122,7 +122,7 @@ def groups_of(top: Path, files: Sequence[Path], tests: Sequence[Path], beside: b
 def copy_group(top: Path, group: Group, place: Path, cold: bool) -> list[str]:
     """Copy the package and the tests that lie elsewhere to `place`, with settings; the tests by their paths there."""
     shutil.copytree(top / group.root / group.package, place / group.package, ignore=IGNORED)
-    for page in (top / group.root).glob("*.md"):
+    for page in [*(top / group.root).glob("*.md"), *(top / group.root).glob("BUILD.bazel")]:  # what some tests read
         shutil.copy(page, place)
     for file in group.files:
         copied = place / file.relative_to(group.root)
