@@ -140,6 +140,8 @@ def measure(top: Path, group: Group, seconds: float, options: argparse.Namespace
             print(f"{group.package}: {done} of {len(order)} mutants, {rate:.2f} s each", flush=True)
             if size < SMALLEST_BATCH:
                 break
+        if order and not done:
+            print(f"{group.package}: out of time")
         return still_surviving(read_mutants(place, names), kept.first)
 
 

@@ -21,7 +21,7 @@ from apps.common.ranks import from_rank_0, rank_and_world
 from apps.common.reporter import stoppable
 from apps.common.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import asked_for, refuse_dropped, tell
-from apps.common.shrink.fields import MANY, Difference, by_flag
+from apps.common.shrink.fields import Difference, Most, by_flag
 from apps.common.shrink.npu import stand_in_for
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.common.variables import start_with
@@ -30,6 +30,7 @@ from apps.grpo.config import OWNED, GrpoConfig
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, runnable, work_of
 from apps.grpo.shrink import shrink, shrunk_recipe, supplied
+from apps.grpo.shrink_nodes import nodes_for
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
 from engines.weights.hub import model_directory
@@ -117,18 +118,18 @@ def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
     return from_rank_0(run_dir / "model")
 
 
-def shrunk(config: GrpoConfig, most_ranks: int) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
-    """The configuration at the size of `most_ranks` processes, its recipe, and every field that differs.
+def shrunk(config: GrpoConfig, most: Most) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
+    """The configuration at the size of the processes allowed, its recipe, and every field that differs.
 
     Raises:
         ValueError: there is no such recipe, or there are too few processes.
     """
     recipe = recipes()[config.recipe]
-    small, differences = shrink(config, recipe, most_ranks)
+    small, differences = shrink(config, recipe, most)
     return small, shrunk_recipe(small, recipe), differences
 
 
-def run_shrunk(config: GrpoConfig, most_ranks: int) -> Result:
+def run_shrunk(config: GrpoConfig, most: Most) -> Result:
     """Run a recipe in small, with a tiny random model of its architecture; differences are printed first.
 
     Raises:
@@ -136,11 +137,11 @@ def run_shrunk(config: GrpoConfig, most_ranks: int) -> Result:
     """
     if config.resume:
         raise ValueError("a shrunk run goes on without --shrink: its settings are in its folder")
-    small, recipe, differences = shrunk(config, most_ranks)
+    small, recipe, differences = shrunk(config, most)
     tell(config.recipe, [*by_flag(config, recipes()[config.recipe].config), *differences])
     refuse_dropped(work_of(small, recipe))
     run_dir = resolve_run_dir(config.run_dir, RUNS, f"{config.recipe}-shrunk", resume=False)
-    with stand_in_for(small.engine.device):
+    with stand_in_for(small.engine.device), nodes_for(small):
         return run(supplied(small, recipe, run_dir), recipe)
 
 
@@ -149,24 +150,24 @@ def main(argv: Sequence[str], own_process: bool = False) -> None:
 
     `own_process`: this is the program's own process, which starts again with the variables that a recipe owns.
     """
-    argv, most_ranks = asked_for(argv)
+    argv, most = asked_for(argv)
 
     def works() -> list[tuple[Work, Work]]:
         found = [recipe.config for recipe in recipes().values()]
-        return [(work_of(config), work_of(*shrunk(config, most_ranks or MANY)[:2])) for config in found]
+        return [(work_of(config), work_of(*shrunk(config, most or Most())[:2])) for config in found]
 
     def planned(rest: Sequence[str]) -> Work:
         config = configure(rest)
-        return work_of(config) if most_ranks is None else work_of(*shrunk(config, most_ranks)[:2])
+        return work_of(config) if most is None else work_of(*shrunk(config, most)[:2])
 
     answer_without_running(argv, works, planned)
     config = configure(argv)
     if own_process:
         start_with(config.cluster.environment)
-    if most_ranks is None:
+    if most is None:
         run(config)
     else:
-        run_shrunk(config, most_ranks)
+        run_shrunk(config, most)
 
 
 if __name__ == "__main__":

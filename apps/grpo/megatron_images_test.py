@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from apps.common.plan.cluster import RolloutLayout
+from apps.common.shrink.fields import Most
 from apps.common.trained import tensors_of
 from apps.grpo.main import run_shrunk
 from apps.grpo.registry import recipes
@@ -30,7 +31,7 @@ def test_a_script_runs_from_end_to_end_with_a_frozen_tower(name, tmp_path, capsy
         monkeypatch.setenv(*entry.split("=", 1))
     run_dir = tmp_path / "run"
     asked = replace(config, cluster=cluster, own=own, steps=STEPS, run_dir=run_dir)
-    assert run_shrunk(asked, 8).steps == STEPS
+    assert run_shrunk(asked, Most(8)).steps == STEPS
     told = capsys.readouterr().out
     assert "--engine.vision" not in told
     assert "--engine.router" not in told

@@ -4,10 +4,8 @@ By hand: `bazel test //apps/grpo:pictures_ray_test`; with vLLM behind the actors
 """
 
 import asyncio
-import os
 
 import pytest
-import ray
 import torch
 
 from apps.common.trained import tensors_of
@@ -18,6 +16,7 @@ from apps.grpo.schedule_testing import proofs, rows
 from apps.grpo.session import Session
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
+from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
 from rollout.workers.weights import bucket_message, plain_bytes
 
@@ -25,17 +24,8 @@ from rollout.workers.weights import bucket_message, plain_bytes
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One node with room for two samplers, on loopback; runs find this process connected."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
+    with local_ray(cpus=2, store_bytes=SMALL_STORE):
+        yield
 
 
 def streams(steps):

@@ -3,17 +3,16 @@
 By hand: `bazel test //apps/grpo:ray_pools_test`.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from apps.common.plan.cluster import Pools, RolloutLayout, Schedule
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import ASYNC, ONE, rows, same_weights, small
 from apps.grpo.testing import RECIPE
+from rollout.workers.ray_local import connect, local_nodes
 from rollout.workers.ray_pool import RayPool
 
 SYNC = Schedule("sync")
@@ -23,15 +22,10 @@ SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """The head, where runs train, has room for all; two more nodes have room for one sampler each."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    size = {"object_store_memory": 80 << 20}
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **size})
-    for _ in range(2):
-        found.add_node(num_cpus=1, **size)
-    ray.init(address=found.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-    found.shutdown()
+    with local_nodes([4, 1, 1]) as address:
+        connect(address)
+        yield
+        ray.shutdown()
 
 
 def apart(run_dir, schedule, nodes, workers=2, **changes):

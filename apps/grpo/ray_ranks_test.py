@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import ASYNC, ONE, proofs, rows, same_weights, small, weights
 from apps.grpo.testing import RECIPE
+from rollout.workers.ray_local import SMALL_STORE, local_ray
 
 SYNC = Schedule("sync")
 
@@ -25,17 +25,8 @@ SYNC = Schedule("sync")
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One node with room for two samplers, on loopback; the first rank of a run connects to it."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    with local_ray(cpus=2, store_bytes=SMALL_STORE) as address:
+        yield address
 
 
 def in_ray(run_dir, schedule, address, **changes):

@@ -53,8 +53,8 @@ def ray_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"--cluster.rollout.ray-workers needs ray ({error}): with Bazel, run //apps/grpo:ray, which brings it; "
-            "else pip install 'tessera-rollout[ray]'"
+            f"--cluster.rollout.ray-workers needs ray ({error}): with Bazel, run //apps/grpo:ray, which brings it, or "
+            "//apps/grpo:vllm, which brings vLLM too; else pip install 'tessera-rollout[ray]'"
         ) from error
 
 
@@ -72,13 +72,13 @@ def in_cluster(config: GrpoConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    local = ray_module("rollout.workers.ray_local")
     address = layout.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        with _seen_by_children({"PYTHONPATH": _paths()}):
-            ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", configure_logging=False)
-    else:
-        ray.init(address=address, configure_logging=False)
+        with paths_of_children(), local.local_ray():
+            yield
+        return
+    local.connect(address)
     try:
         yield
     finally:
@@ -301,15 +301,14 @@ def _paths() -> str:
 
 
 @contextmanager
-def _seen_by_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have environment variables while processes are started."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def paths_of_children() -> Iterator[None]:
+    """Let processes that are started inside, Ray's daemons among them, import from where this one does."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = _paths()
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

@@ -19,6 +19,7 @@ from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, ro
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
 from rollout.sync.pieces import Bucket
+from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
 from rollout.workers.weights import bucket_message, plain_bytes
 
@@ -29,17 +30,8 @@ SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One node with room for two samplers, on loopback; runs find this process connected."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
+    with local_ray(cpus=2, store_bytes=SMALL_STORE):
+        yield
 
 
 def in_ray(run_dir, schedule, workers=2, cpus=1.0, **changes):

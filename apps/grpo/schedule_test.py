@@ -1,8 +1,5 @@
-"""Schedules that sample ahead: what they train on, that stops and kills change nothing, and that nothing is lost."""
+"""Schedules that sample ahead: what they train on and show, what may go on from them; kills: schedule_deaths_test."""
 
-import os
-import shutil
-import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -10,15 +7,13 @@ from functools import partial
 import pytest
 
 from apps.common import cli
-from apps.common.kills import in_child, kill_at_call
 from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.reporter import Reporter
 from apps.common.trained import assert_trained
-from apps.grpo import schedule_async, schedule_one_step
 from apps.grpo.main import configure, run
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, proofs, rows, same_weights, small
+from apps.grpo.schedule_testing import ASYNC, ONE, rows, small
 from apps.grpo.testing import RECIPE, HeldTasks, make_troubled_tasks
 from engines.launch import RankError
 from rollout.sync.pieces import Bucket
@@ -54,29 +49,11 @@ def test_one_step_off_shows_when_who_was_busy(one_step):
     assert "Timeline" in (one_step / "report.html").read_text()
 
 
-def test_one_step_off_resumed_ends_with_the_same_bits(one_step, tmp_path):
-    """Also after a kill amid a step, with answers in the ledger that no checkpoint goes with."""
-    child = in_child(
-        go, tmp_path / "run", ONE, prepare=lambda: kill_at_call(schedule_one_step, "train_on", 4, "before")
-    )
-    assert child == -signal.SIGKILL
-    assert in_child(go, tmp_path / "run", ONE) == 0
-    assert same_weights(one_step, tmp_path / "run")
-    assert [row["reward"] for row in rows(tmp_path / "run")[1:]] == [row["reward"] for row in rows(one_step)[1:]]
-
-
 def test_one_step_off_on_two_ranks(one_step, tmp_path):
     run(small(tmp_path / "two", ONE, processes=2), RECIPE)
     for left, right in zip(rows(one_step)[1:], rows(tmp_path / "two")[1:], strict=True):
         for name in ("reward", "rollout/tokens", "rollout/policy_version"):
             assert right[name] == pytest.approx(left[name], abs=1e-6)
-
-
-@pytest.fixture(scope="module")
-def asynchronous(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("async") / "run"
-    assert in_child(go, run_dir, ASYNC) == 0
-    return run_dir
 
 
 @pytest.mark.parametrize("processes", [(2, 1), (1, 2)])
@@ -98,14 +75,6 @@ def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule, tmp_pat
     run(config, RECIPE)
     with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --cluster.schedule.mode sync"):
         run(replace(config, cluster=Cluster(schedule=schedule), resume=True, steps=3), RECIPE)
-
-
-@pytest.mark.parametrize("schedule", [Schedule(), ONE], ids=lambda schedule: schedule.mode)
-def test_no_other_schedule_takes_over_from_fully_async(schedule, asynchronous, tmp_path):
-    """Its tasks were asked ahead: another schedule would skip those that wait in the ledger, without a word."""
-    shutil.copytree(asynchronous, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"go on with --cluster.schedule.mode fully_async"):
-        run(small(tmp_path / "run", schedule, resume=True, steps=6), RECIPE)
 
 
 def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path, monkeypatch):
@@ -146,20 +115,6 @@ def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path, monkeypat
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
 
 
-def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
-    config = small(asynchronous, ASYNC)
-    assert_nothing_lost(asynchronous, config)
-    logged = rows(asynchronous)
-    assert all(row["schedule/staleness"] <= 1 for row in logged[1:])
-    assert max(row["schedule/token_staleness"] for row in logged[1:]) > 0
-    assert [row["weights/version"] for row in logged[1:]] == [1, 2, 3, 4]
-    assert logged[1]["log_prob_difference"] < 1e-3
-    assert {"eval/accuracy"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
-    assert {span.lane for span in read_timeline(asynchronous)} == {"trainer", "sampler", "weights"}
-    assert all(row["train/grad_norm"] > 1e-4 for row in logged[1:])
-    assert all(0 < distance < 1e-5 for distance in proofs(logged[1:]))
-
-
 def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path, monkeypatch):
     """It took what it got, and says that it has the new weights; those that it has are proven at each hand-over."""
     plain = WorkerProcess.receive
@@ -174,68 +129,6 @@ def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path, monkeypat
     monkeypatch.setattr(WorkerProcess, "receive", receive)
     with pytest.raises(WeightsNotTakenError, match="log-probs of the sampler, of version 1"):
         run(small(tmp_path / "run", ASYNC), RECIPE)
-
-
-def test_a_kill_of_the_driver_loses_nothing(tmp_path):
-    """Before a finished group is recorded; more moments are `schedule_kills_test`'s. Its sampler ends with it."""
-    run_dir = tmp_path / "run"
-    kill = lambda: kill_at_call(schedule_async.RolloutLedger, "finished", 7, "before")  # noqa: E731
-    assert in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
-    assert in_child(go, run_dir, ASYNC) == 0
-    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
-
-
-def kill_worker(which):
-    """The sampling process ends, by SIGKILL, when it is asked for its `which`-th group."""
-    real, calls = WorkerProcess.call, 0
-
-    def call(self, name, **arguments):
-        nonlocal calls
-        calls += name == "play"
-        found = real(self, name, **arguments)
-        if name == "play" and calls == which:
-            os.kill(self.process.pid, signal.SIGKILL)
-        return found
-
-    WorkerProcess.call = call
-
-
-def test_engine_death_in_mid_generation(tmp_path):
-    """Another process takes over; the groups that were lost begin again."""
-    run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_worker(10)) == 0
-    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
-
-
-def kill_when_handed(*which):
-    """SIGKILL for the first sampling process at its 10th group, and for those numbered `which` at their hand-over."""
-    real, workers = WorkerProcess.call, []
-    kill_worker(10)
-    counted = WorkerProcess.call
-
-    def call(self, name, **arguments):
-        if self not in workers:
-            workers.append(self)
-        if name != "prepare" or workers.index(self) not in which:
-            return counted(self, name, **arguments)
-        found = real(self, name, **arguments)
-        os.kill(self.process.pid, signal.SIGKILL)
-        return found
-
-    WorkerProcess.call = call
-
-
-def test_death_of_a_replacement_while_it_is_handed_the_weights(tmp_path):
-    """Two in a row: another one takes over, and the groups that the first one lost begin again."""
-    run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2)) == 0
-    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
-
-
-def test_a_sampler_that_dies_again_and_again_ends_the_run(tmp_path):
-    run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2, 3, 4)) not in (0, -signal.SIGKILL)
-    assert "the sampling process died 4 times in a row" in (tmp_path / "run.err").read_text()
 
 
 def test_hung_environment_and_tool_timeout(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
 from apps.grpo.pictures_testing import SERVED, assert_tower_moved, pictured
 from apps.grpo.schedule_testing import proofs, rows, served
+from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
 
 pytestmark = pytest.mark.skipif(
@@ -25,17 +26,8 @@ CHILD = b"vllm/server/start.py"
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One node with room for two samplers, on loopback; runs find this process connected."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
+    with local_ray(cpus=2, store_bytes=SMALL_STORE):
+        yield
 
 
 def in_ray(run_dir, workers=1, schedule=Schedule("sync")):  # noqa: B008  frozen

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.shrink.data import nested, write_picture_rows, write_rows
-from apps.common.shrink.fields import Change, Difference, Small, apply_changes, engine_changes, steps_changes
+from apps.common.shrink.fields import Change, Difference, Most, Small, apply_changes, engine_changes, steps_changes
 from apps.common.shrink.model import make_model, tiny_shape
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
@@ -19,7 +19,7 @@ DIGITS = 20
 """Of the longest numbers: a prompt of them is a third of the longest sequence."""
 
 
-def shrink(config: GrpoConfig, recipe: Recipe, most_ranks: int) -> tuple[GrpoConfig, tuple[Difference, ...]]:
+def shrink(config: GrpoConfig, recipe: Recipe, most: Most) -> tuple[GrpoConfig, tuple[Difference, ...]]:
     """The configuration of a recipe in small, and every field that differs.
 
     Raises:
@@ -27,7 +27,7 @@ def shrink(config: GrpoConfig, recipe: Recipe, most_ranks: int) -> tuple[GrpoCon
     """
     short = min(config.max_episode_tokens, TOKENS)
     ranks = config.processes * config.cluster.pools.nodes
-    small = Small.of(config.engine, ranks, config.max_episode_tokens, short, most_ranks)
+    small = Small.of(config.engine, ranks, config.max_episode_tokens, short, most)
     changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
     if recipe.make_model is None:  # it reads prompts from a file

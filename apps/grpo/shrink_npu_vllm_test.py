@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reaso
 ASYNC = "qwen3-235b-a22b-async-npu"
 ON_ONE_MACHINE = (
     *("--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated", "--cluster.pools.rollout-nodes", "0"),
+    *("--cluster.rollout.ray-workers", "0"),
 )
-"""What this recipe leaves out by name: machines of their own that sample."""
+"""Without machines of their own that sample, which shrink_npu_pools_test has."""
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2-npu", "qwen3-5-35b-a3b-fsdp2-npu"])

@@ -9,7 +9,7 @@ import pytest
 from apps.common.flags import changed
 from apps.common.plan.cluster import Cluster, RolloutLayout
 from apps.common.shrink.command import asked_for, refuse_dropped
-from apps.common.shrink.fields import RANKS, value_at
+from apps.common.shrink.fields import RANKS, Most, value_at
 from apps.common.shrink.model import tiny_shape, transformers_config
 from apps.common.trained import tensors_of
 from apps.grpo.main import main, run_shrunk, shrunk
@@ -22,7 +22,7 @@ from rollout.vllm.spread import spread_refusal
 
 RECIPES = recipes()
 SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
-LACKING = "qwen3-235b-a22b-async-npu"
+APART = "qwen3-235b-a22b-async-npu"
 SIZES = {
     *("steps", "prompts", "group_size", "mini_batches", "epochs", "eval_every", "save_every", "max_episode_tokens"),
     *("data.max_prompt_tokens", "data.eval_prompts", "sampling.max_new_tokens"),
@@ -34,7 +34,7 @@ COUNTS = {
     *("processes", "engine.tensor_parallel", "engine.pipeline_parallel", "engine.virtual_pipeline_parallel"),
     *("engine.expert_parallel", "engine.expert_tensor_parallel", "engine.context_parallel"),
     *("engine.first_stage_layers", "engine.last_stage_layers", "cluster.pools.nodes", "cluster.pools.rollout_nodes"),
-    *("cluster.rollout.tp", "cluster.rollout.dp", "cluster.rollout.ep"),
+    *("cluster.rollout.tp", "cluster.rollout.dp", "cluster.rollout.ep", "cluster.rollout.ray_workers"),
 }
 DEVICE = {
     *("engine.device", "cluster.pools.device_memory_gib", "cluster.rollout.memory_share"),
@@ -44,7 +44,7 @@ DEVICE = {
 KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
 SMALL_GAP = 1e-3
 """Between the sampler's log-probs and the trainer's: both see the same image in the same place, or it is far larger."""
-MANY = 32
+MANY = Most(32)
 """Processes that two ranks of each parallelism never exceed."""
 
 
@@ -96,7 +96,7 @@ def test_copies_and_shards_of_the_weights_stay_several(shards, context_parallel,
     assert {one.path for one in differences if one.kind == "ranks"} <= COUNTS | {"engine.shard_ranks"}
     if processes == 4:
         with pytest.raises(ValueError, match="are 4 processes: allow them by --shrink=4"):
-            shrink(replace(recipe.config, engine=engine), recipe, 2)
+            shrink(replace(recipe.config, engine=engine), recipe, Most(2))
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_copies_and_shards_of_the_weights_stay_several(shards, context_parallel,
 )
 def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes, most, fix):
     """More processes of --shrink help where the run has them; what is proposed works."""
-    recipe = RECIPES[LACKING]
+    recipe = RECIPES[APART]
     config = replace(recipe.config, processes=processes)
     config = replace(config, cluster=replace(config.cluster, pools=replace(config.cluster.pools, nodes=2)))
     with pytest.raises(ValueError, match=fix):
-        shrink(config, recipe, most)
+        shrink(config, recipe, Most(most))
     plenty = replace(config, processes=max(processes, 32))
-    assert shrink(plenty, recipe, 12)[0].processes == 12
+    assert shrink(plenty, recipe, Most(12))[0].processes == 12
 
 
 def test_experts_that_no_number_of_ranks_holds_are_told_so():
@@ -147,17 +147,12 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_shrunk_run_does_without_nothing_but_what_is_named(name):
-    """All but one are whole: images through several of vLLM's workers too, on the CPU beside an NPU."""
+    """Images go through several of vLLM's workers too, on the CPU beside an NPU; pools are apart in Ray."""
     small, recipe, differences = shrunk(RECIPES[name].config, MANY)
     on_npus = small.engine.device == "npu"
     moved = [str(one).split() for one in differences if one.path == "cluster.rollout.device"]
     assert moved == [["device", "--cluster.rollout.device", "auto", "->", "cpu"]] * on_npus
-    if name != LACKING:
-        refuse_dropped(work_of(small, recipe))
-        return
-    with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
-        refuse_dropped(work_of(small, recipe))
-    assert "vLLM beside NPUs" not in str(refusal.value)
+    refuse_dropped(work_of(small, recipe))
 
 
 @pytest.mark.parametrize("name", [name for name in SEEDS if RECIPES[name].config.engine.device == "npu"])
@@ -169,7 +164,7 @@ def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name):
 def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator():
     """Shrunk, they are on the CPU, and run."""
     with pytest.raises(ValueError, match=r"--cluster.rollout.ep 64: No\(experts over the copies .* no accelerator has"):
-        refuse_dropped(work_of(RECIPES[LACKING].config))
+        refuse_dropped(work_of(RECIPES[APART].config))
 
 
 def test_the_device_of_a_flag_counts():
@@ -180,10 +175,16 @@ def test_the_device_of_a_flag_counts():
     refuse_dropped(work_of(small, recipe))
 
 
+def without_ray():
+    """The recipe whose pools are apart, with nothing that samples on nodes of its own."""
+    config = RECIPES[APART].config
+    return replace(config, cluster=replace(config.cluster, rollout=replace(config.cluster.rollout, ray_workers=0)))
+
+
 def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, capsys):
     """By its No; and no process, no folder and no model is made."""
-    name = LACKING
-    config = replace(RECIPES[name].config, run_dir=tmp_path / "run")
+    name = APART
+    config = replace(without_ray(), run_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
         run_shrunk(config, MANY)
     small, recipe, _ = shrunk(config, MANY)
@@ -201,26 +202,32 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, c
 
 def test_flags_that_leave_something_out_are_proposed():
     with pytest.raises(ValueError) as refusal:
-        run_shrunk(RECIPES[LACKING].config, MANY)
+        run_shrunk(without_ray(), MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
     assert "--engine.no-optimizer-on-host" not in proposed
     assert "--cluster.rollout.ep" not in proposed  # on the CPU, where copies share experts
     assert "--cluster.pools.placement" in proposed
-    argv = ["--recipe", LACKING, f"--shrink={MANY}", *proposed, "--plan"]
+    argv = ["--recipe", APART, "--shrink", "--cluster.rollout.ray-workers", "0", *proposed, "--plan"]
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 0
 
 
+@pytest.mark.parametrize(("name", "processes"), [(APART, 12), ("qwen3-5-122b-a10b-megatron", 8)])
+def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_parallelism_need(name, processes):
+    assert shrunk(RECIPES[name].config, Most())[0].processes == processes
+    assert processes >= RANKS
+
+
 def test_processes_are_bounded_and_said():
-    assert asked_for(["--shrink", "--steps", "3"]) == (["--steps", "3"], RANKS)
-    assert asked_for(["--shrink=4"]) == ([], 4)
+    assert asked_for(["--shrink", "--steps", "3"]) == (["--steps", "3"], Most())
+    assert asked_for(["--shrink=4"]) == ([], Most(4))
     assert asked_for(["--seed", "1"]) == (["--seed", "1"], None)
     for word in ("--shrink=0", "--shrink=many", "--shrink=-1"):
         with pytest.raises(ValueError, match="such as --shrink=4"):
             asked_for([word])
     with pytest.raises(ValueError, match="two ranks of each parallelism are 4 processes: allow them by --shrink=4"):
-        shrunk(RECIPES["qwen3-5-122b-a10b-megatron"].config, 2)
+        shrunk(RECIPES["qwen3-5-122b-a10b-megatron"].config, Most(2))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +237,7 @@ def test_processes_are_bounded_and_said():
 def test_settings_that_shrinking_has_no_place_for_are_refused(change, words, tmp_path):
     config = replace(RECIPE.config, run_dir=tmp_path / "run", **change)
     with pytest.raises(ValueError, match=words):
-        run_shrunk(config, RANKS)
+        run_shrunk(config, Most())
 
 
 def test_pictures_are_drawn_in_the_recipes_columns(tmp_path):
@@ -255,7 +262,7 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(name,
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
     own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), 2).steps == 2
+    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), Most(2)).steps == 2
     told = capsys.readouterr().out
     assert "flag   --cluster.rollout.engine  vllm -> native" in told
     assert "images-column" not in told
@@ -276,7 +283,7 @@ def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path, capsys):
     config = RECIPES["qwen3-5-27b-fsdp2"].config
     left = replace(config, cluster=Cluster(), engine=replace(config.engine, vision="off"), steps=2)
     assert left.engine.optimizer_on_host
-    result = run_shrunk(replace(left, run_dir=tmp_path / "run"), 2)
+    result = run_shrunk(replace(left, run_dir=tmp_path / "run"), Most(2))
     assert result.steps == 2
     assert "flag   --cluster.media.images-column  images -> None" in capsys.readouterr().out
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

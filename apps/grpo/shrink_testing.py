@@ -1,7 +1,6 @@
 """Recipes for NPUs, shrunk, each in a process of its own as from the command line: for tests.
 
-What the flags leave out: machines of their own that sample, which `--shrink` refuses by name, and vLLM where there is
-none.
+What the flags leave out: machines of their own that sample, where there is no Ray, and vLLM where there is none.
 """
 
 import json
@@ -22,7 +21,7 @@ NATIVE = (
 ONE_POOL = (
     *("--cluster.rollout.dp", "1", "--cluster.rollout.ep", "1", "--cluster.rollout.max-model-tokens", "None"),
     *("--cluster.rollout.cuda-graph-sizes", "--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated"),
-    *("--cluster.pools.rollout-nodes", "0"),
+    *("--cluster.pools.rollout-nodes", "0", "--cluster.rollout.ray-workers", "0"),
 )
 ONE_RANK = (
     *("--processes", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from apps.common.shrink.fields import Most
 from apps.common.trained import tensors_of
 from apps.grpo.main import run_shrunk
 from apps.grpo.registry import recipes
@@ -21,7 +22,7 @@ def test_a_script_with_images_runs_from_end_to_end_through_two_workers(name, tmp
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
     own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
     run_dir = tmp_path / "run"
-    assert run_shrunk(replace(config, own=own, steps=2, run_dir=run_dir), 2).steps == 2
+    assert run_shrunk(replace(config, own=own, steps=2, run_dir=run_dir), Most(2)).steps == 2
     told = capsys.readouterr().out
     assert {line.split()[1] for line in told.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
     steps = rows(run_dir)[1:]

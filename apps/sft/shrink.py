@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.common.shrink.data import nested, write_rows
-from apps.common.shrink.fields import Change, Difference, Small, apply_changes, engine_changes, steps_changes
+from apps.common.shrink.fields import Change, Difference, Most, Small, apply_changes, engine_changes, steps_changes
 from apps.common.shrink.model import make_model, tiny_shape
 from apps.quickstart.arithmetic import Problem
 from apps.quickstart.demonstrations import demonstration
@@ -18,7 +18,7 @@ DIGITS = 70
 """Of the longest numbers: question and answer are nearly the longest sequence."""
 
 
-def shrink(config: SftConfig, recipe: Recipe, most_ranks: int) -> tuple[SftConfig, tuple[Difference, ...]]:
+def shrink(config: SftConfig, recipe: Recipe, most: Most) -> tuple[SftConfig, tuple[Difference, ...]]:
     """The configuration of a recipe in small, and every field that differs.
 
     Raises:
@@ -26,7 +26,7 @@ def shrink(config: SftConfig, recipe: Recipe, most_ranks: int) -> tuple[SftConfi
     """
     longest, short = config.data.max_tokens, min(config.data.max_tokens, TOKENS)
     ranks = config.processes * config.cluster.pools.nodes
-    small = Small.of(config.engine, ranks, longest, short, most_ranks)
+    small = Small.of(config.engine, ranks, longest, short, most)
     changes = engine_changes(small, config.engine, config.cluster) + steps_changes(config.engine, STEPS)
     sizes = _sizes(config, short)
     if recipe.synthetic and not config.data.data:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
+from apps.common.shrink.fields import Most
 from apps.common.trained import assert_trained, tensors_of
 from apps.sft.main import run_shrunk
 from apps.sft.registry import recipes
@@ -38,7 +39,7 @@ def test_a_recipe_runs_from_end_to_end(name, tmp_path, capsys, monkeypatch):
     owned = config.cluster.environment
     for entry in owned:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
-    result = run_shrunk(replace(config, run_dir=tmp_path / "run"), 4)
+    result = run_shrunk(replace(config, run_dir=tmp_path / "run"), Most(4))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result.steps == len(rows) - 1 == 4
     assert result.loss_after < result.loss_before

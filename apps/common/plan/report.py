@@ -105,8 +105,9 @@ def _ranks(work: Work, grid: Grid | None) -> list[str]:
     pools = work.cluster.pools
     lines = [f"{pools.nodes} nodes x {work.processes} = {work.ranks} train, {pools.placement}"]
     if pools.rollout_nodes:
-        actors = work.cluster.rollout.ray_workers
-        each = f"{actors} actors" if actors else f"x {work.processes} = {work.rollout_ranks}"
+        actors, devices = work.cluster.rollout.ray_workers, work.cluster.rollout.devices
+        spans = f" of {devices} devices" if devices > 1 else ""
+        each = f"{actors} actors{spans}" if actors else f"x {work.processes} = {work.rollout_ranks}"
         lines[0] += f"; {pools.rollout_nodes} nodes {each} sample"
     if grid is None:
         return lines

@@ -7,7 +7,7 @@ from apps.common.flags import flag, leaves
 from apps.common.plan.cluster import Cluster
 from apps.common.plan.report import make_plan
 from apps.common.plan.work import Work
-from apps.common.shrink.fields import RANKS, Difference
+from apps.common.shrink.fields import Difference, Most
 from engines.capability import No
 from engines.launch import under_torchrun
 
@@ -21,7 +21,7 @@ LEFT_OUT = {
 """Flags that leave out what a need is for, where its name is no flag."""
 
 
-def asked_for(argv: Sequence[str]) -> tuple[list[str], int | None]:
+def asked_for(argv: Sequence[str]) -> tuple[list[str], Most | None]:
     """The command line without `--shrink`, or `--shrink=PROCESSES`, and how many processes it allows; None without it.
 
     Raises:
@@ -35,7 +35,7 @@ def asked_for(argv: Sequence[str]) -> tuple[list[str], int | None]:
         raise ValueError("--shrink starts its own processes: leave torchrun out")
     if given[-1] and not (given[-1].isdigit() and int(given[-1])):
         raise ValueError(f"--shrink={given[-1]} must be the most processes that may be started, such as --shrink=4")
-    return rest, int(given[-1] or RANKS)
+    return rest, Most(int(given[-1])) if given[-1] else Most()
 
 
 def tell(recipe: str, differences: Sequence[Difference]) -> None:

@@ -23,9 +23,16 @@ from engines.parallel.choice import shards_of
 C = TypeVar("C")
 Kind = Literal["size", "ranks", "device", "flag"]
 RANKS = 8
-"""Processes of a shrunk run, at most."""
+"""Processes of a shrunk run, at most, but where two ranks of each parallelism are more."""
 MANY = 64
 """More processes than two ranks of each parallelism need: for what is only planned."""
+
+
+@dataclass(frozen=True)
+class Most:
+    """How many processes a shrunk run may have: `RANKS`, or as many as it needs; with `ranks` no more than that."""
+
+    ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,12 +91,16 @@ class Small:
     tokens: int
 
     @staticmethod
-    def of(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> "Small":
+    def of(engine: EngineConfig, ranks: int, longest: int, short: int, most: Most) -> "Small":
         """For a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of `short`.
 
         Raises:
-            ValueError: `most_ranks` are too few for two ranks of each parallelism, or the run's own are.
+            ValueError: `most.ranks` are too few for two ranks of each parallelism, or the run's own are.
         """
+        most_ranks = most.ranks or RANKS
+        if most.ranks is None and not _fits(engine, ranks, longest, short, RANKS):
+            more = range(RANKS + 1, MANY + 1)
+            most_ranks = next((n for n in more if _fits(engine, ranks, longest, short, n)), RANKS)
         small = Small.layout(engine, ranks, longest, short, most_ranks)
         if small.ranks > most_ranks:
             raise ValueError(
@@ -201,6 +212,7 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.pools.nodes", "ranks", 1),
         Change("cluster.pools.rollout_nodes", "ranks", min(1, pools.rollout_nodes)),
         Change("cluster.pools.device_memory_gib", "device", None),
+        Change("cluster.rollout.ray_workers", "ranks", min(2, rollout.ray_workers)),
         Change("cluster.rollout.tp", "ranks", tp),
         Change("cluster.rollout.dp", "ranks", dp),
         Change("cluster.rollout.ep", "ranks", _spread_experts(rollout, tp, dp)),

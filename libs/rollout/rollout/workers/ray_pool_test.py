@@ -16,6 +16,7 @@ from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
 from rollout.workers.demand import Demand
 from rollout.workers.process import WorkerDied
+from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import NodeLost, RayPool
 from rollout.workers.serve import weight_handlers
 
@@ -52,10 +53,11 @@ def sampling(seed):
 def cluster():
     """A head with two processors, and a node that bears a mark."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    small_node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-    found = Cluster(initialize_head=True, head_node_args=small_node)
-    found.far = found.add_node(num_cpus=1, resources={"far": 1}, object_store_memory=80 << 20)
-    ray.init(address=found.address, log_to_driver=False)
+    size = {"node_ip_address": LOOPBACK, "object_store_memory": SMALL_STORE}
+    with on_loopback():
+        found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **size})
+        found.far = found.add_node(num_cpus=1, resources={"far": 1}, **size)
+    connect(found.address)
     yield found
     ray.shutdown()
     found.shutdown()

@@ -1,0 +1,108 @@
+"""Ray on this machine alone: clusters of one or several nodes whose servers all listen on loopback.
+
+Ray puts the machine's own address in the place of a loopback one, and then listens on all interfaces. It leaves it
+alone where it takes itself for a system without clusters (a variable of its own, meant for Windows and macOS; it is
+read when ray is imported, and its children read it anew). That is what `on_loopback` says, for as long as a cluster
+begins or is found; `local_ray` refuses to go on if the address has changed all the same.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+try:
+    import ray
+    from ray._private import ray_constants
+    from ray.cluster_utils import Cluster
+except ImportError as error:
+    raise ImportError("a Ray cluster needs ray: pip install 'tessera-rollout[ray]'") from error
+
+LOOPBACK = "127.0.0.1"
+SMALL_STORE = 80 << 20
+"""Bytes of a node's object store: little more than the least that Ray takes."""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is of this machine's loopback interface."""
+    return address.rpartition(":")[0] in (LOOPBACK, "localhost")
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let Ray take loopback addresses as they are, in this process and in those that it starts, its daemons too."""
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, as_read = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = as_read
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def local_ray(cpus: int | None = None, store_bytes: int | None = None) -> Iterator[str]:
+    """Be connected to a cluster of one node that begins here and ends with this; its HOST:PORT.
+
+    `cpus`: that it counts; without it the machine's. No dashboard, no usage statistics.
+
+    Raises:
+        RuntimeError: it listens elsewhere than on loopback.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with on_loopback():
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            object_store_memory=store_bytes,
+            include_dashboard=False,
+            _node_ip_address=LOOPBACK,
+            configure_logging=False,
+        )
+    try:
+        yield _held(ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def local_nodes(cpus: Sequence[float], store_bytes: int = SMALL_STORE) -> Iterator[str]:
+    """Have a cluster of a node for each entry of `cpus`, which nobody is connected to yet; its HOST:PORT.
+
+    The first node is the head, where whoever connects counts as being. They end with this.
+
+    Raises:
+        RuntimeError: it listens elsewhere than on loopback.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    plain = {"node_ip_address": LOOPBACK, "object_store_memory": store_bytes, "include_dashboard": False}
+    with on_loopback():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], **plain})
+        try:
+            for count in cpus[1:]:
+                cluster.add_node(num_cpus=count, **plain)
+        except BaseException:
+            cluster.shutdown()
+            raise
+    try:
+        yield _held(cluster.address)
+    finally:
+        cluster.shutdown()
+
+
+def connect(address: str) -> None:
+    """Connect this process to the cluster at HOST:PORT, one of this machine's loopback too."""
+    if not is_loopback(address):
+        ray.init(address=address, configure_logging=False)
+        return
+    with on_loopback():
+        ray.init(address=address, _node_ip_address=LOOPBACK, configure_logging=False)
+
+
+def _held(address: str) -> str:
+    if not is_loopback(address):
+        raise RuntimeError(f"Ray listens at {address}, and was told to stay on {LOOPBACK}")
+    return address
