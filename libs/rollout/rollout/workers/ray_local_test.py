@@ -4,34 +4,21 @@ import os
 import subprocess
 import sys
 
-import psutil
 import ray
 
+from rollout.testing.listening import listening
 from rollout.workers.ray_local import is_loopback, local_nodes, local_ray, on_loopback
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ASK = """
 import sys, ray
+from rollout.testing.listening import listening
 from rollout.workers.ray_local import connect
 connect(sys.argv[1])
 where = ray.remote(lambda: ray.get_runtime_context().get_node_id())
 homes = ray.get([where.options(num_cpus=2).remote() for _ in range(2)])
 print(len(ray.nodes()), len(set(homes)), ray.get_runtime_context().get_node_id() in homes)
 """
-
-
-def listening() -> dict[str, set[str]]:
-    """Interfaces that processes below this one listen on, by the names of the processes."""
-    found: dict[str, set[str]] = {}
-    for process in psutil.Process().children(recursive=True):
-        try:
-            sockets = process.net_connections("inet")
-        except psutil.NoSuchProcess:  # it ended since
-            continue
-        for one in sockets:
-            if one.status == psutil.CONN_LISTEN:
-                found.setdefault(process.name(), set()).add(one.laddr.ip.removeprefix("::ffff:"))
-    return found
 
 
 def test_a_cluster_of_one_node_stays_on_loopback():

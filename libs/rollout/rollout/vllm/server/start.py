@@ -42,9 +42,17 @@ def see_as_server() -> None:
         replace_processors()
 
 
+def stay_on_loopback() -> None:
+    """Have torch's stores of this process listen there, before vLLM imports them."""
+    from rollout.vllm.server.stores import hold_stores_to_loopback  # found by the path and the package made above
+
+    hold_stores_to_loopback()
+
+
 def main() -> None:
     """Serve."""
     os.environ[_SERVER] = str(os.getpid())
+    stay_on_loopback()
     from rollout.vllm.server.serve import serve  # found by the path and the package made above
 
     serve(int(sys.argv[1]))
@@ -56,4 +64,5 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":  # a worker
     make_importable()
     end_with_server()
+    stay_on_loopback()
     see_as_server()

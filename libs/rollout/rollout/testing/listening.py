@@ -1,0 +1,17 @@
+"""Which interfaces the processes below this one listen on, by what the kernel says: for tests."""
+
+import psutil
+
+
+def listening() -> dict[str, set[str]]:
+    """Addresses by the names of the processes that listen there over IP."""
+    found: dict[str, set[str]] = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            sockets, name = process.net_connections("inet"), process.name()
+        except psutil.NoSuchProcess:  # it ended since
+            continue
+        for one in sockets:
+            if one.status == psutil.CONN_LISTEN:
+                found.setdefault(name, set()).add(one.laddr.ip.removeprefix("::ffff:"))
+    return found

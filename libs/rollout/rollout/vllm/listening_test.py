@@ -1,0 +1,26 @@
+"""Real vLLM, two copies of two workers that share experts: nothing of it can be reached from another machine."""
+
+import os
+from typing import Any
+
+import pytest
+
+from rollout.testing.listening import listening
+from rollout.testing.model import SERVED, tiny_mixture
+from rollout.testing.served import config
+from rollout.vllm.engine import VllmEngine
+
+pytestmark = pytest.mark.skipif(
+    "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SPREAD: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
+
+
+def test_workers_and_copies_listen_on_loopback_alone(tmp_path):
+    tiny_mixture(300, layers=4, **{**SERVED, **HEADS, "num_experts": 4}).save_pretrained(tmp_path)
+    with VllmEngine(tmp_path, config(**SPREAD, tensor_parallel=2)):
+        found = listening()
+
+    assert found, "workers that find each other listen somewhere"
+    assert set().union(*found.values()) == {"127.0.0.1"}, found

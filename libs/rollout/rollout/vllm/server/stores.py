@@ -1,0 +1,55 @@
+"""torch's rendezvous stores of vLLM's processes, held to loopback.
+
+A `TCPStore` listens on all interfaces, whatever host it is given, and whoever reaches it reads and writes what workers
+tell each other, pickled objects among it. It takes a socket that listens already, though: one of loopback, where the
+host is. Called before vLLM is imported, which takes the class by name.
+"""
+
+import importlib
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class LoopbackStore(dist.TCPStore):
+    """torch's store, which listens on loopback alone where its host is loopback."""
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = timedelta(seconds=300),
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+    ) -> None:
+        own = None
+        if is_master and master_listen_fd is None and host_name in LOOPBACK:
+            own = socket.create_server((LOOPBACK[0], port), backlog=512)
+            port, master_listen_fd = own.getsockname()[1], own.fileno()
+        super().__init__(
+            host_name=host_name,
+            port=port,
+            world_size=world_size,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=wait_for_workers,
+            multi_tenant=multi_tenant,
+            master_listen_fd=master_listen_fd,
+            use_libuv=use_libuv,
+        )
+        if own is not None:
+            own.detach()  # it is torch's now
+
+
+def hold_stores_to_loopback() -> None:
+    """Let `TCPStore` mean `LoopbackStore` in this process, twice too."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of torch.distributed has its name
+    for module in (dist, rendezvous):
+        vars(module)["TCPStore"] = LoopbackStore
