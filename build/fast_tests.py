@@ -5,6 +5,12 @@ in a process of its own with a home of its own, as under Bazel, but sees the who
 this Python lacks is left out and counted, by package: files that declare a package that is not installed, and cases
 that fail for one. Files of other hubs, and those that Bazel builds something for, are left out too. The last line is
 the total; the exit status is 1 if a case failed or none passed. pytest has to be installed.
+
+The tests that want a GPU, on a machine that has one, one after the other and each for three minutes at most:
+
+    TRITON_CACHE_DIR=DIR TRITON_CACHE_AUTOTUNING=1 python3.12 build/fast_tests.py --only gpu --jobs 1 --seconds 180
+
+Kernels tune for minutes where nothing was kept in DIR.
 """
 
 import argparse
@@ -16,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -119,17 +126,20 @@ def lacking(text: str) -> str:
     return ""
 
 
-def left_out(test: Test, tags: set[str]) -> str:
-    """Why a test is not started; "" if it is."""
-    barred = [tag for tag in test.tags if tag in NEEDS and tag not in tags]
+def left_out(test: Test, tags: set[str], only: str = "") -> str:
+    """Why a test is not started; "" if it is. `only`: a tag that it must have; it may be one to be run by hand then."""
+    if only and only not in test.tags:
+        return f"not tagged {only}"
+    barred = [tag for tag in test.tags if tag in NEEDS and tag not in tags | ({only, "manual"} if only else set())]
     if barred:
         return f"tagged {barred[0]}"
     absent = [name for name in test.packages if name not in installed()]
     return f"without {absent[0]}" if absent else test.special
 
 
-def run(test: Test) -> tuple[Counter[str], list[str]]:
-    """Run one file: its cases by outcome, and what there is to say of them."""
+def run(test: Test, most: float | None = None) -> tuple[Counter[str], list[str]]:
+    """Run one file, for `most` seconds or those of its size: its cases by outcome, and what there is to say of them."""
+    limit = most or SECONDS[test.size]
     with tempfile.TemporaryDirectory() as scratch:
         xml = Path(scratch) / "test.xml"
         home = Path(scratch) / "home"
@@ -151,10 +161,10 @@ def run(test: Test) -> tuple[Counter[str], list[str]]:
             start_new_session=True,
         ) as process:
             try:
-                said, _ = process.communicate(timeout=SECONDS[test.size])
+                said, _ = process.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                said = process.communicate()[0] + f"\nended after {SECONDS[test.size]} s"
+                said = process.communicate()[0] + f"\nended after {limit:g} s"
         return account(test, process.returncode, xml, said)
 
 
@@ -185,12 +195,23 @@ def account(test: Test, status: int, xml: Path, said: str) -> tuple[Counter[str]
     return counts, [said] * bool(counts["failed"]) + words
 
 
-def run_all(tests: list[Test], jobs: int) -> Counter[str]:
-    """Run these files, `jobs` at a time, and say what is amiss; their cases by outcome, at Ctrl-C of those that ran."""
+def run_all(tests: list[Test], jobs: int, most: float | None = None) -> Counter[str]:
+    """Run these files, `jobs` at a time, and say what is amiss; their cases by outcome, at Ctrl-C of those that ran.
+
+    With a limit of `most` seconds a file, how long each took is said too.
+    """
     counts: Counter[str] = Counter()
     pool = ThreadPoolExecutor(jobs)
+
+    def timed(test: Test) -> tuple[Counter[str], list[str]]:
+        begun = time.monotonic()
+        done, words = run(test, most)
+        if most:
+            words.append(f"{time.monotonic() - begun:4.0f} s  {test.label}: {done['passed']} passed")
+        return done, words
+
     try:
-        for done, words in pool.map(run, tests):
+        for done, words in pool.map(timed, tests):
             counts += done
             print("\n".join(words), end="\n" if words else "", flush=True)
     except KeyboardInterrupt:
@@ -206,6 +227,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help="libraries and apps, such as libs/seqpack; all by default")
     parser.add_argument("--tags", default="", help=f"run these too, with commas between them: {', '.join(NEEDS)}")
+    parser.add_argument("--only", default="", metavar="TAG", help="run those with this tag alone")
+    parser.add_argument("--seconds", type=float, help="for a file at most; without it by its size")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="files at a time")
     given = parser.parse_args()
     if "pytest" not in installed():
@@ -216,11 +239,11 @@ def main() -> int:
     if unknown:
         parser.error(f"no library or app: {', '.join(unknown)}")
     tests = [test for folder in folders for test in rules(folder)]
-    reasons = {test: left_out(test, set(given.tags.split(","))) for test in tests}
+    reasons = {test: left_out(test, set(given.tags.split(",")), given.only) for test in tests}
     started = [test for test in tests if not reasons[test]]
     about = [f"{name} {installed()[name]}" for name in ("torch", "transformers", "pytest") if name in installed()]
     print(f"Python {sys.version.split()[0]}; {', '.join(about)}; {len(started)} of {len(tests)} test files", flush=True)
-    counts = run_all(started, given.jobs)
+    counts = run_all(started, given.jobs, given.seconds)
     for why, number in sorted(Counter(filter(None, reasons.values())).items()):
         print(f"left out: {number} files {why}")
     for why, number in sorted(counts.items()):

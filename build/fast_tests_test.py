@@ -83,6 +83,22 @@ def test_a_failure_is_one(tree, name):
     assert f"failed: //libs/alpha:{name}_test test_{name}" in lines
 
 
+def test_those_of_one_tag_alone_each_within_its_seconds(tree):
+    """Those that are run by hand too; the first takes too long and is ended, the second passes."""
+    (tree / "libs/alpha/alpha/long_test.py").write_text("import time\n\n\ndef test_long():\n    time.sleep(300)\n")
+    rules = RULES.replace('name = "late_test"', 'name = "late_test", tags = ["slow", "gpu2"]')
+    rules = rules.replace('name = "never_test", tags = ["gpu"]', 'name = "long_test", tags = ["slow"]')
+    rules = rules.replace('name = "plain_test"', 'name = "plain_test", tags = ["slow", "manual"]')
+    status, lines = run(tree, rules, "--only", "slow", "--seconds", "20", "--jobs", "2")
+    assert (status, lines[-1]) == (1, "2 passed, 1 failed, 0 skipped"), lines
+    assert "ended after 20 s" in lines
+    assert [line.split("  ")[-1] for line in lines if " s  //" in line] == [
+        "//libs/alpha:plain_test: 2 passed",
+        "//libs/alpha:long_test: 0 passed",
+    ]
+    assert "left out: 1 files tagged gpu2" in lines
+
+
 def test_a_file_that_cannot_be_read_is_a_failure(tree):
     status, lines = run(tree, RULES, "--tags", "gpu", str(tree / "libs/alpha"))
     assert (status, lines[-1]) == (1, "3 passed, 1 failed, 0 skipped"), lines
