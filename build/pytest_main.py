@@ -25,8 +25,11 @@ def prepare_environment() -> None:
     os.environ["PYTHONNOUSERSITE"] = "1"
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [p for p in sys.path if os.path.realpath(p or ".") != os.path.realpath(here)]
+    # Python puts the folder of this file first, or the one that it is a link into: for nobody to import from. A target
+    # that wants build/ declares it, and has it further down.
+    own = (os.path.realpath(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.realpath(__file__)))
+    if os.path.realpath(sys.path[0] or ".") in own:
+        del sys.path[0]
 
 
 def short_name(folder: str) -> str:

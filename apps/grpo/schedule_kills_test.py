@@ -1,18 +1,21 @@
-"""An asynchronous run that is killed at each named point and at twenty random moments: no task is lost.
+"""An asynchronous run, on a rank or two, that is killed at named points and random moments: no task is lost.
 
 By hand, as it takes minutes: `bazel test //apps/grpo:schedule_kills_test`.
 """
 
+import contextlib
 import os
 import random
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from apps.common.kills import end_of, in_child, kill_at_call, start_child
+from apps.common.kills import end_of, in_child, kill_at_call, silence, start_child
 from apps.grpo import schedule_async
+from apps.grpo.schedule_ranks_testing import go_on_ranks, on_ranks
 from apps.grpo.schedule_testing import ASYNC, assert_nothing_lost, go, small
 from rollout.workers.process import WorkerProcess
 
@@ -60,6 +63,53 @@ def test_kills_at_twenty_random_moments(tmp_path):
     assert in_child(go, run_dir, ASYNC, **changes) == 0
     assert kills > 3
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, **changes))
+
+
+def go_on_two_ranks(run_dir, **changes):
+    """The child: two ranks, from the start or from where the folder stands."""
+    os.setpgid(0, 0)
+    silence(run_dir.parent / f"{run_dir.name}.err")
+    go_on_ranks(run_dir, **changes)
+
+
+def test_two_ranks_killed_at_twenty_random_moments(tmp_path):
+    """Of whoever started the ranks, of either rank, or of the process that samples, by a seed; the rest end by
+    themselves, and the run is gone on with until it is whole."""
+    draw = random.Random(13)
+    run_dir = tmp_path / "run"
+    victims = []
+    changes = {"steps": 400, "save_every": 10, "eval_every": 400}
+    for _ in range(20):
+        child = start_child(go_on_two_ranks, run_dir, **changes)
+        time.sleep(draw.uniform(5, 15))
+        below = _spawned(child.pid)
+        if child.is_alive():
+            number = draw.randrange(1 + len(below))
+            victims.append(number)
+            if number:
+                below[number - 1].kill()
+            if number == 3:  # it is replaced: time to see that begin
+                time.sleep(draw.uniform(0, 10))
+            if number in (0, 3):
+                child.kill()
+        end_of(child)
+        assert not psutil.wait_procs(below, timeout=120)[1], "a process outlived its run"
+        if (run_dir / "export").is_dir():
+            break
+    assert in_child(go_on_two_ranks, run_dir, **changes) == 0
+    assert len(victims) > 9, "the run was whole too soon"
+    assert len(set(victims)) > 2
+    assert_nothing_lost(run_dir, on_ranks(run_dir, **changes))
+
+
+def _spawned(pid):
+    """The processes that a run started, by age: its two ranks, then the one that samples."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "spawn_main" in " ".join(process.cmdline()):
+                found.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(found)]
 
 
 def _worker_of(driver):
