@@ -34,9 +34,9 @@ EXPERTS_OF_COPIES = (
     "experts over several copies of a model ran on a CPU alone: set --cluster.rollout.device cpu, or have each copy "
     "hold all experts, over its own tp workers"
 )
-PROBES = 4
+PROBES = 8
 """Prompts of the step that are asked again after a hand-over."""
-PROBE_TOKENS = 16
+PROBE_TOKENS = 4
 """Tokens of an answer to a probe, at most."""
 BOUNDS = {"bfloat16": 0.05, "float16": 0.02, "float32": 1e-3}
 """Mean distance between the log-probs of a sampler that computes in this dtype and of the trainer. The largest is told,

@@ -152,8 +152,7 @@ class FullyAsync:
         result = self._train(decision, begun)
         self._tell(Trained())
         if (step + 1) % self._settings.parameter_sync_step == 0 or step + 1 == self._settings.total_steps:
-            result.metrics.update(self._synced())
-            self._probes = Probes(result.episodes, self._process.version, self._living)
+            result.metrics.update(self._synced(result.episodes))
         if step + 1 == self._settings.total_steps:
             for name, value in self._proven().items():  # beside those of the hand-over before
                 result.metrics[name] = max(value, result.metrics.get(name, value))
@@ -291,14 +290,15 @@ class FullyAsync:
         """One step on the recorded episodes of its groups, in the order of the tasks."""
         config = self._config
         sampled = time.perf_counter()
-        metrics = self._proven()  # the weights are about to change
-        ready = time.perf_counter()
         order = TrainOn(decision.step, [self._payload(group) for group in decision.groups])
         with self._lock:
             rows = [self._rows[group] for group in decision.groups]
             version = self._controller.version
-        self._lead.order(order)
         episodes, batch = order.batch(config)
+        packed = time.perf_counter()
+        metrics = self._proven()  # the weights are about to change
+        ready = time.perf_counter()
+        self._lead.order(order)
         metrics |= train_on(batch, config, self._engine)
         trained = time.perf_counter()
         self._timeline.add("trainer", "train", ready, trained)
@@ -306,8 +306,8 @@ class FullyAsync:
         metrics |= self._schedule_metrics(episodes, version, decision.staleness)
         metrics |= {
             "time/wait_for_rollout_s": sampled - begun,
-            "time/wait_for_probes_s": ready - sampled,
-            "time/train_s": trained - ready,
+            "time/wait_for_probes_s": ready - packed,
+            "time/train_s": packed - sampled + trained - ready,
             "time/step_s": trained - begun,
         }
         metrics["tokens_per_second"] = metrics["rollout/tokens"] / (trained - begun)
@@ -324,8 +324,9 @@ class FullyAsync:
         waiting = {"schedule/queue": float(len(state.ready)), "schedule/running": float(len(state.running))}
         return {"schedule/staleness": float(staleness), **age_metrics(episodes, version), **waiting}
 
-    def _synced(self) -> dict[str, float]:
-        """Hand over the weights as soon as the controller says so; a transfer that fails is tried again."""
+    def _synced(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Hand over the weights as soon as the controller says so; a transfer that fails is tried again. Probes of
+        them, of the step's `episodes`, are asked for before new groups begin, whose prompts they would wait behind."""
         begun, tries = time.perf_counter(), 0
         while True:
             decision = self._next(Sync)
@@ -344,6 +345,7 @@ class FullyAsync:
         ended = time.perf_counter()
         self._timeline.add("weights", "sync", waited, ended)
         self._process.version = decision.version
+        self._probes = Probes(episodes, decision.version, self._living)
         self._tell(Synced())
         return {
             "weights/version": float(decision.version),
