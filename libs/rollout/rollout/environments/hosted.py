@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -107,7 +108,7 @@ class HostedEnvironment:
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the method gives, or what it raises."""
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_attempt(function, arguments), self._inside))
+        answer = self._begun_inside(function, arguments)
         answered = False
         try:
             async with asyncio.timeout(None if math.isinf(self._timeout) else self._timeout):
@@ -123,6 +124,43 @@ class HostedEnvironment:
         if ended.error is not None:  # SystemExit and its like end a program, not a run
             raise EpisodeFailed(f"{what} raised {type(ended.error).__name__}: {ended.error}", False) from ended.error
         return ended.value
+
+    def _begun_inside(self, function: Callable[..., Any], arguments: Sequence[Any]) -> "asyncio.Future[Ended]":
+        """A call on the thread's loop, cancelled with what is returned, which waits for it on this one.
+
+        It begins in any case, also where it was cancelled before the thread came free: close() has to be called.
+        `asyncio.run_coroutine_threadsafe` promises no such thing, and since Python 3.13.6 does not do it either.
+        """
+        inside, outside = self._inside, self._outside
+        answer: asyncio.Future[Ended] = outside.create_future()
+        made: list[asyncio.Task[None]] = []
+        begun = False
+
+        def settle(ended: Ended) -> None:
+            if not answer.done():
+                answer.set_result(ended)
+
+        async def attempt() -> None:
+            nonlocal begun
+            begun = True
+            ended = await _attempt(function, arguments)
+            with contextlib.suppress(RuntimeError):  # that loop was closed meanwhile: nobody waits
+                outside.call_soon_threadsafe(settle, ended)
+
+        def cancel() -> None:
+            if begun:
+                made[0].cancel()
+            else:
+                inside.call_soon(made[0].cancel)  # after its first step
+
+        def stop(answer: "asyncio.Future[Ended]") -> None:
+            if answer.cancelled():
+                with contextlib.suppress(RuntimeError):
+                    inside.call_soon_threadsafe(cancel)
+
+        inside.call_soon_threadsafe(lambda: made.append(inside.create_task(attempt())))
+        answer.add_done_callback(stop)
+        return answer
 
     async def _leave(self) -> None:
         """Let the thread end: at once, or when it comes free."""
