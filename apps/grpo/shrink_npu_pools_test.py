@@ -34,6 +34,6 @@ def test_the_recipe_runs_as_it_stands(tmp_path, capfd):
 
 def test_samplers_in_ray_that_would_sample_on_an_npu_are_refused(tmp_path, capfd):
     argv = ["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run"), *NATIVE, *ONE_POOL]
-    argv += ["--cluster.rollout.ray-workers", "1"]
+    argv += ["--processes", "128", "--cluster.rollout.ray-workers", "1"]
     with pytest.raises(AssertionError, match=r"ray-workers on npu: no test has run .*set --engine.device cpu, or"):
         run_whole(argv, tmp_path, capfd)
