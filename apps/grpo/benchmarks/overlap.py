@@ -128,11 +128,11 @@ def report(turn: GrpoConfig, beside: Sequence[GrpoConfig], ahead: GrpoConfig) ->
         lengths = sorted(answer_lengths(read_episodes(folder_of(config))))
         middle, long, most = (lengths[int(share * (len(lengths) - 1))] for share in (0.5, 0.95, 1))
         print(f"answers      {len(lengths)} of {middle} tokens (median), {long} (95 %), {most} (longest)")
-    texts = (
+    alone, busy = (
         f"{a:.3f} sampling, {b:.3f} training, {c:.3f} weights" for a, b, c in (parts, (sampling, training, handing))
     )
-    print(f"in turn      {whole:.3f} s a step: {next(texts)}")
-    print(f"  both busy  {next(texts)}")
+    print(f"in turn      {whole:.3f} s a step: {alone}")
+    print(f"  both busy  {busy}")
     print(f"fully async  {after:.3f} s a step: {whole / after:.2f} times as fast")
     print(f"overlap      {whole - after:.3f} of {possible:.3f} s that were possible: {(whole - after) / possible:.0%}")
     print(f"staleness    {json.dumps([row['schedule/staleness'] for row in fast])}")
