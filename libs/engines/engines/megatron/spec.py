@@ -35,6 +35,7 @@ class PackedLayer(TransformerLayer):
             try:
                 return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
             finally:  # computing again stops early, by an exception
+                self.mlp_norm_manager = None  # megatron-core 0.19's, which remembers this layer's hidden states
                 if router is not None:
                     forget_graph(self.mlp.token_dispatcher)
 
