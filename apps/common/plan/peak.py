@@ -105,6 +105,13 @@ def is_compiled(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
     return dense and fits and engine.compile != "off"
 
 
+def has_fused_head(shape: ModelShape, engine: EngineConfig, width: int, tp: int) -> bool:
+    """Whether a Megatron stage takes log-probs by the compiled head: see `engines.megatron.gpu.layers`."""
+    dense = shape.linear_layers > 0 and not shape.experts
+    plain = engine.vision == "off" and not engine.lora.rank and engine.compile != "off"
+    return dense and plain and engine.device == "cuda" and width < WIDE and tp == 1
+
+
 def compiled_logit_bytes(shape: ModelShape, trained: int, chunk: int, width: int) -> float:
     """Of the compiled head: all logits where they are few enough to be kept, else a chunk; gradients of the head."""
     head = shape.vocab * shape.hidden
@@ -208,5 +215,7 @@ def _stage_peak(
     rows = min(tokens.trained, engine.logit_chunk)
     last = stage == len(layers) - 1
     head = logit_bytes(shape, rows, width, grid.tp) if last else 0.0
+    if last and has_fused_head(shape, engine, width, grid.tp):
+        head = compiled_logit_bytes(shape, tokens.trained, engine.logit_chunk, width)
     layer = (held.dense + held.experts) / max(1, layers[stage])
     return Peak(states, {"head": states + kept + head, "layers": states + kept + width * layer, "update": states})

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from apps.common.plan.grid import make_grid
 from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
-from apps.common.plan.peak import Tokens, compiled_logit_bytes, fsdp_peak, is_compiled, logit_bytes, megatron_peak
+from apps.common.plan.peak import (
+    Tokens,
+    compiled_logit_bytes,
+    fsdp_peak,
+    has_fused_head,
+    is_compiled,
+    logit_bytes,
+    megatron_peak,
+)
 from engines import EngineConfig, LoraConfig
 from engines.fast.log_probs import KEPT_BYTES
 from engines.tiny import tiny_config, tiny_model
@@ -83,6 +91,26 @@ DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head
 def test_what_is_compiled(shape, settings, width, answer):
     """As `engines.fast.support` decides on a Hopper that has the packages."""
     assert is_compiled(shape, EngineConfig(**{"device": "cuda", **settings}), width) is answer
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "width", "tp", "answer"),
+    [
+        (DENSE, {}, 2, 1, True),
+        (DENSE, {"context_parallel": "dynamic"}, 2, 1, True),
+        (DENSE, {}, 2, 2, False),
+        (DENSE, {"dtype": "float32"}, 4, 1, False),
+        (DENSE, {"compile": "off"}, 2, 1, False),
+        (DENSE, {"device": "npu"}, 2, 1, False),
+        (DENSE, {"vision": "frozen"}, 2, 1, False),
+        (DENSE, {"lora": LoraConfig(rank=4)}, 2, 1, False),
+        (SHAPE, {}, 2, 1, False),
+    ],
+)
+def test_where_a_megatron_stage_has_a_compiled_head(shape, settings, width, tp, answer):
+    """As `engines.megatron.gpu.layers.fused_pieces` decides; tensor-parallel ranks share the vocabulary."""
+    config = EngineConfig(**{"backend": "megatron", "device": "cuda", **settings})
+    assert has_fused_head(shape, config, width, tp) is answer
 
 
 @given(st.integers(1, 10**6), st.integers(1, 8192))
