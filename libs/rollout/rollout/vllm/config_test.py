@@ -169,3 +169,9 @@ def test_vllms_process_does_not_see_the_trainers_packages_where_it_has_its_own()
     assert (own["HOME"], own["OMP_NUM_THREADS"]) == ("there", "2")
     assert environment(VllmConfig(), given)["PYTHONPATH"] == "trainer"
     assert "PYTHONPATH" not in environment(VllmConfig(), given | {"TESSERA_VLLM_PYTHON": "python3"})
+
+
+def test_vllms_workers_meet_on_loopback_whatever_the_trainers_do():
+    own = environment(VllmConfig(), {"NCCL_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.0.0.2"})
+    assert {own[f"{kind}_SOCKET_IFNAME"] for kind in ("GLOO", "NCCL", "HCCL")} == {"lo"}
+    assert own["VLLM_HOST_IP"] == "127.0.0.1"

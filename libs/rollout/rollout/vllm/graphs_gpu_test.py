@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout.engine import Sampling
+from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES
 from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.engine import VllmEngine
 
@@ -14,21 +15,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or "TESSERA_VLLM_PYTHON" not in os.environ,
-        reason="needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM for it",
+        reason=REASON,
     ),
 ]
-SIZES = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-"""Which the kernels of a GPU take."""
-ARGUMENTS = {"additional_config": {"gdn_prefill_backend": "triton"}}
-NEAR, FAR = 0.2, 2.0
-"""As in sleep_gpu_test.py: bfloat16's own mean distance, and that of other weights."""
 
 
 @pytest.fixture(scope="module")

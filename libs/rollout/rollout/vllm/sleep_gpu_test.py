@@ -11,6 +11,7 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.transfer import transfer_weights
+from rollout.testing.gpu_served import ARGUMENTS, FAR, NEAR, REASON, SIZES
 from rollout.testing.served import PROMPTS, VERSIONS, changed, config, distances, pieces, sample, served
 from rollout.vllm.engine import VllmEngine
 
@@ -18,25 +19,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or "TESSERA_VLLM_PYTHON" not in os.environ,
-        reason="needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM for it",
+        reason=REASON,
     ),
 ]
 MIB = 1 << 20
-SIZES = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-"""Which the kernels of a GPU take."""
-ARGUMENTS = {"additional_config": {"gdn_prefill_backend": "triton"}}
-"""Triton's delta nets: those of FlashInfer are compiled on the spot."""
-
-
-NEAR, FAR = 0.2, 2.0
-"""Mean distances in a model this wide: bfloat16 is 0.05 to 0.08 from float32, the last weights are 7 to 13 away."""
 
 
 def used():
