@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
 from engines.launch import ensure_group
 from engines.media.settings import VisionSettings
 from engines.testing.images import media_sample
-from engines.tiny import FUSED_SIZES, tiny_batch, tiny_config, tiny_model
+from engines.testing.vision import fused_vision_model
+from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack import make_batch
 from seqpack.batches.batch import jagged
@@ -45,23 +45,15 @@ def group():
         torch.distributed.destroy_process_group()
 
 
-def vision_model():
-    rope = {**FUSED_SIZES["rope_parameters"], "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    config = tiny_config("vision", **FUSED_SIZES | {"rope_parameters": rope})
-    config.vision_config.out_hidden_size = FUSED_SIZES["hidden_size"]
-    torch.manual_seed(0)
-    return AutoModelForImageTextToText.from_config(config)
-
-
 def made(kind: str):
     if kind == "vision":
-        return vision_model()
+        return fused_vision_model()
     return tiny_model(kind, scale=1.0, **FUSED_SIZES, **(EXPERTS if kind == "moe" else {}))
 
 
 def rows(kind: str, seed: int = 0):
     if kind == "vision":
-        settings = VisionSettings.of(vision_model().config)
+        settings = VisionSettings.of(fused_vision_model().config)
         texts = [[30, 9], [200], [3, 40, 5], [700]]
         grids = [GRIDS[:1], [], GRIDS[1:], []]
         pairs = enumerate(zip(texts, grids, strict=True))

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from engines.adapters.lora import whole
 from engines.families.torch_operations import choose_torch_operations
 from engines.media.settings import VisionSettings
 from engines.testing.images import media_sample, model_arguments
-from engines.tiny import tiny_config, tiny_model
+from engines.tiny import FUSED_SIZES, tiny_config, tiny_model
 from objectives import SFT
 
 SETTINGS = VisionSettings.of(tiny_config("vision"))
@@ -41,6 +42,15 @@ def vision_model(kind: str = "vision", **changes: Any) -> Any:
         for parameter in made.model.visual.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     return made.eval()
+
+
+def fused_vision_model(kind: str = "vision", **changes: Any) -> Any:
+    """One whose text part has the sizes that fused kernels take (`FUSED_SIZES`); `changes` are of that part."""
+    rope = {**FUSED_SIZES["rope_parameters"], "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    config = tiny_config(kind, **FUSED_SIZES | {"rope_parameters": rope} | changes)
+    config.vision_config.out_hidden_size = FUSED_SIZES["hidden_size"]
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config)
 
 
 def as_stock(module: Any) -> Any:
