@@ -1,7 +1,7 @@
 """Our Megatron backend beside megatron-core's own packed path: tokens/s, memory, and gradients from the same weights.
 
     PYTHONPATH=libs/seqpack:libs/dyncp:libs/objectives:libs/engines python libs/engines/benchmarks/megatron_vs_core.py
-        --device cuda [--side ours|core] [--head-dim 128]
+        --device cuda [--side ours|core] [--head-dim 128] [--ranks 2 [--tensor-parallel 2]]
 
 A whole optimizer step on one device over the same packed (THD) tokens of the hybrid in `step_gpu.py` (0.67 B
 parameters, bfloat16, float32 masters). `core` is megatron-core's GPTModel in Transformer Engine's layer specification
@@ -13,6 +13,10 @@ Each side is a process of its own: the failure of one is printed in full and the
 status is 1. `core` needs CUDA, Transformer Engine, flash-linear-attention and megatron-core 0.19. `--head-dim 128` has
 both sides take twice the heads of half the size, for attention kernels that know no 256. `--device cpu` runs our side
 in tiny sizes, and shows that the command works, not how fast.
+
+`--ranks 2` runs both sides on two devices: each rank has packed tokens of its own, or with `--tensor-parallel 2` half
+of the model (sequence parallel) and the same tokens. Tokens/s are those of all ranks; memory, parameters and gradients
+are the first one's.
 """
 
 import argparse
@@ -27,7 +31,7 @@ from typing import Any
 import step_gpu
 import torch
 from versus_core import core
-from versus_steps import CLIP, EPS, LR, TINY, Run, in_use, keep, lengths, measure, say
+from versus_steps import CLIP, EPS, LR, TINY, Run, batch_of, in_use, keep, measure, say
 
 from engines import EngineConfig, build_engine
 from engines.execution.executor import Scoring
@@ -40,10 +44,18 @@ SIDES = ("ours", "core")
 
 def ours(run: Run) -> None:
     """Our backend."""
-    batch, objective = step_gpu.batch_of(lengths(run)), SFT()
+    batch, objective = batch_of(run), SFT()
     before, net = in_use(run), step_gpu.model()
+    # With no room at all the planner finds no even split over ranks in one go, and takes two micro-batches.
+    room = run.tokens if run.copies == 1 else run.tokens * 9 // 8
     config = EngineConfig(
-        backend="megatron", device=run.device, lr=LR, eps=EPS, grad_clip=CLIP, max_tokens_per_rank=run.tokens
+        backend="megatron",
+        device=run.device,
+        lr=LR,
+        eps=EPS,
+        grad_clip=CLIP,
+        max_tokens_per_rank=room,
+        tensor_parallel=run.tensor_parallel,
     )
     engine: Any = build_engine(config, net)
     del net
@@ -52,13 +64,13 @@ def ours(run: Run) -> None:
     engine.executor.train(engine._micro_batches(work.batch, work.plan), loss, Scoring())
     parameters = [(one.held.name, one.parameter) for one in engine.executor.parameters]
     gradients = {name: p.main_grad.float().cpu().reshape(p.shape) for name, p in parameters}
-    keep(run, "ours", float(loss.share(engine.device)), gradients)
+    keep(run, "ours", loss.reduce(engine.groups.plan)["loss"], gradients)
     del gradients, loss, work
 
     def step() -> dict[str, float]:
         engine.prefetch(batch, objective)
         result = engine.train_batch(batch, objective)
-        return {name: result[name] for name in ("loss", "grad_norm")}
+        return {name: result[name] for name in ("loss", "grad_norm", "micro_batches")}
 
     measure(run, "ours", step, before, parameters=sum(p.numel() for _, p in parameters))
 
@@ -83,7 +95,8 @@ def compare(folder: Path) -> None:
 
 
 def side(name: str, run: Run) -> None:
-    """One side, in this process."""
+    """One side, on each of its ranks."""
+    step_gpu.SHAPE.update(run.shape)  # here, as a spawned rank has the module anew
     {"ours": ours, "core": core}[name](run)
 
 
@@ -95,27 +108,43 @@ def installed(package: str) -> str | None:
         return None
 
 
-def main() -> int:
-    """Run one side, or both as processes and set them side by side: 1 where one failed."""
+def parsed() -> argparse.Namespace:
+    """The command's options; it ends where they do not go together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--side", choices=SIDES)
-    parser.add_argument("--tokens", type=int, default=None)
+    parser.add_argument("--tokens", type=int, default=None, help="a step of each copy of the model")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--head-dim", type=int, choices=[128, 256], default=256)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--folder", help="where gradients are kept; a temporary one where it is left out")
     given = parser.parse_args()
+    if given.ranks < 1 or given.tensor_parallel < 1 or given.ranks % given.tensor_parallel:
+        parser.error(f"--tensor-parallel {given.tensor_parallel} does not divide --ranks {given.ranks}")
+    return given
+
+
+def run_of(given: argparse.Namespace, folder: Path) -> Run:
+    """What both sides are given."""
+    shape: dict[str, Any] = {}
     if given.device == "cpu":
-        step_gpu.SHAPE.update(TINY)
+        shape = TINY
     elif given.head_dim == 128:
-        step_gpu.SHAPE.update(head_dim=128, num_attention_heads=16, num_key_value_heads=4)
-        step_gpu.SHAPE["rope_parameters"] = {**step_gpu.SHAPE["rope_parameters"], "partial_rotary_factor": 0.5}
+        rope = {**step_gpu.SHAPE["rope_parameters"], "partial_rotary_factor": 0.5}
+        shape = {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 4, "rope_parameters": rope}
     tokens = given.tokens or (8192 if given.device == "cuda" else 192)
+    return Run(given.device, tokens, given.steps, folder, given.ranks, given.tensor_parallel, shape)
+
+
+def main() -> int:
+    """Run one side, or both as processes and set them side by side: 1 where one failed."""
+    given = parsed()
     with tempfile.TemporaryDirectory(prefix="versus_") as temporary:
         folder = Path(given.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if given.side:
-            launch(side, (given.side, Run(given.device, tokens, given.steps, folder)), device=given.device)
+            launch(side, (given.side, run_of(given, folder)), world_size=given.ranks, device=given.device)
             return 0
         packages = ("megatron-core", "transformer_engine", "fla-core", "torch", "transformers")
         say(what="versions", **{name: installed(name) for name in packages})

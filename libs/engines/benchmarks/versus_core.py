@@ -7,8 +7,9 @@ from typing import Any
 
 import step_gpu
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from versus_steps import CLIP, EPS, LR, Run, in_use, keep, lengths, measure
+from versus_steps import CLIP, EPS, LR, Run, batch_of, in_use, keep, lengths, measure
 
 from engines import EngineConfig
 from engines.megatron.bridge import held_by
@@ -24,13 +25,14 @@ def core(run: Run) -> None:
     name_kernels()
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=run.tensor_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     trained(run, torch.bfloat16)
 
 
 def trained(run: Run, dtype: torch.dtype) -> None:
     """The same, where everything is set up."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -58,7 +60,10 @@ def trained(run: Run, dtype: torch.dtype) -> None:
             micro_batch_size=1,
             forward_only=False,
         )
-        return float(said[0]["sum"]) / count
+        total = said[0]["sum"]
+        if run.copies > 1:
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return float(total) / count
 
     def step() -> dict[str, float]:
         loss = accumulate()
@@ -94,7 +99,7 @@ def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, torch.nn.Pa
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     net = step_gpu.model()
-    text, config = net.config, core_config(net.config, dtype)
+    text, config = net.config, core_config(net.config, dtype, run.tensor_parallel)
     rope = step_gpu.SHAPE["rope_parameters"]
     made = GPTModel(
         config,
@@ -106,7 +111,7 @@ def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, torch.nn.Pa
         rotary_percent=rope["partial_rotary_factor"],
         rotary_base=int(rope["rope_theta"]),
     ).to(run.device)
-    return made, fill(made, net)
+    return made, fill(made, net, run.layout, dist.get_rank())
 
 
 def optimizer_config(dtype: torch.dtype) -> Any:
@@ -128,8 +133,11 @@ def optimizer_config(dtype: torch.dtype) -> Any:
     )
 
 
-def core_config(text: Any, dtype: torch.dtype) -> Any:
-    """megatron-core's TransformerConfig of the hybrid, with the fusions that its training scripts turn on."""
+def core_config(text: Any, dtype: torch.dtype, tensor_parallel: int = 1) -> Any:
+    """megatron-core's TransformerConfig of the hybrid, with the fusions that its training scripts turn on.
+
+    Sequence parallel goes with tensor parallel, as it does in our backend.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fusions = dtype == torch.bfloat16
@@ -159,6 +167,8 @@ def core_config(text: Any, dtype: torch.dtype) -> Any:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=tensor_parallel,
+        sequence_parallel=tensor_parallel > 1,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         calculate_per_token_loss=True,
@@ -171,11 +181,12 @@ def core_config(text: Any, dtype: torch.dtype) -> Any:
 
 
 def forward_of(run: Run) -> tuple[Callable[..., Any], int]:
-    """The step's forward function over the packed tokens of `ours`, and how many of them are trained."""
+    """The step's forward function over this copy's packed tokens of `ours`, and how many of all copies are trained."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     sizes = lengths(run)
-    batch = step_gpu.batch_of(sizes)
+    batch, first = batch_of(run), run.layout.coordinates(dist.get_rank()).dp * run.tokens
+    own = slice(first, first + run.tokens)
     ids = batch["input_ids"].values().to(run.device)
     mask = batch["loss_mask"].values().to(run.device)
     edges = torch.tensor([0, *sizes]).cumsum(0).to(run.device, torch.int32)
@@ -190,6 +201,8 @@ def forward_of(run: Run) -> tuple[Callable[..., Any], int]:
     # A sequence's first token is never trained, so no label reaches over a boundary.
     labels, counted = ids.roll(-1), mask.roll(-1)
     counted[-1] = False
+    everything = int(counted.sum())
+    ids, labels, counted = ids[own], labels[own], counted[own]
     count = counted.sum().int()
 
     def loss(values: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -201,19 +214,20 @@ def forward_of(run: Run) -> tuple[Callable[..., Any], int]:
         output = model(ids[None], positions[None], None, labels=labels[None], packed_seq_params=packed)
         return output, loss
 
-    return forward_step, int(count)
+    return forward_step, everything
 
 
 @torch.no_grad()
-def fill(made: torch.nn.Module, net: Any) -> dict[str, torch.nn.Parameter]:
-    """Give `made` the weights of a transformers model: its parameters by our names. RuntimeError where names differ.
+def fill(made: torch.nn.Module, net: Any, layout: ParallelLayout, rank: int) -> dict[str, torch.nn.Parameter]:
+    """Give `made` a rank's part of a transformers model's weights: its parameters by our names. RuntimeError where
+    names differ.
 
     Transformer Engine has a norm inside the linear after it; and its gated delta net's norm, as all others, is kept as
     the distance from one.
     """
     sizes, stock = ModelSizes.of(net.config), net.state_dict()
     live, found = dict(made.named_parameters()), {}
-    for held in held_by(sizes, ParallelLayout(), 0, ((len(sizes.layer_types),),)):
+    for held in held_by(sizes, layout, rank, ((len(sizes.layer_types),),)):
         name = next((name for name in (held.name, *fused(held.name)) if name in live), None)
         if name is None:
             raise RuntimeError(f"megatron-core's model has no {held.name}; it has {sorted(live)}")

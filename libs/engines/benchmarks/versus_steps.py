@@ -3,14 +3,17 @@
 import gc
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import step_gpu
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from engines.parallel.layout import ParallelLayout
 
 TINY = {
     "vocab_size": 256,
@@ -31,22 +34,43 @@ LR, CLIP, EPS = 1e-5, 1.0, 1e-8
 
 @dataclass(frozen=True)
 class Run:
-    """What both sides are given: `tokens` a step, `steps` that are timed, the folder for gradients."""
+    """What both sides are given: `tokens` a step of each copy of the model, `steps` that are timed, the folder for
+    gradients, how many ranks there are and how many of them share each matrix; `shape`: what is changed of the model.
+    """
 
     device: str
     tokens: int
     steps: int
     folder: Path
+    ranks: int = 1
+    tensor_parallel: int = 1
+    shape: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the ranks are arranged: those that share no matrix split the batch."""
+        return ParallelLayout.of_world(self.ranks, tp=self.tensor_parallel)
+
+    @property
+    def copies(self) -> int:
+        """Of the model, each with tokens of its own."""
+        return self.layout.dp
 
 
 def say(**facts: Any) -> None:
-    """Print a row."""
-    print(json.dumps(facts), flush=True)
+    """Print a row; of several ranks the first does."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(facts), flush=True)
 
 
 def lengths(run: Run) -> list[int]:
-    """The lengths of the packed sequences."""
+    """The lengths of one copy's packed sequences: the same for each, so that any plan gives all as much to do."""
     return step_gpu.lengths_of(run.tokens, run.tokens)
+
+
+def batch_of(run: Run) -> Any:
+    """The sequences of all copies, one copy's after another's."""
+    return step_gpu.batch_of(lengths(run) * run.copies)
 
 
 def synchronize(run: Run) -> None:
@@ -56,7 +80,10 @@ def synchronize(run: Run) -> None:
 
 
 def measure(run: Run, side: str, step: Callable[[], dict[str, float]], before: int, **facts: Any) -> None:
-    """Time `step` after a first call and two more, and print its row; `before`: bytes in use before the engine was."""
+    """Time `step` after a first call and two more, and print the first rank's row, with the tokens of all copies.
+
+    `before`: bytes in use before the engine was.
+    """
     began = time.perf_counter()
     step()
     synchronize(run)
@@ -78,8 +105,8 @@ def measure(run: Run, side: str, step: Callable[[], dict[str, float]], before: i
         side=side,
         step_ms=round(middle * 1e3, 2),
         fastest_ms=round(min(times) * 1e3, 2),
-        tokens=run.tokens,
-        tokens_per_s=round(run.tokens / middle),
+        tokens=run.tokens * run.copies,
+        tokens_per_s=round(run.tokens * run.copies / middle),
         peak_gib=round(peak / 2**30, 2),
         first_s=round(first, 1),
         **last,
@@ -94,6 +121,10 @@ def in_use(run: Run) -> int:
 
 
 def keep(run: Run, side: str, loss: float, gradients: dict[str, Tensor]) -> None:
-    """Save what the first step has before its update: the mean loss and gradients by our names of parameters."""
+    """Save what the first step has before its update: the mean loss and gradients by our names of parameters.
+
+    Of several ranks the first does: gradients are added up over copies by then, and of a matrix it has its part.
+    """
     say(side=side, before_any_update=True, loss=loss)
-    torch.save({"loss": loss, "gradients": gradients}, run.folder / f"{side}.pt")
+    if dist.get_rank() == 0:
+        torch.save({"loss": loss, "gradients": gradients}, run.folder / f"{side}.pt")
