@@ -166,11 +166,13 @@ def main() -> None:
     """Measure the cases of as many devices as asked for, each in processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--last", type=int, default=0, help="so many of the cases alone, from the end of the table")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has it, such as 'dense, megatron'")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    cases = [case for case in CASES if case.ranks == options.ranks]
-    for case in cases[-options.last :]:
+    cases = [case for case in CASES if case.ranks == options.ranks and options.only in str(case)]
+    if not cases:
+        parser.error(f"no case of {options.ranks} ranks has {options.only!r} in its line")
+    for case in cases:
         sys.stdout.write(f"{launch(measure, (case, options.device), case.ranks, options.device)}\n")
         sys.stdout.flush()
 
