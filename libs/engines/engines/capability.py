@@ -36,6 +36,7 @@ FSDP2: dict[str, Yes | No] = {
     "offload": Yes("step_executors_test.py::test_offload_and_onload"),
     "optimizer_on_host": Yes("devices/npu_test.py::test_moments_on_the_host_change_no_bit"),  # a stand-in, and CPU
     "parameters_on_host": Yes("devices/npu_host_test.py::test_parameters_on_the_host_change_no_bit"),  # a stand-in
+    "core_optimizer": No("megatron-core's optimizer is over Megatron's buffers: leave megatron_optimizer out"),
     "distributed_optimizer": No("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
@@ -80,6 +81,7 @@ MEGATRON: dict[str, Yes | No] = {
     "offload": Yes("megatron/engine_test.py::test_buffers_go_away_and_come_back"),
     "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
     "parameters_on_host": No("Megatron's layers compute from weights on the device: leave it out, or use fsdp2"),
+    "core_optimizer": Yes("megatron/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),
     "distributed_optimizer": Yes(LAYOUTS),
     "own_rows": Yes("megatron/layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
@@ -112,6 +114,17 @@ def _megatron() -> Yes | No:
     return MEGATRON["cpu"]
 
 
+def core_optimizer(config: EngineConfig) -> Yes | No:
+    """Whether megatron-core's own optimizer could update what this configuration trains, on some device."""
+    if config.device == "npu":
+        return No("megatron-core's optimizers have not been run on an NPU")
+    if config.optimizer_on_host:
+        return No("masters that are on the host (optimizer_on_host) step there, by torch's AdamW")
+    if config.learning_rates:
+        return No("learning_rates by name are of torch's AdamW")
+    return MEGATRON["core_optimizer"]
+
+
 def features_of(config: EngineConfig) -> list[str]:
     """Return the features that a configuration asks for."""
     asked: dict[str, bool] = {config.backend: True, config.batching: True, config.device: config.device != "auto"}
@@ -125,6 +138,7 @@ def features_of(config: EngineConfig) -> list[str]:
     asked["activation_offload"] = config.activation_offload
     asked["optimizer_on_host"] = config.optimizer_on_host
     asked["parameters_on_host"] = config.parameters_on_host
+    asked["core_optimizer"] = config.megatron_optimizer == "core"
     asked["distributed_optimizer"] = config.distributed_optimizer
     asked["router_z_loss"] = config.router_z_loss_coef > 0
     asked["routing_replay"] = config.routing_replay
@@ -157,6 +171,10 @@ def refuse_unsupported(config: EngineConfig) -> None:
         raise ValueError("reshard_after_forward is FSDP2's, Megatron gathers no weights: leave it at its default")
     if config.backend != "megatron" and config.transformer_options:
         raise ValueError("transformer_options are Megatron's: leave them out, or set backend='megatron'")
+    if config.backend != "megatron" and config.megatron_optimizer != "auto":
+        raise ValueError("megatron_optimizer is Megatron's: leave it at its default, or set backend='megatron'")
+    if config.megatron_optimizer == "core" and isinstance(answer := core_optimizer(config), No):
+        raise ValueError(f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'")
     if config.virtual_pipeline_parallel > 1 and config.pipeline_parallel == 1:
         raise ValueError("virtual_pipeline_parallel has no effect without pipeline_parallel: set that above 1")
     if config.virtual_pipeline_parallel > 1 and "uneven_stages" in asked:

@@ -117,6 +117,10 @@ class EngineConfig:
     parameters_on_host: bool = False
     """Keep parameters and gradients in host memory too (with `optimizer_on_host`): those of a layer come to the device
     while it computes, those of one parameter after another for its update, bit for bit as without (backend fsdp2)."""
+    megatron_optimizer: Literal["auto", "torch", "core"] = "auto"
+    """What updates Megatron's weights: torch's AdamW, or megatron-core's own optimizer ("core"), which runs Transformer
+    Engine's or apex's fused Adam where one is installed. "auto" is megatron-core's on a GPU where it runs what is asked
+    for, else torch's. A checkpoint of either resumes under the other (backend megatron)."""
     distributed_optimizer: bool = False
     """Share optimizer states and float32 weights out over the ranks that hold the same weights (backend megatron)."""
     grad_clip: float | None = 1.0

@@ -43,6 +43,7 @@ BAD: dict[str, list[Any]] = {
     "optimizer_on_host": [None, 1],
     "parameters_on_host": [None, 1, True],
     "distributed_optimizer": [None, 1],
+    "megatron_optimizer": ["apex", None, True],
     "warmup_steps": [-1, 1.0],
     "total_steps": [0, -3, 2.5],
     "temperature": [0.0, -1.0, math.nan, math.inf, "1", True],

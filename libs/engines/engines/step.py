@@ -358,6 +358,7 @@ class Engine:
             "device": str(self.device),
             "dtype": str(compute_dtype(self.config, self.device)).removeprefix("torch."),
             "layout": str(self.groups.layout),
+            "optimizer": self.executor.updated_by,
             "parameters": sum(p.numel() for p in self.executor.model.parameters()),
             "step": self.step,
             "world_size": self.groups.layout.world_size,

@@ -327,6 +327,7 @@ def test_plain_facts():
         "device": "cpu",
         "dtype": "float32",
         "layout": str(ParallelLayout()),
+        "optimizer": "torch's AdamW",
         "parameters": sum(p.numel() for p in built.executor.model.parameters()),
         "step": 1,
         "world_size": 1,

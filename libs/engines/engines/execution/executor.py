@@ -69,6 +69,11 @@ class Executor(Protocol):
     compiled: Yes | No
     """Whether layers and head run as compiled functions, or why not."""
 
+    @property
+    def updated_by(self) -> str:
+        """What updates the weights, and where there is a choice, why; for logs."""
+        ...
+
     def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
         """Return the micro-batches of a step to come so that they are made ready meanwhile; or as they are."""
         ...

@@ -60,6 +60,13 @@ def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, **options, fused=True)
 
 
+def name_of(optimizer: torch.optim.Optimizer | None) -> str:
+    """What an optimizer is called in logs: whose it is, and its class."""
+    if optimizer is None:
+        return "none: the engine only scores"
+    return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
+
+
 def gradient_norm(module: nn.Module, loss: Tensor, group: dist.ProcessGroup | None = None, copies: int = 1) -> Tensor:
     """Return the global gradient norm, f64[]; NaN where a rank's loss is not finite.
 

@@ -53,6 +53,11 @@ class ReplicatedExecutor(FSDP2Executor):
         ]
         return [*layers, list(by_parameter.values())]
 
+    @property
+    def updated_by(self) -> str:
+        """See `Executor`."""
+        return "the fused AdamW of replicated weights" if self.trainable else super().updated_by
+
     def _build_optimizer(self) -> None:
         """Build none: the masters have the moments."""
         return

@@ -28,7 +28,7 @@ from engines.execution.ahead import MicroBatchesAhead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm
+from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
 from engines.execution.rates import rate_scales
 from engines.experts.placement import place_experts
 from engines.families.registry import family_of
@@ -113,6 +113,11 @@ class FSDP2Executor:
         if self.adapted:
             reset_adapters(model, torch.initial_seed())
         self.optimizer = self._build_optimizer() if trainable else None
+
+    @property
+    def updated_by(self) -> str:
+        """See `Executor`."""
+        return name_of(self.optimizer)
 
     def _build_optimizer(self) -> torch.optim.AdamW | None:
         return build_optimizer(self.scorer, self.config, self.scales)

@@ -7,13 +7,14 @@ is changed, and put back at the end. On a GPU nothing is touched.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -26,7 +27,8 @@ VERSIONS = ">=0.16,<0.20,!=0.17.*,!=0.18.*"
 
 
 class _TorchOn(ModuleType):
-    """torch for `schedules`, which counts tokens in a tensor on device="cuda"."""
+    """torch for `schedules`, which counts tokens in a tensor on device="cuda", and for `optimizer`, which has a scale
+    there."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("torch")
@@ -38,6 +40,10 @@ class _TorchOn(ModuleType):
     def zeros(self, *size: Any, **options: Any) -> Tensor:
         """torch.zeros on the device."""
         return torch.zeros(*size, **{**options, "device": self._there})
+
+    def tensor(self, data: Any, **options: Any) -> Tensor:
+        """torch.tensor on the device."""
+        return torch.tensor(data, **{**options, "device": self._there})
 
 
 class _NoStream:
@@ -88,6 +94,33 @@ def _reduce_scatter_of_one_size(
     dist.all_reduce(whole, group=group)
     result: Tensor = whole.split(input_split_sizes)[group.rank()].clone()
     return result
+
+
+_TYPE = Tensor.type
+
+
+def _type_of_cudas(tensor: Tensor, *given: Any, **options: Any) -> Any:
+    """`tensor.type()` as on a GPU: by this name optimizers choose whether a parameter needs a float32 master.
+
+    float64 needs none, which they do not know.
+    """
+    found = _TYPE(tensor, *given, **options)
+    return found.replace("torch.", "torch.cuda.").replace("Double", "Float") if isinstance(found, str) else found
+
+
+@cache
+def optimizer_adaptation_to(device: torch.device) -> Adaptation:
+    """What megatron-core's optimizers get while they are made for a device that is not CUDA's."""
+
+    def patches() -> list[Patch]:
+        return [Patch(optimizer, "torch", _TorchOn(device)), Patch(Tensor, "type", _type_of_cudas)]
+
+    return Adaptation(f"megatron-core's optimizers on {device}", "megatron-core", VERSIONS, patches)
+
+
+def adapted_optimizer(device: torch.device) -> AbstractContextManager[None]:
+    """Make megatron-core's optimizers for a model on `device` inside of it; see `adapted`."""
+    return nullcontext() if device.type == "cuda" else applied(optimizer_adaptation_to(device))
 
 
 @cache

@@ -53,7 +53,7 @@ from engines.megatron.inputs import EvenInputs
 from engines.megatron.model import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.moving import Moved
 from engines.megatron.npu.layers import use_npu_operators
-from engines.megatron.optimizer import Updates
+from engines.megatron.optimizer_choice import updates_for
 from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
 from engines.megatron.peers.maps import weight_map
 from engines.megatron.router import Balance, Router
@@ -105,7 +105,7 @@ class MegatronExecutor:
         self.shapes = with_adapters({**tower_shapes(model), **weights.shapes}, model)
         self.adapters = Adapters(config.lora) if any(map(is_adapter, self.shapes)) else None
         set_trainable(model, trainable)
-        scales = rate_scales(config, model, names) if trainable else {}
+        scales = rate_scales(config, model, names) if trainable else None
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
         self._digest: Tensor | None = None
         self.place = Place.of(groups.layout, groups.rank)
@@ -121,7 +121,7 @@ class MegatronExecutor:
             zero_padding(self.parameters)
             self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
             trained, frozen = ([p for p in self.parameters if p.parameter.requires_grad is x] for x in (True, False))
-            self.updates = Updates(config, self.chunks, trained, groups.world, scales) if trainable else None
+            self.updates, self.updated_by = updates_for(config, self.chunks, trained, groups.world, scales)
             kept = self._dtypes if trainable else {}
             self.seeing = [frozen_values(one, kept) for one in frozen_in(self.tower)]
             self.frozen = [*(frozen_values(one, kept) for one in frozen), *self.seeing]

@@ -1,16 +1,19 @@
-"""AdamW over Megatron's gradient buffers: torch's, with norms that count every parameter of the model once.
+"""AdamW over Megatron's gradient buffers, with norms that count every parameter of the model once.
 
 What a rank updates is a `Part` of each parameter: all of it, or under the distributed optimizer those of its elements
 that are in the rank's share of megatron-core's buffers, which add gradients up there (reduce-scatter) and hand updated
-weights back to all ranks (all-gather). megatron-core's own DistributedOptimizer is not used for what is in between: its
-files are of its own layout, and its norm trusts marks on parameters that it does not check.
+weights back to all ranks (all-gather). What is in between is torch's AdamW here (`TorchUpdates`), or megatron-core's
+own optimizer (`engines.megatron.core_optimizer`). Norm, clipping and files are ours (`Updates`) under both: the files
+of megatron-core's are of its own layout, and its norm trusts marks on parameters that it does not check.
 
 A part has a master of its own where the model computes in bfloat16 (float32), or where the optimizer is on the host;
 otherwise its master is the parameter's memory.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,39 +21,75 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.config import EngineConfig
-from engines.execution.optimizer import Updated, adamw, set_rates
+from engines.execution.optimizer import Updated, adamw, name_of, set_rates
 from engines.execution.reductions import reduce_float64
 from engines.megatron.bridge import Shape
 from engines.megatron.parameters import HeldParameter, Part, boxed, boxes_of
 
 
-class Updates:
-    """An optimizer's state and step for the parameters of one rank.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-    With `config.optimizer_on_host` masters are in host memory: gradients go there and weights come back once a step.
-    """
+
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """The master of a part in the shape that its optimizer has it in, and that optimizer."""
+
+    master: Tensor
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def flat(self) -> Tensor:
+        """The elements of the master [stop - start]: a view."""
+        return self.master.detach().view(-1)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer keeps for it: nothing before its first step."""
+        state: dict[str, Any] = self.optimizer.state[self.master]
+        return state
+
+    def begun(self) -> dict[str, Tensor]:
+        """Moments and `step` f32[], zeros where there was no step yet; a checkpoint is read into them."""
+        if not self.state:
+            self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
+            self.state.update({name: torch.zeros_like(self.master.detach()) for name in MOMENTS})
+        return self.state
+
+    @property
+    def steps(self) -> float:
+        """How many there were, by what was read."""
+        return float(self.begun()["step"])
+
+    def go_on(self, steps: float) -> None:
+        """Go on after so many."""
+        self.begun()["step"].fill_(steps)
+
+
+class Updates(ABC):
+    """An optimizer's state and step for the parameters of one rank."""
+
+    stepped: tuple[Stepped, ...]
+    """One for each part."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        chunks: Sequence[Any],
-        parameters: Sequence[HeldParameter],
-        world: dist.ProcessGroup,
-        scales: Mapping[str, float],
+        self, config: EngineConfig, chunks: Sequence[Any], parameters: Sequence[HeldParameter], world: dist.ProcessGroup
     ) -> None:
-        """`chunks`: the stages in megatron-core's DistributedDataParallel. `scales`: multiples of the learning rate, by
-        the names of transformers' parameters."""
+        """`chunks`: the stages in megatron-core's DistributedDataParallel."""
         self.limit = config.grad_clip
         self.world = world
         self.chunks = chunks
         self.shared = config.distributed_optimizer
         ranges = _own_ranges(chunks) if self.shared else None
         self.parts = tuple(_parts(parameters, ranges))
-        self.masters = tuple(_master(part, config) for part in self.parts)
-        updated = [
-            Updated(master, part.one.parameter.ndim >= 2, _scale(part.one, scales)) for part, master in self.updated()
-        ]
-        self.optimizer = adamw(updated, config)
+
+    @abstractmethod
+    def _update(self, lr: float) -> None:
+        """Step by the gradients in megatron-core's buffers, and hand the new values to the parameters."""
+
+    @property
+    def masters(self) -> tuple[Tensor, ...]:
+        """Flat, one for each part."""
+        return tuple(one.flat for one in self.stepped)
 
     def updated(self) -> Iterator[tuple[Part, Tensor]]:
         """Parts with their masters."""
@@ -64,13 +103,10 @@ class Updates:
         norm = self._norm(loss)
         known = float(norm)
         if math.isfinite(known):
-            set_rates(self.optimizer, lr)
             scale = 1.0 if self.limit is None or known <= self.limit else self.limit / known
-            for part, master in self.updated():
-                master.grad = _gradient(part).mul_(scale).to(master.device)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.publish()
+            for part in self.parts:
+                gradient_of(part).mul_(scale)
+            self._update(lr)
         return norm
 
     def take_loaded(self) -> None:
@@ -78,10 +114,9 @@ class Updates:
 
         All parameters step alike, but one of a tensor's has its number of steps there: it is that of all.
         """
-        kept = [state["step"] for state in self.optimizer.state.values()]
-        most = max((float(step) for step in kept), default=0.0)
-        for step in kept:
-            step.fill_(most)
+        most = max((one.steps for one in self.stepped), default=0.0)
+        for one in self.stepped:
+            one.go_on(most)
         self.publish()
 
     @torch.no_grad()
@@ -98,31 +133,62 @@ class Updates:
         squares = 0.0 * loss.detach().double()
         for part in self.parts:
             if part.owned:
-                gradient = _gradient(part)
+                gradient = gradient_of(part)
                 squares = squares + gradient.to(torch.promote_types(gradient.dtype, torch.float32)).square().sum()
         return reduce_float64(squares, self.world).sqrt()
 
     def tensors(self) -> list[Tensor]:
         """Masters and moments, for who moves them."""
-        moments = [value for state in self.optimizer.state.values() for value in state.values() if value.ndim]
-        return [master.detach() for master in self.masters] + moments
+        moments = [one.state[name] for one in self.stepped for name in MOMENTS if name in one.state]
+        return [*self.masters, *moments]
 
     def state(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
         """Moments and step of every transformers tensor that this rank updates a part of; loading writes into them."""
-        kept: dict[Part, dict[str, Tensor]] = {part: self.optimizer.state[master] for part, master in self.updated()}
-        for part, master in self.updated():
-            if not kept[part]:
-                kept[part]["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                kept[part] |= {name: torch.zeros_like(master.detach()) for name in ("exp_avg", "exp_avg_sq")}
+        kept = {part: one.begun() for part, one in zip(self.parts, self.stepped, strict=True)}
         out: dict[str, dict[str, Any]] = {}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            stored = {part: state[moment] for part, state in kept.items()}
+        for moment in MOMENTS:
+            stored = {part: state[moment].view(-1) for part, state in kept.items()}
             for name, tensor in boxed(self.parts, shapes, stored.__getitem__).items():
                 out.setdefault(name, {})[moment] = tensor
         for part, master in self.updated():
-            for name, _, _ in boxes_of(part, master.detach()):
+            for name, _, _ in boxes_of(part, master):
                 out[name]["step"] = kept[part]["step"]
         return out
+
+
+class TorchUpdates(Updates):
+    """By torch's AdamW. With `config.optimizer_on_host` masters are in host memory: gradients go there and weights come
+    back once a step."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        chunks: Sequence[Any],
+        parameters: Sequence[HeldParameter],
+        world: dist.ProcessGroup,
+        scales: Mapping[str, float],
+    ) -> None:
+        """See `Updates`. `scales`: multiples of the learning rate, by the names of transformers' parameters."""
+        super().__init__(config, chunks, parameters, world)
+        masters = [_master(part, config) for part in self.parts]
+        updated = [
+            Updated(master, part.one.parameter.ndim >= 2, _scale(part.one, scales))
+            for part, master in zip(self.parts, masters, strict=True)
+        ]
+        self.optimizer = adamw(updated, config)
+        self.stepped = tuple(Stepped(master, self.optimizer) for master in masters)
+
+    def __str__(self) -> str:
+        """What it is, for logs."""
+        return name_of(self.optimizer)
+
+    def _update(self, lr: float) -> None:
+        set_rates(self.optimizer, lr)
+        for part, one in zip(self.parts, self.stepped, strict=True):
+            one.master.grad = gradient_of(part).to(one.master.device)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.publish()
 
 
 def _scale(one: HeldParameter, scales: Mapping[str, float]) -> float:
@@ -162,7 +228,8 @@ def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:
     return found
 
 
-def _gradient(part: Part) -> Tensor:
+def gradient_of(part: Part) -> Tensor:
+    """Its elements in megatron-core's gradient buffer: a view."""
     main: Tensor = part.one.parameter.main_grad  # type: ignore[attr-defined]
     return part.of(main)
 

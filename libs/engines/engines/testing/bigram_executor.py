@@ -35,6 +35,7 @@ class BigramExecutor:
         self.trainable = trainable
         self.adds_loss = False
         self.compiled: Yes | No = No("a test's executor")
+        self.updated_by = "a test's optimizer"
         self.clip = clip
         self.seen: list[MicroBatch] = []
         self.places: list[torch.device] = []

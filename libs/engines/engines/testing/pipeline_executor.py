@@ -39,6 +39,7 @@ class PipelineExecutor:
         self.trainable = True
         self.adds_loss = False
         self.compiled: Yes | No = No("a test's executor")
+        self.updated_by = "torch's AdamW"
         self.device = torch.device("cpu")
         self.model = model.eval()
         self.root = nn.ModuleDict({"model": model})

@@ -41,6 +41,7 @@ class PlainExecutor:
 
     adds_loss = False
     compiled: Yes | No = No("the plain executor calls stock transformers")
+    updated_by = "torch's AdamW"
 
     def __init__(self, config: EngineConfig, groups: ParallelGroups, model: Any, trainable: bool = True) -> None:
         wanted = config.router_aux_loss_coef, config.router_z_loss_coef
