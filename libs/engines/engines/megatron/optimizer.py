@@ -112,9 +112,9 @@ class Updates(ABC):
     def take_loaded(self) -> None:
         """Go on from a checkpoint that was read into masters and `state`.
 
-        All parameters step alike, but one of a tensor's has its number of steps there: it is that of all.
+        All parameters step alike, and what was read is that of all: parts that a file does not ask have their own still.
         """
-        most = max((one.steps for one in self.stepped), default=0.0)
+        most = max((one.steps for one in self._asked().values()), default=0.0)
         for one in self.stepped:
             one.go_on(most)
         self.publish()
@@ -150,10 +150,15 @@ class Updates(ABC):
             stored = {part: state[moment].view(-1) for part, state in kept.items()}
             for name, tensor in boxed(self.parts, shapes, stored.__getitem__).items():
                 out.setdefault(name, {})[moment] = tensor
-        for part, master in self.updated():
-            for name, _, _ in boxes_of(part, master):
-                out[name]["step"] = kept[part]["step"]
+        states = dict(zip(self.stepped, kept.values(), strict=True))
+        for name, one in self._asked().items():
+            out[name]["step"] = states[one]["step"]
         return out
+
+    def _asked(self) -> dict[str, Stepped]:
+        """The part whose number of steps is in a file, by transformers tensor: one of those that it is made of."""
+        parts = zip(self.parts, self.stepped, strict=True)
+        return {name: one for part, one in parts for name, _, _ in boxes_of(part, one.flat)}
 
 
 class TorchUpdates(Updates):
