@@ -214,6 +214,7 @@ def _steps(
     facts = engine.state_summary() | {"threads": torch.get_num_threads()}
     log.note("{parameters:,} parameters, {dtype} on {device}, {world_size} x {threads} threads".format_map(facts))
     log.note(f"layers compiled: {facts['compiled']}")
+    log.note(f"optimizer: {facts['optimizer']}")
     before = _accuracy_before(log.run_dir) if done else None
     after = None
     evaluation: Evaluation | None = None

@@ -81,7 +81,7 @@ MEGATRON: dict[str, Yes | No] = {
     "offload": Yes("megatron/engine_test.py::test_buffers_go_away_and_come_back"),
     "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
     "parameters_on_host": No("Megatron's layers compute from weights on the device: leave it out, or use fsdp2"),
-    "core_optimizer": Yes("megatron/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),
+    "core_optimizer": Yes("megatron/updates/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),
     "distributed_optimizer": Yes(LAYOUTS),
     "own_rows": Yes("megatron/layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),

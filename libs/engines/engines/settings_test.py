@@ -181,6 +181,10 @@ def test_an_option_of_the_other_backend_is_refused():
         refuse_unsupported(EngineConfig(backend="megatron", reshard_after_forward=False))
     with pytest.raises(ValueError, match="transformer_options are Megatron's"):
         refuse_unsupported(EngineConfig(transformer_options=("deallocate_pipeline_outputs=true",)))
+    with pytest.raises(ValueError, match="megatron_optimizer is Megatron's"):
+        refuse_unsupported(EngineConfig(megatron_optimizer="torch"))
+    with pytest.raises(ValueError, match=r"megatron_optimizer='core' cannot be used: .*NPU; set it to 'auto'"):
+        refuse_unsupported(EngineConfig(backend="megatron", device="npu", megatron_optimizer="core"))
     both: dict[str, Any] = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "first_stage_layers": 2}
     with pytest.raises(ValueError, match="have not been run with virtual stages"):
         refuse_unsupported(EngineConfig(backend="megatron", **both))
@@ -195,6 +199,7 @@ def test_an_option_of_the_other_backend_is_refused():
         {"expert_tensor_parallel": 2},
         {"pipeline_parallel": 2, "last_stage_layers": 1},
         {"distributed_optimizer": True},
+        {"megatron_optimizer": "core"},
         {"backend": "megatron", "batching": "padded"},
         {"backend": "megatron", "master_dtype": "bfloat16"},
         {"backend": "megatron", "compile": "on"},

@@ -53,12 +53,12 @@ from engines.megatron.inputs import EvenInputs
 from engines.megatron.model import PackedGPT, angles, build_stages, rotary_of
 from engines.megatron.moving import Moved
 from engines.megatron.npu.layers import use_npu_operators
-from engines.megatron.optimizer_choice import updates_for
 from engines.megatron.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
 from engines.megatron.peers.maps import weight_map
 from engines.megatron.router import Balance, Router
 from engines.megatron.sizes import ModelSizes, refuse_unsupported_model, stage_sizes
 from engines.megatron.transformer_config import transformer_config
+from engines.megatron.updates.choice import updates_for
 from engines.megatron.vision import Tower, frozen_in, taken_over, tower_shapes, trained_in
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.planning import PlannedRows

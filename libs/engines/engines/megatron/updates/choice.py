@@ -11,9 +11,9 @@ from megatron.core import optimizer as core
 from engines.capability import No, Yes, core_optimizer
 from engines.config import EngineConfig
 from engines.execution.optimizer import name_of
-from engines.megatron.core_optimizer import CoreUpdates
-from engines.megatron.optimizer import TorchUpdates, Updates
 from engines.megatron.parameters import HeldParameter
+from engines.megatron.updates.core_optimizer import CoreUpdates
+from engines.megatron.updates.optimizer import TorchUpdates, Updates
 
 LOG = logging.getLogger(__name__)
 

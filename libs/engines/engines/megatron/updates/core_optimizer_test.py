@@ -1,7 +1,6 @@
 """megatron-core's own optimizer takes the steps of torch's, and their checkpoints are one another's."""
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 import megatron.core.optimizer as core
@@ -11,17 +10,16 @@ from megatron.core.optimizer import distrib_optimizer, optimizer
 from torch import Tensor
 
 from engines import EngineConfig, build_engine
-from engines.adapters.config import LoraConfig
 from engines.execution.inputs import PackedInputs
 from engines.families.registry import family_of
 from engines.loading import cast_parameters
-from engines.megatron.core_optimizer import CoreUpdates, SteppedByGroup
 from engines.megatron.executor import MegatronExecutor
 from engines.megatron.groups import release
 from engines.megatron.layouts import LENGTHS, OPTIONS, LayoutCase, engine_of, exported_by, largest_difference, model_of
 from engines.megatron.moving import Moved
-from engines.megatron.optimizer import TorchUpdates
-from engines.megatron.optimizer_choice import choose
+from engines.megatron.updates.choice import choose
+from engines.megatron.updates.core_optimizer import CoreUpdates, SteppedByGroup
+from engines.megatron.updates.optimizer import TorchUpdates
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
@@ -37,19 +35,17 @@ from seqpack.batches.batch import jagged
 
 KINDS = ("torch", "core")
 SCHEDULE: dict[str, Any] = {"lr_schedule": "linear", "warmup_steps": 2, "total_steps": 5, "on_nonfinite": "skip"}
+SHARED = {"distributed_optimizer": True}
+BFLOAT16 = {"dtype": "bfloat16"}
 CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "float32": ("Qwen3.5", {}, ["FP32Optimizer"]),
-    "bfloat16": ("Qwen3.5", {"dtype": "bfloat16"}, ["Float16OptimizerWithFloat16Params"]),
-    "float32, shared": ("Qwen3.5", {"distributed_optimizer": True}, ["DistributedOptimizer"]),
-    "bfloat16, shared": (
-        "Qwen3.5",
-        {"dtype": "bfloat16", "distributed_optimizer": True},
-        ["DistributedOptimizer"],
-    ),
+    "bfloat16": ("Qwen3.5", BFLOAT16, ["Float16OptimizerWithFloat16Params"]),
+    "float32, shared": ("Qwen3.5", SHARED, ["DistributedOptimizer"]),
+    "bfloat16, shared": ("Qwen3.5", BFLOAT16 | SHARED, ["DistributedOptimizer"]),
     "experts": ("Qwen3.5 MoE", {}, ["FP32Optimizer"] * 2),
-    "experts, shared": ("Qwen3.5 MoE", {"dtype": "bfloat16", "distributed_optimizer": True}, ["DistributedOptimizer"] * 2),
-    "adapters": ("Qwen3, LoRA", {"dtype": "bfloat16"}, ["Float16OptimizerWithFloat16Params"]),
-}  # fmt: skip
+    "experts, shared": ("Qwen3.5 MoE", BFLOAT16 | SHARED, ["DistributedOptimizer"] * 2),
+    "adapters": ("Qwen3, LoRA", BFLOAT16, ["Float16OptimizerWithFloat16Params"]),
+}
 """Model, fields of `EngineConfig`, and the classes of megatron-core that are to be there."""
 
 
@@ -65,7 +61,7 @@ def states(built):
     """Moments and steps by name and box: what a checkpoint holds."""
     found = {}
     for name, state in inside(built).updates.state(inside(built).shapes).items():
-        found[name, "step"] = state["step"].clone()
+        found[name, "step", ()] = state["step"].clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             found |= {(name, moment, box.start): part.clone() for box, part, _ in state[moment].parts}
     return found
@@ -131,7 +127,8 @@ def test_a_loss_that_is_not_finite_changes_nothing(dtype):
 
 
 def test_matrices_alone_decay():
-    plain, decayed = (engine("core", weight_decay=decay, lr_schedule="constant", total_steps=None, warmup_steps=0) for decay in (0.0, 0.5))  # fmt: skip
+    constant = {"lr_schedule": "constant", "total_steps": None, "warmup_steps": 0}
+    plain, decayed = (engine("core", weight_decay=decay, **constant) for decay in (0.0, 0.5))
     shapes = inside(plain).shapes
     for built in (plain, decayed):
         step(built, 0)
@@ -184,7 +181,8 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
+        assert closure is None
         for group in self.param_groups:
             assert group["params"][0].device.type == "cpu"
             group["step"] = group.get("step", 0) + 1
@@ -271,7 +269,9 @@ def test_what_was_chosen_and_why_is_told(caplog):
         assert not own
         assert words in reason
         asked = EngineConfig(backend="megatron", megatron_optimizer="core", **options)
-        with pytest.raises(ValueError, match=f"megatron_optimizer='core' cannot be used: .*{words}.*; set it to 'auto'"):
+        with pytest.raises(
+            ValueError, match=f"megatron_optimizer='core' cannot be used: .*{words}.*; set it to 'auto'"
+        ):
             choose(asked, cuda, dtype)
     assert not choose(EngineConfig(backend="megatron", distributed_optimizer=True), cuda, torch.float64)[0]
     with caplog.at_level(logging.INFO):
@@ -303,19 +303,19 @@ def test_a_master_that_megatron_core_does_not_have_is_an_error(monkeypatch):
         found.chained_optimizers[0].optimizer.param_groups[0]["params"].pop()
         return found
 
-    monkeypatch.setattr("engines.megatron.core_optimizer.get_megatron_optimizer", losing)
+    monkeypatch.setattr("engines.megatron.updates.core_optimizer.get_megatron_optimizer", losing)
     with pytest.raises(RuntimeError, match="megatron-core's optimizer does not update"):
         engine("core")
 
 
 RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DP2, shared": ("Qwen3.5", {"distributed_optimizer": True}),
-    "DP2, shared, bfloat16": ("Qwen3.5", {"distributed_optimizer": True, "dtype": "bfloat16"}),
+    "DP2, shared": ("Qwen3.5", SHARED),
+    "DP2, shared, bfloat16": ("Qwen3.5", BFLOAT16 | SHARED),
     "TP2": ("Qwen3.5", {"tensor_parallel": 2}),
     "PP2, virtual": ("Qwen3.5", {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
     "EP2": ("Qwen3.5 MoE", {"expert_parallel": 2}),
-    "TP2, experts, shared": ("Qwen3.5 MoE", {"tensor_parallel": 2, "distributed_optimizer": True}),
-    "adapters, PP2, shared": ("Qwen3.5, LoRA of q", {"pipeline_parallel": 2, "distributed_optimizer": True}),
+    "TP2, experts, shared": ("Qwen3.5 MoE", {"tensor_parallel": 2, **SHARED}),
+    "adapters, PP2, shared": ("Qwen3.5, LoRA of q", {"pipeline_parallel": 2, **SHARED}),
 }
 
 

@@ -3,8 +3,8 @@
 What a rank updates is a `Part` of each parameter: all of it, or under the distributed optimizer those of its elements
 that are in the rank's share of megatron-core's buffers, which add gradients up there (reduce-scatter) and hand updated
 weights back to all ranks (all-gather). What is in between is torch's AdamW here (`TorchUpdates`), or megatron-core's
-own optimizer (`engines.megatron.core_optimizer`). Norm, clipping and files are ours (`Updates`) under both: the files
-of megatron-core's are of its own layout, and its norm trusts marks on parameters that it does not check.
+own optimizer (`engines.megatron.updates.core_optimizer`). Norm, clipping and files are ours (`Updates`) under both: the
+files of megatron-core's are of its own layout, and its norm trusts marks on parameters that it does not check.
 
 A part has a master of its own where the model computes in bfloat16 (float32), or where the optimizer is on the host;
 otherwise its master is the parameter's memory.
@@ -25,7 +25,6 @@ from engines.execution.optimizer import Updated, adamw, name_of, set_rates
 from engines.execution.reductions import reduce_float64
 from engines.megatron.bridge import Shape
 from engines.megatron.parameters import HeldParameter, Part, boxed, boxes_of
-
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -112,7 +111,7 @@ class Updates(ABC):
     def take_loaded(self) -> None:
         """Go on from a checkpoint that was read into masters and `state`.
 
-        All parameters step alike, and what was read is that of all: parts that a file does not ask have their own still.
+        All parameters step alike, and the number that was read is that of all: not every part was read one.
         """
         most = max((one.steps for one in self._asked().values()), default=0.0)
         for one in self.stepped:

@@ -2,9 +2,9 @@
 
 `get_megatron_optimizer` makes FP32Optimizer, Float16OptimizerWithFloat16Params (which computes in float32 beside
 bfloat16 layers) or DistributedOptimizer, one for dense parameters and one for experts. Each has an Adam inside:
-Transformer Engine's FusedAdam or apex's where one of them is installed, torch's AdamW where none is. Moments and masters
-are read and written where they are, so that a checkpoint is that of `engines.megatron.optimizer`, in any layout. Of its
-interface only what megatron-core 0.16 and 0.19 have alike is called; its clipping and its norm are off.
+Transformer Engine's FusedAdam or apex's where one of them is installed, torch's AdamW where none is. Moments and
+masters are read and written where they are, so that a checkpoint is that of `engines.megatron.updates.optimizer`, in
+any layout. Of its interface only what megatron-core 0.16 and 0.19 have alike is called; its clipping and norm are off.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ from torch import Tensor
 from engines.config import EngineConfig
 from engines.execution.optimizer import name_of, set_rates
 from engines.megatron.adapted import adapted_optimizer
-from engines.megatron.optimizer import MOMENTS, Stepped, Updates
 from engines.megatron.parameters import HeldParameter, Part
+from engines.megatron.updates.optimizer import MOMENTS, Stepped, Updates
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class CoreUpdates(Updates):
         found = {one.flat.data_ptr(): one for one in self._masters()}
         self.stepped = tuple(_of(part, found) for part in self.parts)
         if len(found) != len(self.parts):
-            raise RuntimeError(f"megatron-core's optimizer has {len(found)} masters, and the map {len(self.parts)} parts")
+            raise RuntimeError(f"megatron-core's optimizer updates {len(found)} tensors, of {len(self.parts)} parts")
 
     def _masters(self) -> Iterator[Stepped]:
         for optimizer in self.inner:
