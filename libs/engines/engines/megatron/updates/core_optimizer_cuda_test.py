@@ -1,6 +1,7 @@
 """On one CUDA device: megatron-core's own optimizer updates as torch's, resumes its files, and frees the device."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,13 @@ def group():
 def engine(kind, model="dense", seed=0, **options):
     sizes, changes = MODELS[model]
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
-    usual = {"device": DEVICE, "lr": 1e-3, "eps": 1e-2, "weight_decay": 0.1, "max_tokens_per_rank": 2048}
+    usual: dict[str, Any] = {
+        "device": DEVICE,
+        "lr": 1e-3,
+        "eps": 1e-2,
+        "weight_decay": 0.1,
+        "max_tokens_per_rank": 2048,
+    }
     settings = usual | options
     config = EngineConfig(backend="megatron", megatron_optimizer=kind, **settings)
     return build_engine(config, tiny_model(sizes, seed=seed, scale=1.0, **{**FUSED_SIZES, **changes}))
