@@ -100,12 +100,9 @@ _TYPE = Tensor.type
 
 
 def _type_of_cudas(tensor: Tensor, *given: Any, **options: Any) -> Any:
-    """`tensor.type()` as on a GPU: by this name optimizers choose whether a parameter needs a float32 master.
-
-    float64 needs none, which they do not know.
-    """
+    """`tensor.type()` as on a GPU: by this name optimizers choose whether a parameter needs a float32 master."""
     found = _TYPE(tensor, *given, **options)
-    return found.replace("torch.", "torch.cuda.").replace("Double", "Float") if isinstance(found, str) else found
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
 
 @cache

@@ -1,6 +1,7 @@
 """megatron-core's own optimizer takes the steps of torch's, and their checkpoints are one another's."""
 
 import logging
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core.optimizer as core
@@ -197,12 +198,20 @@ class FusedAdam(torch.optim.Optimizer):
                 p.sub_(group["lr"] * (first / one) / ((second / two).sqrt() + group["eps"]))
 
 
-@pytest.fixture
-def fused(monkeypatch):
+@contextmanager
+def stand_in():
     """megatron-core where Transformer Engine is installed, as far as its Adam goes."""
-    for module in (core, distrib_optimizer):
-        monkeypatch.setattr(module, "Adam", FusedAdam)
-    monkeypatch.setattr(core, "USING_PYTORCH_OPTIMIZER", False)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (core, distrib_optimizer):
+            patch.setattr(module, "Adam", FusedAdam)
+        patch.setattr(core, "USING_PYTORCH_OPTIMIZER", False)
+        yield
+
+
+@pytest.fixture
+def fused():
+    with stand_in():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -316,6 +325,11 @@ RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "EP2": ("Qwen3.5 MoE", {"expert_parallel": 2}),
     "TP2, experts, shared": ("Qwen3.5 MoE", {"tensor_parallel": 2, **SHARED}),
     "adapters, PP2, shared": ("Qwen3.5, LoRA of q", {"pipeline_parallel": 2, **SHARED}),
+    "a stage without adapters": ("Qwen3.5, LoRA of q", {"pipeline_parallel": 2, "first_stage_layers": 1}),
+    "a stage without adapters, shared": (
+        "Qwen3.5, LoRA of q",
+        {"pipeline_parallel": 2, "first_stage_layers": 1, **SHARED, **BFLOAT16},
+    ),
 }
 
 
@@ -330,12 +344,24 @@ def two_ranks(folder):
             built.save(folder / f"{name} {kind}")
             curves[kind].append(step(built, 2))
             ends[kind] = exported_by(built)
+        parts = len(inside(built).updates.parts)
         for kind, other in zip(KINDS, KINDS[::-1], strict=True):
             built = engine(kind, model, seed=1, **sizes)
             built.load(folder / f"{name} {other}")
             resumed[kind] = [step(built, 2)], exported_by(built)
-        found[name] = curves, ends, resumed
+        found[name] = curves, ends, resumed, parts
         release()
+    return found
+
+
+def two_ranks_by_groups():
+    """Losses of both optimizers where an Adam that counts in its groups is inside, and some ranks' groups are empty."""
+    found = {}
+    with stand_in():
+        for name, (model, sizes) in RANKS.items():
+            built = [engine(kind, model, **sizes) for kind in KINDS]
+            found[name] = [[step(one, seed)["loss"] for seed in range(3)] for one in built]
+            release()
     return found
 
 
@@ -347,7 +373,8 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RANKS)
 def test_two_ranks_have_the_bits_of_torchs_and_resume_across(ranks, name):
-    curves, ends, resumed = ranks[1][name]
+    curves, ends, resumed, parts = ranks[1][name]
+    assert (parts == 0) is ("without" in name)
     assert curves["torch"] == curves["core"]
     assert same(ends["torch"], ends["core"])
     for metrics, end in resumed.values():
@@ -355,10 +382,15 @@ def test_two_ranks_have_the_bits_of_torchs_and_resume_across(ranks, name):
         assert same(end, ends["torch"])
 
 
+def test_two_ranks_by_an_adam_that_counts_steps_in_its_groups():
+    for name, (want, got) in launch_forked(two_ranks_by_groups, world_size=2).items():
+        assert got == pytest.approx(want, rel=1e-3 if "dtype" in RANKS[name][1] else 1e-5), name
+
+
 @pytest.mark.parametrize("name", ["TP2", "DP2, shared", "EP2"])
 def test_one_rank_goes_on_from_the_files_of_two(ranks, name):
     folder, found = ranks
-    curves, ends, _ = found[name]
+    curves, ends, *_ = found[name]
     for kind, other in zip(KINDS, KINDS[::-1], strict=True):
         built = engine(kind, RANKS[name][0], seed=1)
         built.load(folder / f"{name} {other}")
