@@ -6,6 +6,7 @@ plan was fitted to these cases.
 """
 
 import argparse
+import gc
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +134,7 @@ class Compared:
 
 def measure(case: MemoryCase, device: str) -> Compared:
     """Two steps; the second one's peak, less what libraries took before the engine was built. Every rank calls it."""
+    gc.collect()  # an engine is in cycles: one before this would be freed in between
     devices, config = devices_of(device), case.config(device)
     square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
     square = square @ square  # whoever keeps a workspace has it now
