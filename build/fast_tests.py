@@ -25,7 +25,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -211,7 +211,8 @@ def run_all(tests: list[Test], jobs: int, most: float | None = None) -> Counter[
         return done, words
 
     try:
-        for done, words in pool.map(timed, tests):
+        for future in as_completed([pool.submit(timed, test) for test in tests]):
+            done, words = future.result()
             counts += done
             print("\n".join(words), end="\n" if words else "", flush=True)
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ from engines.megatron.delta_net import PackedDeltaNet
 from engines.megatron.gpu.pieces import DECAY, GATE, GATED_NORM, NORM, ROTATE, SWIGLU, run
 from engines.megatron.norms import CentredNorm
 
-PIECES = Yes("megatron/gpu/layers_test.py::test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one")
+PIECES = Yes("megatron/gpu/layers_cuda_test.py::test_a_bfloat16_curve_is_that_of_plain_layers")
 
 
 def fused_pieces(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Yes | No:
