@@ -43,10 +43,10 @@ def test_kills_at_twenty_random_moments(tmp_path):
     draw = random.Random(11)
     run_dir = tmp_path / "run"
     kills = 0
-    changes = {"steps": 12, "save_every": 3, "eval_every": 12}
+    changes = {"steps": 400, "save_every": 10, "eval_every": 400}
     for _ in range(20):
         child = start_child(go, run_dir, ASYNC, **changes)
-        time.sleep(draw.uniform(4, 25))
+        time.sleep(draw.uniform(4, 15))
         if child.is_alive():
             victim = child.pid if draw.random() < 0.7 else _worker_of(child.pid)
             assert victim is not None
@@ -61,7 +61,7 @@ def test_kills_at_twenty_random_moments(tmp_path):
         if (run_dir / "export").is_dir():
             break
     assert in_child(go, run_dir, ASYNC, **changes) == 0
-    assert kills > 3
+    assert kills > 9, "the run was whole too soon"
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, **changes))
 
 

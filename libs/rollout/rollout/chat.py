@@ -210,8 +210,9 @@ class Chat:
                 return None  # the template forgot something as soon as the turn was there
         end = turn.rfind(self.end_of_turn) + len(self.end_of_turn)
         closed = self.end_of_turn in turn[len(asked) :] and not turn[end:].strip() and whole.startswith(turn[:end])
-        if closed and stop == self.end_of_turn_id:
-            return self._encoder.encode(whole[end:], disguised)
+        if closed and (stop == self.end_of_turn_id or stop not in self.stop_ids):
+            missing = "" if stop == self.end_of_turn_id else self.end_of_turn
+            return self._encoder.encode(missing + whole[end:], disguised)
         found = self._appended(everything, count, turn, whole, tools, stop)
         if found is None and closed:
             found = self.end_of_turn + whole[end:]
