@@ -38,6 +38,14 @@ TOKENS = 448
 STOPS = tuple(range(0, 277, 56))
 """An untrained model says all tokens as often: one in 55 ends its answer, and hardly any is cut off."""
 
+WAITS = {
+    "waiting for answers": "wait_for_rollout",
+    "for probes": "wait_for_probes",
+    "training": "train",
+    "waiting for a sync": "wait_for_sync",
+    "weights": "export_and_update_weights",
+}
+
 
 def rows_of(run_dir: Path) -> list[dict]:
     """The rows of its steps but the first, which warms everything up."""
@@ -134,6 +142,8 @@ def report(turn: GrpoConfig, beside: Sequence[GrpoConfig], ahead: GrpoConfig) ->
     print(f"in turn      {whole:.3f} s a step: {alone}")
     print(f"  both busy  {busy}")
     print(f"fully async  {after:.3f} s a step: {whole / after:.2f} times as fast")
+    spent = {name: fmean(row.get(f"time/{key}_s", 0.0) for row in fast) for name, key in WAITS.items()}
+    print("  of it      " + ", ".join(f"{seconds:.3f} {name}" for name, seconds in spent.items()))
     print(f"overlap      {whole - after:.3f} of {possible:.3f} s that were possible: {(whole - after) / possible:.0%}")
     print(f"staleness    {json.dumps([row['schedule/staleness'] for row in fast])}")
     spans = read_timeline(folder_of(ahead))
