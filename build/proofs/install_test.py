@@ -16,6 +16,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import hatchling
 import pip as pip_package
 import pytest
 from packaging.requirements import Requirement
@@ -26,7 +27,8 @@ ARROWS = {
 }
 VERSION = os.environ["VERSION"]
 ROOT = Path(__file__).absolute().parents[2]
-HUB, TOOLS = ROOT.parent / "pypi", ROOT.parent / "pypi_tools"
+# HUB/PACKAGE/site-packages/MODULE/__init__.py, whatever Bazel calls the hub's folder: with modules it is another name.
+HUB, TOOLS = (Path(module.__file__).absolute().parents[3] for module in (pip_package, hatchling))
 LIBRARIES = sorted(ARROWS)
 BACKEND = ["hatchling", "packaging", "pathspec", "pluggy", "trove_classifiers"]
 
