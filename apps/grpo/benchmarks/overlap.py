@@ -1,6 +1,6 @@
 """Fully asynchronous against in turn, on answers with a long tail: the ratio, and the share of the overlap there was.
 
-python -m apps.grpo.benchmarks.overlap --steps 24
+python -m apps.grpo.benchmarks.overlap
 
 Both runs are whole runs of the app, on the same tasks with the same model: one process in turn, then a sampling process
 beside the trainer. An untrained model ends its answer at each token with the same chance, so that a few answers of a
@@ -100,8 +100,8 @@ def run_side_by_side(configs: Sequence[GrpoConfig], hidden: int) -> None:
 def main() -> None:
     """Run all, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--staleness", type=float, default=1.0)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=1, help="over each batch (default: 1)")
