@@ -6,11 +6,12 @@ this Python lacks is left out and counted, by package: files that declare a pack
 that fail for one. Files of other hubs, and those that Bazel builds something for, are left out too. The last line is
 the total; the exit status is 1 if a case failed or none passed. pytest has to be installed.
 
-The tests that want a GPU, on a machine that has one, one after the other and each for three minutes at most:
+The tests that want a GPU, on a machine that has one, one file at a time on a device and each for three minutes at most:
 
-    TRITON_CACHE_DIR=DIR TRITON_CACHE_AUTOTUNING=1 python3.12 build/fast_tests.py --only gpu --jobs 1 --seconds 180
+    TRITON_CACHE_DIR=DIR TRITON_CACHE_AUTOTUNING=1 python3.12 build/fast_tests.py --only gpu --devices 0 --seconds 180
 
-Kernels tune for minutes where nothing was kept in DIR.
+With `--devices 0,1,2,3` four files run at a time, each on a device of its own. Kernels tune for minutes where nothing
+was kept in DIR.
 """
 
 import argparse
@@ -25,10 +26,12 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 
 from gazelle import DISTRIBUTIONS, LOCKS, TEST_RULES, source_root
 from install_hub import lock_entries, normal
@@ -137,8 +140,11 @@ def left_out(test: Test, tags: set[str], only: str = "") -> str:
     return f"without {absent[0]}" if absent else test.special
 
 
-def run(test: Test, most: float | None = None) -> tuple[Counter[str], list[str]]:
-    """Run one file, for `most` seconds or those of its size: its cases by outcome, and what there is to say of them."""
+def run(test: Test, most: float | None = None, device: str = "") -> tuple[Counter[str], list[str]]:
+    """Run one file, for `most` seconds or those of its size: its cases by outcome, and what there is to say of them.
+
+    It sees the CUDA `device` alone where one is named.
+    """
     limit = most or SECONDS[test.size]
     with tempfile.TemporaryDirectory() as scratch:
         xml = Path(scratch) / "test.xml"
@@ -148,6 +154,7 @@ def run(test: Test, most: float | None = None) -> tuple[Counter[str], list[str]]
         known = {key: value for key, value in os.environ.items() if not key.startswith("TEST")}
         known |= {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
         known |= {"TEST_TMPDIR": str(home), "XML_OUTPUT_FILE": str(xml), "OMP_NUM_THREADS": "1", **test.env}
+        known |= {"CUDA_VISIBLE_DEVICES": device} if device else {}
         command = [sys.executable, str(ROOT / "build/pytest_main.py"), str(test.path), *test.args]
         with subprocess.Popen(
             command,
@@ -195,17 +202,25 @@ def account(test: Test, status: int, xml: Path, said: str) -> tuple[Counter[str]
     return counts, [said] * bool(counts["failed"]) + words
 
 
-def run_all(tests: list[Test], jobs: int, most: float | None = None) -> Counter[str]:
-    """Run these files, `jobs` at a time, and say what is amiss; their cases by outcome, at Ctrl-C of those that ran.
+def run_all(tests: list[Test], places: Sequence[str], most: float | None = None) -> Counter[str]:
+    """Run these files, one at a time in each place, and say what is amiss; their cases by outcome, at Ctrl-C of those
+    that ran.
 
-    With a limit of `most` seconds a file, how long each took is said too.
+    A place is a CUDA device, or "". With a limit of `most` seconds a file, how long each took is said too.
     """
     counts: Counter[str] = Counter()
-    pool = ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(len(places))
+    free: SimpleQueue[str] = SimpleQueue()
+    for place in places:
+        free.put(place)
 
     def timed(test: Test) -> tuple[Counter[str], list[str]]:
+        place = free.get()
         begun = time.monotonic()
-        done, words = run(test, most)
+        try:
+            done, words = run(test, most, place)
+        finally:
+            free.put(place)
         if most:
             words.append(f"{time.monotonic() - begun:4.0f} s  {test.label}: {done['passed']} passed")
         return done, words
@@ -231,6 +246,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TAG", help="run those with this tag alone")
     parser.add_argument("--seconds", type=float, help="for a file at most; without it by its size")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="files at a time")
+    parser.add_argument("--devices", default="", metavar="0,1", help="a file at a time on each of these CUDA devices")
     given = parser.parse_args()
     if "pytest" not in installed():
         parser.error(f"{sys.executable} has no pytest")
@@ -244,7 +260,8 @@ def main() -> int:
     started = [test for test in tests if not reasons[test]]
     about = [f"{name} {installed()[name]}" for name in ("torch", "transformers", "pytest") if name in installed()]
     print(f"Python {sys.version.split()[0]}; {', '.join(about)}; {len(started)} of {len(tests)} test files", flush=True)
-    counts = run_all(started, given.jobs, given.seconds)
+    places = given.devices.split(",") if given.devices else [""] * given.jobs
+    counts = run_all(started, places, given.seconds)
     for why, number in sorted(Counter(filter(None, reasons.values())).items()):
         print(f"left out: {number} files {why}")
     for why, number in sorted(counts.items()):

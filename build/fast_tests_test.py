@@ -92,11 +92,29 @@ def test_those_of_one_tag_alone_each_within_its_seconds(tree):
     status, lines = run(tree, rules, "--only", "slow", "--seconds", "20", "--jobs", "2")
     assert (status, lines[-1]) == (1, "2 passed, 1 failed, 0 skipped"), lines
     assert "ended after 20 s" in lines
-    assert [line.split("  ")[-1] for line in lines if " s  //" in line] == [
-        "//libs/alpha:plain_test: 2 passed",
+    assert sorted(line.split("  ")[-1] for line in lines if " s  //" in line) == [
         "//libs/alpha:long_test: 0 passed",
+        "//libs/alpha:plain_test: 2 passed",
     ]
     assert "left out: 1 files tagged gpu2" in lines
+
+
+def test_each_file_has_a_device_of_its_own(tree):
+    """Two that wait for each other to begin, and a third that has the device of the first that ended."""
+    text = """import os, pathlib, time
+
+
+def test_seen():
+    device, there = os.environ["CUDA_VISIBLE_DEVICES"], pathlib.Path(__file__).parent
+    (there / f"{pathlib.Path(__file__).stem}.{device}").touch()
+    while not {path.suffix for path in there.glob("seen*")} >= {".3", ".5"}:
+        time.sleep(0.1)
+"""
+    for number in range(3):
+        (tree / f"libs/alpha/alpha/seen{number}_test.py").write_text(text)
+    rules = "".join(f'module_test(name = "seen{number}_test")\n' for number in range(3))
+    status, lines = run(tree, rules, "--devices", "3,5", "--seconds", "60")
+    assert (status, lines[-1]) == (0, "3 passed, 0 failed, 0 skipped"), lines
 
 
 def test_a_file_that_cannot_be_read_is_a_failure(tree):
