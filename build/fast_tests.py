@@ -245,8 +245,9 @@ def main() -> int:
     parser.add_argument("--tags", default="", help=f"run these too, with commas between them: {', '.join(NEEDS)}")
     parser.add_argument("--only", default="", metavar="TAG", help="run those with this tag alone")
     parser.add_argument("--seconds", type=float, help="for a file at most; without it by its size")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="files at a time")
-    parser.add_argument("--devices", default="", metavar="0,1", help="a file at a time on each of these CUDA devices")
+    at_once = parser.add_mutually_exclusive_group()
+    at_once.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="files at a time")
+    at_once.add_argument("--devices", default="", metavar="0,1", help="a file at a time on each of these CUDA devices")
     given = parser.parse_args()
     if "pytest" not in installed():
         parser.error(f"{sys.executable} has no pytest")

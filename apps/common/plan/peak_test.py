@@ -1,6 +1,7 @@
 """The peak's arithmetic: what must hold for any sizes."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,10 @@ from apps.common.plan.peak import (
     megatron_peak,
 )
 from engines import EngineConfig, LoraConfig
+from engines.capability import Yes
 from engines.fast.log_probs import KEPT_BYTES
+from engines.loading import DTYPES
+from engines.megatron.gpu import layers
 from engines.tiny import tiny_config, tiny_model
 
 SHAPE = ModelShape(
@@ -93,24 +97,30 @@ def test_what_is_compiled(shape, settings, width, answer):
     assert is_compiled(shape, EngineConfig(**{"device": "cuda", **settings}), width) is answer
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
 @pytest.mark.parametrize(
-    ("shape", "settings", "width", "tp", "answer"),
+    "settings",
     [
-        (DENSE, {}, 2, 1, True),
-        (DENSE, {"context_parallel": "dynamic"}, 2, 1, True),
-        (DENSE, {}, 2, 2, False),
-        (DENSE, {"dtype": "float32"}, 4, 1, False),
-        (DENSE, {"compile": "off"}, 2, 1, False),
-        (DENSE, {"device": "npu"}, 2, 1, False),
-        (DENSE, {"vision": "frozen"}, 2, 1, False),
-        (DENSE, {"lora": LoraConfig(rank=4)}, 2, 1, False),
-        (SHAPE, {}, 2, 1, False),
+        {},
+        {"context_parallel": "dynamic"},
+        {"dtype": "float32"},
+        {"compile": "off"},
+        {"device": "cpu"},
+        {"vision": "frozen"},
+        {"lora": LoraConfig(rank=4)},
     ],
+    ids=str,
 )
-def test_where_a_megatron_stage_has_a_compiled_head(shape, settings, width, tp, answer):
-    """As `engines.megatron.gpu.layers.fused_pieces` decides; tensor-parallel ranks share the vocabulary."""
-    config = EngineConfig(**{"backend": "megatron", "device": "cuda", **settings})
-    assert has_fused_head(shape, config, width, tp) is answer
+def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(monkeypatch, kind, settings):
+    """What the backend itself decides, on a machine with Triton; tensor-parallel ranks share the vocabulary."""
+    monkeypatch.setattr(layers, "find_spec", lambda name: name)
+    config = EngineConfig(**{"backend": "megatron", "device": "cuda", "dtype": "bfloat16", **settings})
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    fused = isinstance(layers.fused_pieces(config, tiny_config(kind), device, dtype), Yes)
+    assert fused is (kind == "dense" and settings in ({}, {"context_parallel": "dynamic"}))
+    shape = shape_of(tiny_config(kind), kind)
+    assert has_fused_head(shape, config, dtype.itemsize, 1) is fused
+    assert not has_fused_head(shape, config, dtype.itemsize, 2)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 8192))

@@ -75,7 +75,7 @@ MEGATRON: dict[str, Yes | No] = {
     "compiled_layers": No("megatron-core's layers are not compiled whole: 'auto' fuses pieces of them on a GPU"),
     "replicated_weights": No("Megatron's weights are laid out by tensor, pipeline and expert parallelism"),
     "hybrid_sharding": No("Megatron's weights are no shards: leave shard_ranks out, or set backend='fsdp2'"),
-    "gradient_checkpointing": Yes("megatron/engine_test.py::test_recomputed_layers_change_nothing"),
+    "gradient_checkpointing": Yes("megatron/recomputed_test.py::test_recomputed_layers_change_nothing"),
     "activation_offload": No("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Yes(LAYOUTS),
     "offload": Yes("megatron/engine_test.py::test_buffers_go_away_and_come_back"),

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines import EngineConfig, LoraConfig, build_engine
-from engines.launch import ensure_group
-from engines.megatron.groups import release
 from engines.testing.megatron_curves import LENGTHS, MODELS
+from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO
 from seqpack.batches.batch import jagged
@@ -23,15 +21,6 @@ DEVICE = "cuda"
 LAYERS = 4
 BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (5e-3, 0.03)}
 """(loss, gradient norm), relative."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group(DEVICE)
-    yield
-    release()
-    if made:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
-from engines.launch import ensure_group
-from engines.megatron.groups import release
 from engines.testing.megatron_curves import LENGTHS, MODELS, curve
+from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 
@@ -18,15 +16,6 @@ pytestmark = [
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01)
 # (loss, gradient norm), relative: float32 is plain torch on the device, bfloat16 the fused kernels in other layers.
 BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (5e-3, 0.03)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cuda")
-    yield
-    release()
-    if made:
-        dist.destroy_process_group()
 
 
 def engine(model="dense", **options):

@@ -1,7 +1,6 @@
-"""The Megatron engine in one process: recomputation, positions, refusals, what is put back, and the shared head."""
+"""The Megatron engine in one process: positions, refusals, what is put back, and the shared head."""
 
 import copy
-import gc
 import math
 from typing import Any
 
@@ -38,36 +37,6 @@ from seqpack.batches.batch import jagged
 from seqpack.batches.schema import ROUTED_EXPERTS
 
 CASE = LayoutCase("Qwen3.5")
-
-
-def test_recomputed_layers_change_nothing():
-    batch = tiny_batch(list(LENGTHS))
-    built = [engine_of(CASE, gradient_checkpointing=on) for on in (False, True)]
-    calls = []
-    for engine in built:
-        mixer = inside(engine).stages[0].decoder.layers[0].self_attention
-        mixer.register_forward_hook(lambda *_: calls.append(1))
-        micro_batches = engine.train_batch(batch, SFT())["micro_batches"]
-        calls.append(0)
-    per_engine = "".join(map(str, calls)).split("0")
-    assert [len(one) for one in per_engine[:2]] == [micro_batches, 2 * micro_batches]
-    assert largest_difference(*(weights(engine) for engine in built)) == 0
-
-
-@pytest.mark.parametrize("model", ["Qwen3.5", "Qwen3.5 MoE"])
-def test_recomputed_layers_leave_nothing_behind(model):
-    """No activation of a step outlives it, which with megatron-core 0.19 all of them did."""
-    lengths = [61, 7, 83]
-    kept = {}
-    for on in (False, True):
-        engine = engine_of(LayoutCase(model), gradient_checkpointing=on, max_tokens_per_rank=256)
-        for _ in range(2):
-            engine.train_batch(tiny_batch(lengths), SFT())
-        gc.collect()
-        alive = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-        kept[on] = sorted(tuple(one.shape) for one in alive if sum(lengths) in one.shape)
-        del engine, alive
-    assert kept[True] == kept[False]
 
 
 def test_positions_of_several_axes():

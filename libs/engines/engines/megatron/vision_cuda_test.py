@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
-from engines.launch import ensure_group
-from engines.megatron.groups import release
 from engines.megatron.layouts import exported_by
 from engines.testing.images import media_sample
 from engines.testing.megatron_curves import EXPERTS
+from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.testing.vision import SETTINGS, TOWER, fused_vision_model
 from objectives import SFT
 from seqpack import make_batch
@@ -19,7 +17,7 @@ from seqpack import make_batch
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 MODELS: dict[str, dict[str, Any]] = {
     "vision": {},
@@ -36,15 +34,6 @@ SAMPLES = (
 """Stretches of text and the images between them: some rows have none, one has an image and next to nothing else."""
 BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (5e-3, 0.03)}
 """(loss, gradient norm), relative."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group(DEVICE)
-    yield
-    release()
-    if made:
-        dist.destroy_process_group()
 
 
 def rows(seed: int):

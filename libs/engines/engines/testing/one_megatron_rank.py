@@ -9,11 +9,21 @@ from engines.launch import ensure_group
 from engines.megatron import groups
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_megatron_rank() -> Iterator[None]:
-    """Make a gloo group of one rank where there is none."""
-    made = ensure_group("cpu")
+def _rank(device: str) -> Iterator[None]:
+    made = ensure_group(device)
     yield
     groups.release()
     if made:
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_megatron_rank() -> Iterator[None]:
+    """Make a gloo group of one rank where there is none."""
+    yield from _rank("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_megatron_gpu() -> Iterator[None]:
+    """The same over NCCL."""
+    yield from _rank("cuda")

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
 from engines.fast.compiling import compilations
-from engines.launch import ensure_group
-from engines.megatron.groups import release
 from engines.testing.megatron_curves import curve
+from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 
@@ -17,15 +15,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group("cuda")
-    yield
-    release()
-    if made:
-        dist.destroy_process_group()
 
 
 def test_a_bfloat16_curve_is_that_of_plain_layers():

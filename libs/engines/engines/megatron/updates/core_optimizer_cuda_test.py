@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
-from engines.launch import ensure_group
-from engines.megatron.groups import release
 from engines.megatron.updates.core_optimizer import CoreUpdates
 from engines.megatron.updates.optimizer import MOMENTS, TorchUpdates
 from engines.testing.executors import inside, weights
 from engines.testing.megatron_curves import LENGTHS, MODELS
+from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import SFT
 
@@ -27,15 +25,6 @@ BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (5e-3, 0.03)}
 """(loss, gradient norm), relative, of whole steps: their kernels add up in another order from run to run."""
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["plain", "distributed optimizer"])
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group():
-    made = ensure_group(DEVICE)
-    yield
-    release()
-    if made:
-        dist.destroy_process_group()
 
 
 def engine(kind, model="dense", seed=0, **options):
@@ -154,12 +143,11 @@ def test_offload_frees_the_device(dtype, shared):
     built.train_batch(batch(), SFT())
     size = sum(p.numel() for stage in inside(built).stages for p in stage.parameters())
     before = {name: value.cpu() for name, value in weights(built).items()}
-    memory = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    memory = torch.cuda.memory_allocated()
     built.offload()
-    if DEVICE == "cuda":
-        freed = (memory - torch.cuda.memory_allocated()) / size
-        print(f"{freed:.2f} bytes a parameter freed, {size} parameters")
-        assert freed > 0.95 * (18 if dtype == "bfloat16" else 16)
+    freed = (memory - torch.cuda.memory_allocated()) / size
+    print(f"{freed:.2f} bytes a parameter freed, {size} parameters")
+    assert freed > 0.95 * (18 if dtype == "bfloat16" else 16)
     built.onload()
     assert all(torch.equal(value.cpu(), before[name]) for name, value in weights(built).items())
     assert built.train_batch(batch(), SFT())["skipped"] == 0.0
@@ -169,7 +157,7 @@ def test_what_is_left_to_itself():
     """megatron-core's on a GPU where it runs what is asked for, torch's elsewhere."""
     found = engine("auto").state_summary()["optimizer"]
     print(found)
-    assert found.startswith("megatron-core's " if DEVICE == "cuda" else "torch's AdamW")
+    assert found.startswith("megatron-core's ")
     assert "on the host" in engine("auto", optimizer_on_host=True).state_summary()["optimizer"]
     with pytest.raises(ValueError, match="megatron_optimizer='core' cannot be used"):
         engine("core", optimizer_on_host=True)
