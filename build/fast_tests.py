@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TAG", help="run those with this tag alone")
     parser.add_argument("--seconds", type=float, help="for a file at most; without it by its size")
     at_once = parser.add_mutually_exclusive_group()
-    at_once.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="files at a time")
+    at_once.add_argument("--jobs", type=int, help="files at a time; one a core by default")
     at_once.add_argument("--devices", default="", metavar="0,1", help="a file at a time on each of these CUDA devices")
     given = parser.parse_args()
     if "pytest" not in installed():
@@ -261,7 +261,8 @@ def main() -> int:
     started = [test for test in tests if not reasons[test]]
     about = [f"{name} {installed()[name]}" for name in ("torch", "transformers", "pytest") if name in installed()]
     print(f"Python {sys.version.split()[0]}; {', '.join(about)}; {len(started)} of {len(tests)} test files", flush=True)
-    places = given.devices.split(",") if given.devices else [""] * given.jobs
+    jobs = given.jobs or len(os.sched_getaffinity(0))
+    places = given.devices.split(",") if given.devices else [""] * jobs
     counts = run_all(started, places, given.seconds)
     for why, number in sorted(Counter(filter(None, reasons.values())).items()):
         print(f"left out: {number} files {why}")

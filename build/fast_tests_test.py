@@ -115,6 +115,9 @@ def test_seen():
     rules = "".join(f'module_test(name = "seen{number}_test")\n' for number in range(3))
     status, lines = run(tree, rules, "--devices", "3,5", "--seconds", "60")
     assert (status, lines[-1]) == (0, "3 passed, 0 failed, 0 skipped"), lines
+    for jobs in range(1, 4):
+        status, lines = run(tree, rules, "--devices", "3,5", "--jobs", str(jobs))
+        assert (status, "not allowed with argument" in lines[-1]) == (2, True), lines
 
 
 def test_a_file_that_cannot_be_read_is_a_failure(tree):
