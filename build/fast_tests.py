@@ -206,9 +206,10 @@ def run_all(tests: list[Test], places: Sequence[str], most: float | None = None)
     """Run these files, one at a time in each place, and say what is amiss; their cases by outcome, at Ctrl-C of those
     that ran.
 
-    A place is a CUDA device, or "". With a limit of `most` seconds a file, how long each took is said too.
+    A place is a CUDA device, or "". The largest begin first, so that none of them is the only one left at the end.
     """
     counts: Counter[str] = Counter()
+    tests = sorted(tests, key=lambda test: -SECONDS[test.size])
     pool = ThreadPoolExecutor(len(places))
     free: SimpleQueue[str] = SimpleQueue()
     for place in places:
@@ -221,15 +222,15 @@ def run_all(tests: list[Test], places: Sequence[str], most: float | None = None)
             done, words = run(test, most, place)
         finally:
             free.put(place)
-        if most:
-            words.append(f"{time.monotonic() - begun:4.0f} s  {test.label}: {done['passed']} passed")
+        words.append(f"{time.monotonic() - begun:4.0f} s  {test.label}: {done['passed']} passed")
         return done, words
 
     try:
-        for future in as_completed([pool.submit(timed, test) for test in tests]):
+        for number, future in enumerate(as_completed([pool.submit(timed, test) for test in tests]), 1):
             done, words = future.result()
             counts += done
-            print("\n".join(words), end="\n" if words else "", flush=True)
+            words[-1] = f"{number:3}/{len(tests)} {words[-1]}"
+            print("\n".join(words), flush=True)
     except KeyboardInterrupt:
         counts["failed"] += 1
         print("failed: interrupted; files that run are waited for", flush=True)

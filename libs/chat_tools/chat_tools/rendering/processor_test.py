@@ -111,8 +111,12 @@ def test_ids_mask_and_token_types_are_the_processors(processor, messages, prompt
     )
     assert rendered.ids == list(out["input_ids"][0])
     assert rendered.mm_token_type_ids == list(out["mm_token_type_ids"][0])
-    assert [int(m) for m in rendered.assistant_mask] == [int(m) for m in np.ravel(out["assistant_masks"])]
-    assert any(rendered.assistant_mask) == (len(messages) > 1)
+    answers = [part["text"] + "<|im_end|>" for m in messages if m["role"] == "assistant" for part in m["content"]]
+    trained = [i for i, m in zip(rendered.ids, rendered.assistant_mask, strict=True) if m]
+    assert trained == processor.tokenizer("".join(answers))["input_ids"]
+    # Before 5.23 a mask that follows an image is shifted: its places are those of the text before it grew.
+    if messages is ONE or hasattr(Processor, "_adjust_assistant_masks_indices"):
+        assert [int(m) for m in rendered.assistant_mask] == [int(m) for m in np.ravel(out["assistant_masks"])]
     assert rendered.problems == ()
     assert max(rendered.mm_token_type_ids) == (2 if messages is FILM else 1)
 

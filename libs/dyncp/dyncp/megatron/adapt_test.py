@@ -5,6 +5,7 @@ What Megatron computes in float32 whatever the weights are (its output gate, its
 (`_Float64Stays`): float32 rounds an element by its place in a tensor, from another place on for each vector width.
 """
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ def refusals() -> dict[str, str]:
     def refused(name: str, call: object) -> None:
         try:
             call()
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, AssertionError) as error:  # the last: Megatron's of 0.19
             told[name] = f"{type(error).__name__}: {error}"
 
     changes = {
@@ -208,7 +209,7 @@ def test_what_is_refused_and_what_is_undone(ranks: list[tuple]) -> None:
         assert "multi-token prediction" in told["mtp_num_layers"]
         assert "core_attention is a DotProductAttention" in told["foreign attention"]
         assert "cannot be cut in the zigzag layout" in told["zigzag"]
-        assert "does not support packed sequence" in told["stock"]
+        assert re.search("does not support packed sequence|Packed sequence does not support", told["stock"])
         assert told["changes"].startswith("rotary_pos_emb: follows the shard's positions | decoder.layers.0.")
         assert told["without params"] == told["undone"] == "True"
 

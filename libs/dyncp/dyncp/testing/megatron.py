@@ -49,11 +49,12 @@ LENGTHS = (13, 1, 7, 31, 5, 2)
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Run Megatron on a machine without CUDA. Four facts of megatron-core 0.16.1 stand in the way, all of them about
-    devices, none about what is tested: tensors are made on torch.cuda.current_device(), in the schedules on "cuda";
-    random numbers come from a tracker of CUDA states (Megatron's tracker for inference does nothing); GatedDeltaNet
-    refuses to be built where fla is missing, though its deterministic mode needs of it only the l2norm, given here from
-    its definition. And float64 models compute in float64 throughout (see `_Float64Stays`).
+    """Run Megatron on a machine without CUDA. Five facts of megatron-core 0.16.1 and 0.19.2 stand in the way, all of
+    them about devices, none about what is tested: tensors are made on torch.cuda.current_device(), in the schedules on
+    "cuda"; 0.19 asks for the current stream; random numbers come from a tracker of CUDA states (Megatron's tracker for
+    inference does nothing); GatedDeltaNet refuses to be built where fla is missing, though its deterministic mode needs
+    of it only the l2norm, given here from its definition. And float64 models compute in float64 throughout (see
+    `_Float64Stays`).
     """
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -62,10 +63,12 @@ def without_cuda() -> Iterator[None]:
         return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    where = getattr(gated_delta_net, "common", gated_delta_net)  # 0.19 has a package in the module's place
     with (
         mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
-        mock.patch.object(gated_delta_net, "HAVE_FLA", True),
-        mock.patch.object(gated_delta_net, "l2norm", l2norm, create=True),
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch.object(where, "HAVE_FLA", True),
+        mock.patch.object(where, "l2norm", l2norm, create=True),
         _CudaMeansCpu(),
         _Float64Stays(),
     ):

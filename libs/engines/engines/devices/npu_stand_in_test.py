@@ -3,6 +3,7 @@
 Everything runs in forks: torch has one such device a process. The engine on it: npu_test.py.
 """
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engines.devices import npu_operators
 from engines.devices.choice import devices_of
 from engines.devices.npu import torch_npu
 from engines.testing.forked import launch_forked
+from engines.testing.npu import build
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.canary import canary, raises
 from engines.testing.npu.path import stand_in_on_path
@@ -32,6 +34,19 @@ def on_npu(function, *args, ranks=1):
 
 
 # ---- the stand-in
+
+
+def test_it_has_the_cpp_library_of_torch(tmp_path, monkeypatch):
+    """By a compiler that would link its own statically, too: torch has another, and locales of two do not mix."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    build._build(tmp_path / "made.so")
+    command = ["nm", "--dynamic", "--defined-only", str(tmp_path / "made.so")]
+    symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "stand_in" in symbols
+    assert "codecvt" not in symbols
 
 
 def module_of_npu() -> Any:
