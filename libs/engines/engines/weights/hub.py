@@ -1,6 +1,7 @@
 """Names of models on the Hugging Face hub: the local snapshot of a repository, downloaded where there is a network."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,20 @@ def model_directory(model: str | Path) -> Path:
 def _fetched(name: str) -> Path | str:
     """The snapshot, or why there is none."""
     repository, _, revision = name.partition("@")
+    wanted: Any = {"revision": revision or None, "allow_patterns": _FILES}
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
-    except (OSError, HFValidationError) as error:
+        return Path(snapshot_download(repository, **wanted))
+    except (OSError, HFValidationError, *_transport_errors()) as error:
         text = str(error).strip() or type(error).__name__
+    try:  # before 2.0 a commit that is named is asked for, though its snapshot is there
+        return Path(snapshot_download(repository, **wanted, local_files_only=True))
+    except (OSError, HFValidationError):
         return f"{name} is no local directory, and huggingface_hub has no snapshot of it: {text.splitlines()[0]}"
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Those of the package that huggingface_hub speaks to the network with; it lets some through."""
+    return tuple(sys.modules[name].TransportError for name in ("httpx", "httpx2") if name in sys.modules)
 
 
 def _result(found: Path | str) -> Path:

@@ -5,6 +5,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 
 from engines import EngineConfig
 from engines.loading import load
@@ -44,6 +45,23 @@ def test_what_is_nowhere_is_said(cache, name):
         load(EngineConfig(model=name))
 
 
+@pytest.mark.parametrize("name", ["some-lab/tiny-1.5", f"some-lab/tiny-1.5@{COMMIT}", "some-lab/other"])
+def test_without_a_route_the_cache_is_asked(cache, monkeypatch, name):
+    """As before huggingface_hub 2.0 for a named commit: the error of its transport comes through."""
+
+    def no_route(repository, *, local_files_only=False, **options):
+        if not local_files_only:
+            raise hub._transport_errors()[0]("[Errno 111] Connection refused")
+        return snapshot_download(repository, local_files_only=True, **options)
+
+    monkeypatch.setattr(hub, "snapshot_download", no_route)
+    if name == "some-lab/other":
+        with pytest.raises(ValueError, match=r"no snapshot of it: .* Connection refused"):
+            model_directory(name)
+    else:
+        assert model_directory(name).name == COMMIT
+
+
 def test_what_is_there_goes_before_the_hub(cache, monkeypatch):
     def asked(*args, **kwargs):
         raise AssertionError("the hub was asked")
@@ -59,7 +77,7 @@ def on_ranks(here, folder):
     calls = []
 
     def snapshot(repository, **options):
-        calls.append(repository)
+        calls.append("here" if options.get("local_files_only") else repository)
         if repository == "lab/gone":
             raise ConnectionError("no route")
         return str(here)
@@ -76,5 +94,5 @@ def test_one_rank_fetches_for_all(tmp_path):
     here = tmp_path / "snapshot"
     here.mkdir()
     assert launch_forked(on_ranks, (here, tmp_path), 2) == here
-    assert (tmp_path / "calls0").read_text() == "lab/model lab/gone"
+    assert (tmp_path / "calls0").read_text() == "lab/model lab/gone here"
     assert (tmp_path / "calls1").read_text() == ""

@@ -28,7 +28,7 @@ def installed(monkeypatch, repatch):
 def patching(values):
     assert values == VALUES
     mlp.MLP.forward = forward
-    mlp.build_module = None
+    mlp.bias_swiglu_impl = None
 
 
 def accepted():
@@ -38,16 +38,16 @@ def accepted():
 def test_applied_once_and_undone(monkeypatch):
     calls = []
     installed(monkeypatch, lambda values: (calls.append(values), patching(values)))
-    before = mlp.build_module
+    before = mlp.bias_swiglu_impl
     applied = accepted()
     try:
-        assert (mlp.MLP.forward, mlp.build_module) == (forward, None)
-        assert set(applied.changed) == {"MLP.forward", "megatron.core.transformer.mlp.build_module"}
+        assert (mlp.MLP.forward, mlp.bias_swiglu_impl) == (forward, None)
+        assert set(applied.changed) == {"MLP.forward", "megatron.core.transformer.mlp.bias_swiglu_impl"}
         assert accepted() is applied
         assert len(calls) == 1
     finally:
         applied.undo()
-    assert (mlp.MLP.forward, mlp.build_module) == (PLAIN, before)
+    assert (mlp.MLP.forward, mlp.bias_swiglu_impl) == (PLAIN, before)
 
 
 def half_done(values):

@@ -53,10 +53,11 @@ SWITCHES = [case for case in CASES if case.model_type in MBRIDGED and case.switc
 
 
 def mark(stage):
-    """As megatron-core marks what ranks share where it draws first values, which the engine has no use for."""
+    """As megatron-core marks what ranks share where it draws first values, which the engine has no use for; 0.19 has
+    marked it without."""
     shared = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     for module in stage.modules():
-        if isinstance(module, shared) and module.weight is not None:
+        if isinstance(module, shared) and module.weight is not None and not hasattr(module.weight, "partition_dim"):
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
