@@ -1,7 +1,7 @@
 """Our Megatron backend beside megatron-core's own packed path: tokens/s, memory, and gradients from the same weights.
 
     PYTHONPATH=libs/seqpack:libs/dyncp:libs/objectives:libs/engines python libs/engines/benchmarks/megatron_vs_core.py
-        --device cuda [--side ours|core] [--head-dim 128] [--ranks 2 [--tensor-parallel 2]]
+        --device cuda [--side ours|core] [--head-dim 128] [--ranks 2 [--tensor-parallel 2]] [--optimizer torch]
 
 A whole optimizer step on one device over the same packed (THD) tokens of the hybrid in `step_gpu.py` (0.67 B
 parameters, bfloat16, float32 masters). `core` is megatron-core's GPTModel in Transformer Engine's layer specification
@@ -56,6 +56,7 @@ def ours(run: Run) -> None:
         grad_clip=CLIP,
         max_tokens_per_rank=room,
         tensor_parallel=run.tensor_parallel,
+        megatron_optimizer=run.optimizer,
     )
     engine: Any = build_engine(config, net)
     del net
@@ -72,7 +73,8 @@ def ours(run: Run) -> None:
         result = engine.train_batch(batch, objective)
         return {name: result[name] for name in ("loss", "grad_norm", "micro_batches")}
 
-    measure(run, "ours", step, before, parameters=sum(p.numel() for _, p in parameters))
+    updated = engine.state_summary()["optimizer"]
+    measure(run, "ours", step, before, parameters=sum(p.numel() for _, p in parameters), optimizer=updated)
 
 
 def compare(folder: Path) -> None:
@@ -118,6 +120,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, choices=[128, 256], default=256)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--optimizer", choices=["auto", "torch", "core"], default="auto", help="of our side")
     parser.add_argument("--folder", help="where gradients are kept; a temporary one where it is left out")
     given = parser.parse_args()
     if given.ranks < 1 or given.tensor_parallel < 1 or given.ranks % given.tensor_parallel:
@@ -134,7 +137,7 @@ def run_of(given: argparse.Namespace, folder: Path) -> Run:
         rope = {**step_gpu.SHAPE["rope_parameters"], "partial_rotary_factor": 0.5}
         shape = {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 4, "rope_parameters": rope}
     tokens = given.tokens or (8192 if given.device == "cuda" else 192)
-    return Run(given.device, tokens, given.steps, folder, given.ranks, given.tensor_parallel, shape)
+    return Run(given.device, tokens, given.steps, folder, given.ranks, given.tensor_parallel, shape, given.optimizer)
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import step_gpu
 import torch
@@ -35,7 +35,8 @@ LR, CLIP, EPS = 1e-5, 1.0, 1e-8
 @dataclass(frozen=True)
 class Run:
     """What both sides are given: `tokens` a step of each copy of the model, `steps` that are timed, the folder for
-    gradients, how many ranks there are and how many of them share each matrix; `shape`: what is changed of the model.
+    gradients, how many ranks there are and how many of them share each matrix; `shape`: what is changed of the model;
+    `optimizer`: what updates our side (`megatron_optimizer`).
     """
 
     device: str
@@ -45,6 +46,7 @@ class Run:
     ranks: int = 1
     tensor_parallel: int = 1
     shape: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Literal["auto", "torch", "core"] = "auto"
 
     @property
     def layout(self) -> ParallelLayout:
