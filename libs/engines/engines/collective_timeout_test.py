@@ -43,9 +43,9 @@ def times(folder):
         built.train_batch(tiny_batch(LENGTHS), SFT())
         built.save(folder / name, wait=False)
         built.wait_for_saves()
-        release()
         groups = distributed_c10d._world.pg_map
         found.append([group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups])
+        release()
     return found
 
 

@@ -6,11 +6,12 @@ import torch.distributed as dist
 
 from engines import EngineConfig, build_engine
 from engines.families.registry import family_of
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
+from engines.testing.forked import launch_forked
 from engines.testing.pipeline_executor import PipelineExecutor
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights
@@ -62,7 +63,7 @@ def four_ranks(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    everyone = launch(four_ranks, (folder,), world_size=4, device="cpu")
+    everyone = launch_forked(four_ranks, (folder,), world_size=4)
     made = ensure_group("cpu")
     yield cases(build_engine(CONFIG, model()), folder, "alone"), everyone
     if made:

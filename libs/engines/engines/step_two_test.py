@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from engines import EngineConfig, LocalBatch, build_engine
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
+from engines.testing.forked import launch_forked
 from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
@@ -153,7 +154,7 @@ def results(tmp_path_factory):
     back = None
     if made:
         dist.destroy_process_group()
-    two = launch(two_ranks, (folder, None), world_size=2, device="cpu")
+    two = launch_forked(two_ranks, (folder, None), world_size=2)
     ensure_group("cpu")
     loaded = engine(seed=4)
     loaded.load(folder / "world2")

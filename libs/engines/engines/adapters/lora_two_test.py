@@ -7,7 +7,7 @@ import torch
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter, whole
-from engines.launch import launch
+from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 
@@ -64,9 +64,9 @@ def found(tmp_path_factory):
         out["next"] = built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
         return out
 
-    one = launch(alone, (), 1, "cpu", 1)
-    two = launch(on_two, (folder,), 2, "cpu", 1)
-    other = launch(loaded, (folder,), 1, "cpu", 1)
+    one = launch_forked(alone, (), 1)
+    two = launch_forked(on_two, (folder,), 2)
+    other = launch_forked(loaded, (folder,), 1)
     return one, two, other
 
 

@@ -10,8 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from engines import EngineConfig, build_engine
 from engines.families.cases import CASES
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
 from engines.testing.executors import inside
+from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
@@ -157,7 +158,7 @@ def on_all(*modes):
 def test_two_ranks_equal_one_however_they_share_sequences():
     want = on_all("off")
     torch.distributed.destroy_process_group()
-    got = launch(on_all, ("off", "static:2", "dynamic"), world_size=2, device="cpu")
+    got = launch_forked(on_all, ("off", "static:2", "dynamic"), world_size=2)
     ensure_group("cpu")
     for (mode, replay), (other_curve, two) in got.items():
         curve, one = want["off", replay]

@@ -10,7 +10,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from engines import EngineConfig, build_engine
 from engines.families.router import RouterCounts, RouterLoss
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
+from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
@@ -124,7 +125,7 @@ def on_ranks(context_parallel):
 def test_two_ranks_equal_one(context_parallel):
     want, one = on_ranks("off")
     torch.distributed.destroy_process_group()
-    got, two = launch(on_ranks, (context_parallel,), world_size=2, device="cpu")
+    got, two = launch_forked(on_ranks, (context_parallel,), world_size=2)
     ensure_group("cpu")
     for left, right in zip(want, got, strict=True):
         for key in ("loss", "auxiliary_loss", "grad_norm"):

@@ -7,11 +7,12 @@ from engines import EngineConfig, build_engine
 from engines.families.family import routed_layers
 from engines.families.registry import family_of
 from engines.families.router import RouterCounts, RouterLoss
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
+from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.testing.plain_router import PlainRouterExecutor
 from engines.tiny import tiny_batch, tiny_config, tiny_model
@@ -81,7 +82,7 @@ def test_two_ranks_equal_one(context_parallel):
     want = plain(**BOTH)
     torch.distributed.destroy_process_group()
     options = {"max_tokens_per_rank": 16, "context_parallel": context_parallel}
-    got = launch(two_ranks, (BOTH | options,), world_size=2, device="cpu")
+    got = launch_forked(two_ranks, (BOTH | options,), world_size=2, device="cpu")
     ensure_group("cpu")
     assert_same(got, want)
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from engines import EngineConfig, LocalBatch, LoraConfig, build_engine
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
+from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (
     TOWER,
@@ -222,7 +223,7 @@ def test_two_ranks_equal_one():
     single = [curve(), curve(vision="frozen")]
     alone = engine().train_batch(make_batch(samples()), SFT())["loss"]
     dist.destroy_process_group()
-    found = launch(on_two, world_size=2, device="cpu", threads=1)
+    found = launch_forked(on_two, world_size=2)
     ensure_group("cpu")
     for got, want in zip(found[:4], [single[0]] * 3 + [single[1]], strict=True):
         assert got[0] == pytest.approx(want[0], rel=1e-4, abs=1e-5)

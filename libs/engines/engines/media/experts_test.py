@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812
 
 from engines import EngineConfig, build_engine
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
+from engines.testing.forked import launch_forked
 from engines.testing.images import model_arguments
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (
@@ -132,7 +133,7 @@ def on_two():
 def test_two_ranks_equal_one():
     trained, frozen = curve(), curve(vision="frozen")
     dist.destroy_process_group()
-    found = launch(on_two, world_size=2, device="cpu", threads=1)
+    found = launch_forked(on_two, world_size=2)
     ensure_group("cpu")
     for got, want in zip(found, [trained] * 3 + [frozen], strict=True):
         for mine, theirs in zip(got[0], want[0], strict=True):

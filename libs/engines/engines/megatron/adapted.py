@@ -146,12 +146,12 @@ def adaptation_to(device: torch.device) -> Adaptation:
 def adapted(device: torch.device) -> Iterator[None]:
     """Run calls into megatron-core for a model on `device`; what is replaced is put back at the end.
 
-    On an NPU its small functions are not compiled either: torch's compiler has no code for one.
+    Its small functions are not compiled there: torch's compiler has no code for an NPU, and on a CPU each process would
+    run a C++ compiler for seconds before its first step, for functions that gain nothing from it.
     ValueError for a megatron-core of another version, or one that lacks a name.
     """
     if device.type == "cuda":
         yield
         return
-    plain = torch.compiler.set_stance("force_eager") if device.type == "npu" else nullcontext()
-    with applied(adaptation_to(device)), plain:
+    with applied(adaptation_to(device)), torch.compiler.set_stance("force_eager"):
         yield

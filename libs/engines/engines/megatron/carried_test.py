@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engines import EngineConfig, build_engine
 from engines.families.cases import CASES
-from engines.launch import launch
 from engines.megatron.groups import release
 from engines.testing.assembled import assemble
+from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch
 from objectives import SFT
 
@@ -60,7 +60,7 @@ def two_ranks(path, target):
 @pytest.fixture(scope="module")
 def exported(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exports")
-    return launch(two_ranks, (checkpoint, folder), world_size=2, device="cpu"), folder
+    return launch_forked(two_ranks, (checkpoint, folder), world_size=2), folder
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

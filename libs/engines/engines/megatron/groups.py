@@ -44,6 +44,15 @@ def ensure_groups(layout: ParallelLayout, chunks: int = 1) -> None:
 
 
 def release() -> None:
-    """Forget megatron-core's groups, so that the next engine may have another layout; those before it are unusable."""
+    """Let megatron-core's groups go, so that the next engine may have another layout; those before it are unusable.
+
+    Collective where the groups are those of the default group that is there: they are destroyed, since each holds
+    threads and sockets, on CUDA a communicator, and megatron-core only forgets them.
+    """
+    if _MADE and _MADE["world"] is dist.group.WORLD:
+        made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+        dist.barrier()  # nobody closes a connection that another rank has still to read from
+        for group in made:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     _MADE.clear()

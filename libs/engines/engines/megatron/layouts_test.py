@@ -8,7 +8,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from engines import LocalBatch
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
 from engines.megatron.exact import EXACT, exact_steps
 from engines.megatron.groups import release
 from engines.megatron.layouts import (
@@ -25,6 +25,7 @@ from engines.megatron.layouts import (
     measure_all,
 )  # fmt: skip
 from engines.testing.executors import inside
+from engines.testing.forked import launch_forked
 from engines.testing.same_runs import assert_same_bits, assert_same_run, assert_same_step
 from engines.tiny import tiny_batch
 from objectives import GRPO, SFT
@@ -106,7 +107,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(alone):
-    return launch(four_ranks, (alone[2],), world_size=RANKS, device="cpu")
+    return launch_forked(four_ranks, (alone[2],), world_size=RANKS)
 
 
 @pytest.mark.parametrize("number", range(len(HELD)), ids=[str(case) for case in HELD])

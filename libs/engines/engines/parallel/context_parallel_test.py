@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from dyncp.planning.planner import plan
 from engines import EngineConfig, build_engine
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
 from engines.parallel.context_parallel import ContextParallel, shard_stream
+from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
 
@@ -92,7 +93,7 @@ def alone():
 
 @pytest.fixture(scope="module", params=[2, 4])
 def together(request, alone):
-    return request.param, launch(cases, (request.param,), world_size=request.param, device="cpu")
+    return request.param, launch_forked(cases, (request.param,), world_size=request.param)
 
 
 def assert_same_curve(one, two):

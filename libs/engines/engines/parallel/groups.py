@@ -1,7 +1,7 @@
 """The process groups of a layout, and meshes of ranks. Their collectives wait as long as the default group's."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from engines.config import EngineConfig
 from engines.parallel.layout import ParallelLayout
 
 T = TypeVar("T")
+
+_MADE: dict[Any, dist.ProcessGroup] = {}
+"""This rank's group by the ranks of all groups that were made with it; "world": of which default group."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,21 @@ def refuse_other_timeout(config: EngineConfig) -> None:
 
 
 def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """Make all groups, in one order on every rank; return the one that `rank` is in."""
+    """Make all groups, in one order on every rank; return the one that `rank` is in.
+
+    Engines of one process share them: each holds threads and sockets, on CUDA a communicator.
+    """
+    world = _world()
     if len(every) == 1:
-        return _world()
-    waits = world_timeout()  # torch's own time otherwise, whatever the world's is
-    found = [dist.new_group(list(ranks), timeout=waits) for ranks in every]
-    result: dist.ProcessGroup = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+        return world
+    if _MADE.get("world") is not world:  # another default group: torch destroyed those of the one before with it
+        _MADE.clear()
+        _MADE["world"] = world
+    if tuple(every) not in _MADE:
+        waits = world_timeout()  # torch's own time otherwise, whatever the world's is
+        found = [dist.new_group(list(ranks), timeout=waits) for ranks in every]
+        _MADE[tuple(every)] = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+    result: dist.ProcessGroup = _MADE[tuple(every)]
     return result
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from engines import launch as launching
 
 _PRELOAD = ["engines.build", "engines.tiny", "engines.weights.saving", "objectives"]
+_MEGATRON = "engines.megatron.executor"
 
 
 def launch_forked(
@@ -21,10 +23,11 @@ def launch_forked(
 ) -> Any:
     """Run fn(*args) on `world_size` ranks of the CPU (or `device`), all of them forks, and return what rank 0 returned.
 
-    As `engines.launch.launch`, which spawns ranks that import everything anew.
+    As `engines.launch.launch`, which spawns ranks that import everything anew. megatron-core is imported once for all
+    where the caller has imported some of it before its first call.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_PRELOAD, _MEGATRON] if "megatron.core" in sys.modules else _PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         processes, pipes = [], []
         try:

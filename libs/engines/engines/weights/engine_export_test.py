@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from engines import EngineConfig, build_engine
 from engines.families.cases import CASES
-from engines.launch import ensure_group, launch
+from engines.launch import ensure_group
 from engines.testing.assembled import assemble
+from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch
 from objectives import SFT
 
@@ -44,7 +45,7 @@ def train_and_export(path, target):
 def test_a_trained_checkpoint_comes_out_whole(checkpoint, tmp_path, world_size):
     if world_size == 1:
         ensure_group("cpu")
-    before, after, live = launch(
+    before, after, live = launch_forked(
         train_and_export, (checkpoint, tmp_path / "export"), world_size=world_size, device="cpu"
     )
     if world_size == 1:
