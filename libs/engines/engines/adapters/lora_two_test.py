@@ -53,18 +53,18 @@ def on_two(folder):
     return found
 
 
+def alone(folder):
+    built = engine()
+    out = results_of(built)
+    built.save(folder / "one")
+    out["next"] = built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
+    return out
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-
-    def alone():
-        built = engine()
-        out = results_of(built)
-        built.save(folder / "one")
-        out["next"] = built.train_batch(tiny_batch(LENGTHS, seed=9), SFT())["loss"]
-        return out
-
-    one = launch_forked(alone, (), 1)
+    one = launch_forked(alone, (folder,), 1)
     two = launch_forked(on_two, (folder,), 2)
     other = launch_forked(loaded, (folder,), 1)
     return one, two, other

@@ -42,7 +42,7 @@ def test_it_has_the_cpp_library_of_torch(tmp_path, monkeypatch):
     compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
-    build._build(tmp_path / "made.so")
+    build.build(tmp_path / "made.so")
     command = ["nm", "--dynamic", "--defined-only", str(tmp_path / "made.so")]
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "stand_in" in symbols

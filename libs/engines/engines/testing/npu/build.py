@@ -17,6 +17,8 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
 NAME = "npu_stand_in"
+BUILT = HERE / f"{NAME}.so"
+"""Where Bazel has put it; empty where it could not be built."""
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
@@ -39,9 +41,11 @@ def load_library() -> ModuleType:
     words."""
     if reason := reason_against():
         raise ValueError(f"the stand-in for NPUs is built from source: {reason}")
-    path = folder() / f"{NAME}.so"
-    if not path.exists():
-        _build(path)
+    path = BUILT
+    if not path.exists() or path.stat().st_size == 0:
+        path = folder() / BUILT.name
+        if not path.exists():
+            build(path)
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None
@@ -61,7 +65,7 @@ def folder() -> Path:
     return found
 
 
-def _build(path: Path) -> None:
+def build(path: Path) -> None:
     """Compile beside `path` and rename: who looks finds all of it or nothing, and two builders do no harm."""
     includes = [sysconfig.get_paths()["include"], *include_paths(), str(HERE)]
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_API_INCLUDE_EXTENSION_H"]
