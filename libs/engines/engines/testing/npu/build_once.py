@@ -1,4 +1,4 @@
-"""`build_once FILE` builds the stand-in's library: Bazel does so once for all tests. An empty file where it cannot be."""
+"""`build_once FILE` builds the stand-in's library: Bazel does so once for all tests. An empty file where it cannot."""
 
 import sys
 from pathlib import Path
