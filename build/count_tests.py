@@ -13,19 +13,22 @@ from urllib.parse import unquote, urlparse
 
 
 def results(events: Path) -> dict[str, tuple[str, Path | None]]:
-    """(status, JUnit file) of each test target in an event file; the last attempt counts."""
+    """(status, JUnit file) of each test target in an event file; the last attempt counts.
+
+    ABORTED for one that an interrupted run did not end.
+    """
     found: dict[str, tuple[str, Path | None]] = {}
     for line in events.read_text().splitlines():
         event = json.loads(line)
         label = event["id"].get("testResult", {}).get("label")
-        if label:
+        if label and "testResult" in event:
             result = event["testResult"]
             files = {output["name"]: output["uri"] for output in result.get("testActionOutput", [])}
             xml = Path(unquote(urlparse(files["test.xml"]).path)) if "test.xml" in files else None
             found[label] = (result["status"], xml)
         summary = event["id"].get("testSummary", {}).get("label")
         if summary and summary not in found:
-            found[summary] = (event["testSummary"]["overallStatus"], None)
+            found[summary] = (event.get("testSummary", {}).get("overallStatus", "ABORTED"), None)
     return found
 
 

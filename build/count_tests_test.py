@@ -53,6 +53,20 @@ def test_status_of_a_clean_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
 
 
+def test_what_an_interrupted_run_did_not_end_counts_as_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bazel names such a target with no result, only with why."""
+    file = Path(_events(tmp_path / "fast", {"//a": ("PASSED", GOOD)}))
+    for kind in ("testResult", "testSummary"):
+        event = {"id": {kind: {"label": "//b"}}, "aborted": {"reason": "USER_INTERRUPTED"}}
+        file.write_text(file.read_text().rstrip() + "\n" + json.dumps(event))
+    assert main([str(file)]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "failed: //b: ABORTED" in out
+    assert out[-1] == "1 passed, 1 failed, 0 skipped"
+
+
 def test_instructions_are_counted_once_for_each_run_of_a_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
