@@ -64,7 +64,7 @@ def test_what_an_interrupted_run_did_not_end_counts_as_failed(
     assert main([str(file)]) == 1
     out = capsys.readouterr().out.splitlines()
     assert "failed: //b: ABORTED" in out
-    assert out[-1] == "1 passed, 1 failed, 0 skipped"
+    assert out[-1] == "2 passed, 1 failed, 0 skipped"
 
 
 def test_instructions_are_counted_once_for_each_run_of_a_target(
