@@ -51,7 +51,7 @@ def times(folder):
 
 def test_every_group_has_the_time_of_the_settings(tmp_path):
     before = 1
-    for groups in launch_forked(times, (tmp_path,), world_size=4, device="cpu", timeout_seconds=LONG):
+    for groups in launch_forked(times, (tmp_path,), world_size=4, timeout_seconds=LONG):
         assert len(groups) > before  # each engine made some
         assert set(groups) == {LONG}
         before = len(groups)
@@ -69,11 +69,11 @@ def late(name, seconds):
 @pytest.mark.parametrize("name", ["experts", "megatron"])
 def test_a_late_rank_ends_the_others_wait(name):
     with pytest.raises(RankError, match=r"(?s)rank 0 failed.*Timed out"):
-        launch_forked(late, (name, LATE), world_size=2, device="cpu", timeout_seconds=SECONDS)
+        launch_forked(late, (name, LATE), world_size=2, timeout_seconds=SECONDS)
 
 
 def test_torch_waits_longer_by_itself():
-    assert launch_forked(late, ("experts", 1.5 * SECONDS), world_size=2, device="cpu") > 0
+    assert launch_forked(late, ("experts", 1.5 * SECONDS), world_size=2) > 0
 
 
 def test_a_group_that_waits_for_another_time_is_refused():

@@ -147,7 +147,7 @@ def adapted(device: torch.device) -> Iterator[None]:
     """Run calls into megatron-core for a model on `device`; what is replaced is put back at the end.
 
     Its small functions are not compiled there: torch's compiler has no code for an NPU, and on a CPU each process would
-    run a C++ compiler for seconds before its first step, for functions that gain nothing from it.
+    run a C++ compiler for seconds before its first step; models of the sizes that run on a CPU do not earn that back.
     ValueError for a megatron-core of another version, or one that lacks a name.
     """
     if device.type == "cuda":

@@ -19,6 +19,7 @@ from engines.execution.inputs import PackedInputs
 from engines.execution.micro_batches import MicroBatch
 from engines.families.cases import Case
 from engines.families.torch_operations import choose_torch_operations
+from engines.fast.compiling import compilations
 from engines.log_probs import token_log_probs_reference
 from engines.megatron import groups
 from engines.megatron.adapted import adapted
@@ -48,6 +49,14 @@ def test_positions_of_several_axes():
     scores = [engine_of(CASE, backend).forward(batch)["log_probs"].values() for backend in ("fsdp2", "megatron")]
     torch.testing.assert_close(scores[1], scores[0], atol=1e-5, rtol=1e-5)
     assert (scores[0] - plain).abs().max() > 1e-2
+
+
+def test_nothing_is_compiled_on_a_cpu():
+    """megatron-core's small functions run as they are: no process calls a C++ compiler before its first step."""
+    made = compilations()
+    for case in (CASE, LayoutCase("Qwen3.5 MoE")):
+        engine_of(case).train_batch(tiny_batch(list(LENGTHS)), SFT())
+    assert compilations() == made
 
 
 def test_a_reference_policy_only_scores():

@@ -46,7 +46,7 @@ def rounds(count):
 
 
 def test_what_is_released_leaves_no_thread_and_no_group():
-    for after, most in launch_forked(rounds, (3,), world_size=2, device="cpu"):
+    for after, most in launch_forked(rounds, (3,), world_size=2):
         assert after[1] == after[2]  # the first round starts threads that stay, of autograd and of dyncp's groups
         assert most > after[2][1] + 5  # megatron-core did make groups
 

@@ -69,6 +69,7 @@ def build(path: Path) -> None:
     """Compile beside `path` and rename: who looks finds all of it or nothing, and two builders do no harm."""
     includes = [sysconfig.get_paths()["include"], *include_paths(), str(HERE)]
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += [f"-ffile-prefix-map={HERE}=npu"]  # the same bytes, wherever the sources lie
     flags += [f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
