@@ -141,12 +141,17 @@ def test_scores_are_those_that_are_trained_on():
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
 def test_training_learns_and_checkpointing_changes_little(weights):
-    losses = {}
+    """Later steps at this rate take what backward passes differ in, from run to run, apart by percents."""
+    steps = {}
     for checkpointing in (False, True):
         built = engine(lr=3e-3, compile="on", weights=weights, gradient_checkpointing=checkpointing)
-        losses[checkpointing] = [built.train_batch(batch(), SFT())["loss"] for _ in range(10)]
-    assert losses[True][-1] < 0.8 * losses[True][0]
-    assert losses[True] == pytest.approx(losses[False], rel=2e-2)
+        steps[checkpointing] = [built.train_batch(batch(), SFT()) for _ in range(10)]
+    losses = {checkpointing: [step["loss"] for step in made] for checkpointing, made in steps.items()}
+    for made in losses.values():
+        assert made[-1] < 0.8 * made[0]
+    assert losses[True][0] == pytest.approx(losses[False][0], rel=1e-3)
+    assert steps[True][0]["grad_norm"] == pytest.approx(steps[False][0]["grad_norm"], rel=1e-2)
+    assert losses[True][:4] == pytest.approx(losses[False][:4], rel=1e-2)
 
 
 @pytest.mark.parametrize("vocabulary", [512, 65536, 1000])
