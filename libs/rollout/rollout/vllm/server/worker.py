@@ -1,4 +1,8 @@
-"""What is added to vLLM's worker: it reads weights that another process wrote, and tells experts."""
+"""What is added to vLLM's worker: it reads weights that another process wrote, and tells experts.
+
+Each worker imports this before it makes its model: a process of its own, where several share a model, whose registry
+lacks what the server's was given.
+"""
 
 import logging
 import os
@@ -20,6 +24,9 @@ from rollout.vllm.server.places import Places
 from rollout.vllm.server.proof import damaged, stale_experts, stale_heads
 from rollout.vllm.server.routes import NotedExperts
 from rollout.vllm.server.sight import SeeingWorker
+from rollout.vllm.server.text_models import register_text_models
+
+register_text_models()
 
 RELOADING = "vllm.model_executor.model_loader.reload"
 HARMLESS = ("RotaryEmbedding", "MRotaryEmbedding")
