@@ -22,7 +22,7 @@ from engines.fast.exchange import Exchange
 from engines.fast.masters import Master, optimizer_state
 from engines.fsdp2.executor import FSDP2Executor
 from engines.loading import cast_parameters, compute_dtype
-from engines.parallel.groups import mesh_of
+from engines.parallel.groups import mesh_of, second_world
 from engines.weights.disk import DiskWeights
 from engines.weights.empty import allocate
 from engines.weights.model_weights import live_tensors
@@ -42,16 +42,35 @@ class ReplicatedExecutor(FSDP2Executor):
             for name, parameter in self.scorer.named_parameters()
         ]
         self.updates = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.exchange = Exchange(self._buckets(), self.mesh.get_group())
+        self._begin_exchange()
 
-    def _buckets(self) -> list[list[Master]]:
-        """Layers from the last to the first, then the embedding, which has its gradient last."""
-        by_parameter = {one.parameter: one for one in self.masters}
-        layers = [
-            [by_parameter.pop(parameter) for parameter in layer.parameters()]
-            for layer in reversed(family_of(self.model.config).layers(self.model))
-        ]
-        return [*layers, list(by_parameter.values())]
+    def _begin_exchange(self) -> None:
+        """Sort parameters into buckets as a backward pass fills them: the head, layers from the last to the first, then
+        the embedding (with a head that is tied to it) and a tower. Weights are waited for where a pass comes to them.
+        """
+        family = family_of(self.model.config)
+        layers, begins = family.layers(self.model), [self.model.get_input_embeddings(), family.tower(self.model)]
+        early = {parameter for module in begins if module is not None for parameter in module.parameters()}
+        left = {one.parameter: one for one in self.masters}
+        inner = [[left.pop(parameter) for parameter in layer.parameters()] for layer in layers]
+        last, first = (
+            [one for parameter, one in left.items() if (parameter in early) == is_early] for is_early in (0, 1)
+        )
+        group = self.mesh.get_group() if dist.get_world_size() == 1 else second_world()
+        self.exchange = Exchange([last, *reversed(inner), first], group)
+        if self.exchange.alone:
+            return
+        buckets = {id(one): bucket for bucket in self.exchange.buckets for one in bucket.masters}
+        for module, masters in [
+            *((module, first) for module in (self.scorer, *begins)),
+            *zip(layers, inner, strict=True),
+        ]:
+            if module is not None and masters:
+                bucket = buckets[id(masters[0])]
+                module.register_forward_pre_hook(lambda *_, bucket=bucket: bucket.settle())
+        if last:
+            bucket = buckets[id(last[0])]
+            layers[-1].register_forward_hook(lambda *_, bucket=bucket: bucket.settle())
 
     @property
     def updated_by(self) -> str:
@@ -79,17 +98,13 @@ class ReplicatedExecutor(FSDP2Executor):
         settings = {
             scale: AdamW(lr * scale, self.config.betas, self.config.eps) for scale in {1.0, *self.scales.values()}
         }
-        on_the_way = []
+        self.exchange.settle()  # nothing is on its way, unless nobody computed with it
         # The embedding, whose gradient came last, goes first: it is the largest, and the next step begins with it.
         for bucket, grads in reversed(list(zip(self.exchange.buckets, gradients, strict=True))):
             for one, grad in zip(bucket.masters, grads, strict=True):
                 one.update(grad, controls, settings[one.scale], self.config.weight_decay)
             if not self.exchange.alone:
-                on_the_way.append(bucket.gather())
-                if len(on_the_way) > 2:
-                    on_the_way.pop(0).finish()
-        for gathering in on_the_way:
-            gathering.finish()
+                bucket.gather()
         self.exchange.forget()
         return norm
 
@@ -106,6 +121,7 @@ class ReplicatedExecutor(FSDP2Executor):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather one tensor after another, in float32."""
+        self.exchange.settle()
         by_parameter: dict[Tensor, Master] = {one.parameter: one for one in self.masters}
         for name, tensor in live_tensors(self.model).items():
             one = by_parameter.get(tensor)
@@ -113,6 +129,7 @@ class ReplicatedExecutor(FSDP2Executor):
 
     def state(self) -> dict[str, Any]:
         """Return shards in float32, as the FSDP2 executor does; `load_state` takes over what is read into them."""
+        self.exchange.settle()
         saved = self.scorer.state_dict()
         tensors = {one.name: one.spread(one.exact(), self.mesh) for one in self.masters} | {
             name: value.detach() for name, value in self.scorer.named_buffers() if name in saved
@@ -125,10 +142,12 @@ class ReplicatedExecutor(FSDP2Executor):
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over weights and moments that were read, and how many updates they have had."""
+        self.exchange.settle()
         for one in self.masters:
             one.set_exact(state["model"][one.name].to_local())
         for bucket in () if self.exchange.alone else self.exchange.buckets:
-            bucket.gather().finish()
+            bucket.gather()
+        self.exchange.settle()
         if self.trainable:
             states = state["optimizer"]["state"]
             self.updates.copy_(states[self.masters[0].name]["step"])
@@ -138,6 +157,7 @@ class ReplicatedExecutor(FSDP2Executor):
 
     def move(self, device: torch.device) -> None:
         """Move weights, rests and moments."""
+        self.exchange.settle()
         self.scorer.to(device)
         for one in self.masters:
             one.move(device)

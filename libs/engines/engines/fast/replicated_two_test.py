@@ -1,4 +1,4 @@
-"""Whole weights with shared masters on two gloo processes: the curves, scores, weights and files of one."""
+"""Whole weights with shared masters on two and three gloo processes: the curves, scores, weights and files of one."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from engines import EngineConfig, build_engine
+from engines.fast import exchange
 from engines.launch import launch
+from engines.testing.executors import inside
+from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 
@@ -63,3 +66,41 @@ def test_two_ranks_equal_one(tmp_path):
     same(two["bfloat16", 200][1], two["resumed"][0], 0)
     assert one["moe"][0] == pytest.approx(two["moe"][0], rel=1e-4)
     same(one["moe"][1], two["moe"][1], 1e-4)
+
+
+def in_parts(large):
+    """A curve where parameters of so many entries travel by themselves, and how many do; weights whoever reads them."""
+    exchange.LARGE = large
+    built = engine(dtype="float32", max_tokens_per_rank=200)
+    buckets = inside(built).exchange.buckets
+    losses = [(row["loss"], row["grad_norm"]) for row in curve(built)]
+    read = [inside(built).exchange.settled]
+    scores = built.forward(tiny_batch(LENGTHS))["log_probs"].values()
+    read.append(inside(built).exchange.settled)
+    weights = exported(built)
+    curve(built, steps=[3])
+    ids = torch.arange(12)[None] % 50
+    stock = [built.executor.model(input_ids=ids).logits]  # who holds the module and calls it
+    read.append(inside(built).exchange.settled)
+    stock.append(built.executor.model(input_ids=ids).logits)
+    curve(built, steps=[4])
+    built.offload()
+    read.append(inside(built).exchange.settled)
+    built.onload()
+    return sum(len(b.large) for b in buckets), losses, scores, weights, torch.equal(*stock), read, exported(built)
+
+
+def test_large_parameters_by_themselves_change_nothing_and_weights_are_waited_for_where_they_are_read():
+    (_, losses, scores, weights, *_, last), together, *apart = (
+        launch_forked(in_parts, (large,), world_size=ranks)
+        for ranks, large in ((1, 16), (2, 1 << 20), (2, 16), (3, 16))
+    )
+    assert together[0] == 0
+    assert apart[0][0] > apart[1][0] > 0  # of three ranks not all rows are equal in number
+    for _, others, other_scores, other_weights, stock, read, other_last in (together, *apart):
+        assert [pytest.approx(row, rel=1e-4) for row in losses] == others
+        torch.testing.assert_close(scores, other_scores, rtol=1e-3, atol=1e-4)
+        same(weights, other_weights, 1e-4)
+        same(last, other_last, 1e-3)
+        assert stock
+        assert read == [False, True, True, True]

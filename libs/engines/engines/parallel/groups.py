@@ -75,6 +75,13 @@ def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None =
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
+def second_world() -> dist.ProcessGroup:
+    """Return the group of all ranks over connections of its own: on a GPU what others send does not wait behind what
+    is sent here. One for the process. Collective."""
+    ranks = tuple(range(dist.get_world_size()))
+    return _made(dist.get_rank(), ("second world", ranks), [ranks])
+
+
 def refuse_other_timeout(config: EngineConfig) -> None:
     """ValueError where the default group waits for another time than the settings say."""
     wanted = config.collective_timeout_seconds
@@ -91,16 +98,20 @@ def _group_of(rank: int, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
     Engines of one process share them: each holds threads and sockets, on CUDA a communicator.
     """
     world = _world()
-    if len(every) == 1:
-        return world
+    return world if len(every) == 1 else _made(rank, tuple(every), every)
+
+
+def _made(rank: int, key: Any, every: list[tuple[int, ...]]) -> dist.ProcessGroup:
+    """Make all groups unless the process has them by this key; the one that `rank` is in."""
+    world = _world()
     if _MADE.get("world") is not world:  # another default group: torch destroyed those of the one before with it
         _MADE.clear()
         _MADE["world"] = world
-    if tuple(every) not in _MADE:
+    if key not in _MADE:
         waits = world_timeout()  # torch's own time otherwise, whatever the world's is
         found = [dist.new_group(list(ranks), timeout=waits) for ranks in every]
-        _MADE[tuple(every)] = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
-    result: dist.ProcessGroup = _MADE[tuple(every)]
+        _MADE[key] = next(group for group, ranks in zip(found, every, strict=True) if rank in ranks)
+    result: dist.ProcessGroup = _MADE[key]
     return result
 
 
