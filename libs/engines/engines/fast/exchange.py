@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from engines.fast.masters import Master
 from engines.weights.rows import rows_of
 
-LARGE = 1 << 20
+LARGE = 1 << 22
 """From so many entries on, in as many rows for every rank, a parameter travels by itself, uncopied."""
 
 

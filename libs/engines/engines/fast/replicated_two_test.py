@@ -93,7 +93,7 @@ def in_parts(large):
 def test_large_parameters_by_themselves_change_nothing_and_weights_are_waited_for_where_they_are_read():
     (_, losses, scores, weights, *_, last), together, *apart = (
         launch_forked(in_parts, (large,), world_size=ranks)
-        for ranks, large in ((1, 16), (2, 1 << 20), (2, 16), (3, 16))
+        for ranks, large in ((1, 16), (2, exchange.LARGE), (2, 16), (3, 16))
     )
     assert together[0] == 0
     assert apart[0][0] > apart[1][0] > 0  # of three ranks not all rows are equal in number
