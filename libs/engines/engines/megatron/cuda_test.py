@@ -107,9 +107,12 @@ def test_a_reference_policy_offloads():
         EngineConfig(backend="megatron", device="cuda"), tiny_model(scale=1.0, **FUSED_SIZES), trainable=False
     )
     before = built.forward(batch())["log_probs"].values()
+    size = sum(p.nbytes for stage in built.executor.stages for p in stage.parameters())
     held = torch.cuda.memory_allocated()
     built.offload()
-    assert torch.cuda.memory_allocated() < held
+    freed = held - torch.cuda.memory_allocated()
+    print(f"{freed} bytes freed of {size} of weights")
+    assert freed > 0.95 * size
     built.onload()
     torch.testing.assert_close(built.forward(batch())["log_probs"].values(), before)
 

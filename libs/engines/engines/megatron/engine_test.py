@@ -26,7 +26,6 @@ from engines.megatron.adapted import adapted
 from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
 from engines.megatron.layouts import LENGTHS, OPTIONS, PADDING, LayoutCase, engine_of, largest_difference, model_of
-from engines.megatron.moving import Moved
 from engines.parallel.layout import ParallelLayout
 from engines.testing.executors import inside, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
@@ -150,29 +149,6 @@ def test_bfloat16_layers_with_float32_masters(tmp_path):
     for engine in (built, other):
         engine.train_batch(tiny_batch(list(LENGTHS)), SFT())
     assert largest_difference(weights(built), weights(other)) == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "distributed_optimizer": True}], ids=["plain", "shared"])
-def test_buffers_go_away_and_come_back(options):
-    """Every storage is empty in between: views of parameters, gradients and masters are valid after it."""
-    built = engine_of(CASE, **options)
-    batch = tiny_batch(list(LENGTHS))
-    built.train_batch(batch, SFT())
-    executor, moved = inside(built), Moved()
-    before = weights(built)
-    buffers = [*executor.chunks[0].buffers, *executor.chunks[0].expert_parallel_buffers]
-    kept = [p.detach() for p in executor.stages[0].parameters()] + executor.updates.tensors()
-    moved.away(kept, [buffer.grad_data for buffer in buffers])
-    every = [*kept, *(p.main_grad for p in executor.stages[0].parameters())]
-    assert {tensor.untyped_storage().nbytes() for tensor in every} == {0}
-    moved.back()
-    assert not any(p.main_grad.any() for p in executor.stages[0].parameters())
-    assert largest_difference(before, weights(built)) == 0
-    straight = engine_of(CASE, **options)
-    straight.train_batch(batch, SFT())
-    for engine in (built, straight):
-        engine.train_batch(batch, SFT())
-    assert largest_difference(weights(straight), weights(built)) == 0
 
 
 def test_the_engines_router_coefficient_is_said_in_place_of_the_configs():

@@ -3,16 +3,17 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engines.config import EngineConfig
 from engines.execution.executor import Executor
-from engines.execution.inputs import PackedInputs
 from engines.families.registry import family_of
 from engines.loading import cast_parameters
 from engines.megatron.executor import MegatronExecutor
 from engines.megatron.groups import release
-from engines.megatron.layouts import LENGTHS, OPTIONS, STEPS, exported_by, model_of
+from engines.megatron.layouts import LENGTHS, OPTIONS, STEPS, TRAINED, LayoutCase, exported_by, model_of
+from engines.parallel.choice import layout_of, planner_and_inputs
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
@@ -26,36 +27,54 @@ from seqpack.batches.objective import Objective
 
 CONFIG = EngineConfig(**{**OPTIONS, "grad_clip": None})
 """Without clipping: torch's, in the plain executor, divides by the norm plus 1e-6."""
-LOSSES = "Qwen3.5 MoE, router's loss"
-ROUTED = replace(CONFIG, router_z_loss_coef=0.05)
-"""For the model of that name, whose balancing loss its config asks for."""
-EXACT = {
-    "Qwen3": ParallelLayout(tp=2, pp=2),
-    "Qwen3.5": ParallelLayout(tp=2, pp=2),
-    "Qwen3.5 MoE": ParallelLayout(tp=2, pp=2, ep=2),
-    LOSSES: ParallelLayout(dp=2, tp=2, ep=2),
-}
+LOSSES = "Qwen3.5 MoE, router's losses"
+TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2}
+EXACT = (
+    LayoutCase("Qwen3", TP_PP),
+    LayoutCase("Qwen3 MoE, raw top k, tied", {**TP_PP, "expert_parallel": 2}),
+    LayoutCase("Qwen3.5", TP_PP),
+    LayoutCase("Qwen3.5", {**TP_PP, "virtual_pipeline_parallel": 2}),
+    LayoutCase("Qwen3.5", {"tensor_parallel": 2, "context_parallel": "static:2", "distributed_optimizer": True}),
+    LayoutCase("Qwen3.5", {"pipeline_parallel": 2, "context_parallel": "dynamic"}),
+    LayoutCase("Qwen3.5 MoE", {**TP_PP, "expert_parallel": 2}),
+    LayoutCase("Qwen3.5 MoE", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    LayoutCase("Qwen3.5 MoE", {"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": "dynamic"}),
+    LayoutCase(LOSSES, {"tensor_parallel": 2, "expert_parallel": 2}),
+)
+"""Layers that are computed again are not among them: autograd does so outside of `Float64Stays`."""
 
 
-def exact_steps(
-    model: str, layout: ParallelLayout | None, objective: Objective
-) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of the first steps, and the weights after them. `layout` None: the plain executor, on one process."""
+def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Metrics of the first steps under megatron-core, and the weights after them. Collective, over the case's ranks."""
+    config = replace(CONFIG, backend="megatron", **TRAINED.get(case.model, {}), **case.sizes)
+    module = _module(case.model)
+    weights = ModelWeights.of(family_of(module.config), module)
+    groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
+    with Float64Stays():
+        planner, inputs = planner_and_inputs(config, module.config, groups)
+        executor = MegatronExecutor(config, groups, module, inputs)
+        found = _run(Engine(config, executor, planner, weights), objective)
+    release()
+    return found
+
+
+def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """The same by stock transformers, one sequence at a time, on one process."""
+    module = _module(model)
+    weights = ModelWeights.of(family_of(module.config), module)
+    groups = ParallelGroups.make(ParallelLayout())
+    config, plain = replace(CONFIG, **TRAINED.get(model, {})), PlainRouterExecutor if model == LOSSES else PlainExecutor
+    with Float64Stays():
+        executor: Executor = plain(config, groups, module)
+        return _run(Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), weights), objective)
+
+
+def _module(model: str) -> torch.nn.Module:
     module = cast_parameters(model_of(model), torch.float64)
     module.config._experts_implementation = "eager"  # transformers' default has no float64
-    weights = ModelWeights.of(family_of(module.config), module)
-    groups = ParallelGroups.make(layout or ParallelLayout())
-    config, plain = (ROUTED, PlainRouterExecutor) if model == LOSSES else (CONFIG, PlainExecutor)
-    with Float64Stays():
-        executor: Executor = (
-            plain(config, groups, module)
-            if layout is None
-            else MegatronExecutor(config, groups, module, PackedInputs())
-        )
-        planner = DataParallelPlanner(config.max_tokens_per_rank, groups.layout.plan_size)
-        engine = Engine(config, executor, planner, weights)
-        curve = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), objective) for step in range(STEPS)]
-        trained = exported_by(engine)
-    if layout is not None:
-        release()
-    return curve, trained
+    return module
+
+
+def _run(engine: Engine, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    curve = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), objective) for step in range(STEPS)]
+    return curve, exported_by(engine)

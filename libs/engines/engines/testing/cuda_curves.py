@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from engines.build import build_engine
 from engines.config import EngineConfig
+from engines.fast import exchange
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.batches.objective import Objective
@@ -31,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"optimizer_on_host": True, "parameters_on_host": True, "weights": "sharded"},
     ),
+    "whole": ("dense", {}, {"weights": "replicated"}),
     "copies of shards": ("dense", {}, {"shard_ranks": True}),
     "copies of shards, experts": ("moe", EXPERTS, {"shard_ranks": True}),
 }
@@ -46,6 +48,7 @@ Curve = list[tuple[float, float, float]]
 def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], objective: Objective) -> Curve:
     """Two steps on all ranks of the process group."""
     model, sizes, settings = KINDS[kind]
+    exchange.LARGE = 1 << 14  # of models as small as these, too, some parameters travel by themselves
     world = dist.get_world_size()
     sizes_of_groups = {"expert_parallel": world, "shard_ranks": max(1, world // 2)}
     options = settings | {name: size for name, size in sizes_of_groups.items() if name in settings}

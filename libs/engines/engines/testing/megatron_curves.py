@@ -31,6 +31,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2, experts": ("moe", {"tensor_parallel": 2}),
 }
 """Of two devices: model and fields of `EngineConfig`."""
+PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2, PP2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "TP2, PP2, virtual 2": ("dense", {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "TP2, CP2": ("dense", {"tensor_parallel": 2, "context_parallel": "static:2", "distributed_optimizer": True}),
+    "TP2, dynamic": ("dense", {"tensor_parallel": 2, "context_parallel": "dynamic"}),
+    "PP2, dynamic": ("dense", {"pipeline_parallel": 2, "context_parallel": "dynamic"}),
+    "TP2, EP2, ETP2": ("moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    "TP2, PP2, EP2": ("moe", {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}),
+    "PP2, EP2, dynamic": ("moe", {"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": "dynamic"}),
+    "EP4, distributed optimizer": ("moe", {"expert_parallel": 4, "distributed_optimizer": True}),
+}
+"""Of four devices."""
 Curve = list[tuple[float, float, float]]
 """Of each step loss, gradient norm, and whether it was skipped."""
 
@@ -51,9 +63,9 @@ def curve(device: str, dtype: str, backend: str, model: str, objective: Objectiv
 
 
 def layout_curves(device: str, dtypes: list[str], objective: Objective) -> dict[tuple[str, str], Curve]:
-    """Those of every layout, on as many ranks as the process group has. Collective."""
+    """Those of every layout of as many ranks as the process group has. Collective."""
     found = {}
-    for name, (model, sizes) in LAYOUTS.items():
+    for name, (model, sizes) in (LAYOUTS if dist.get_world_size() == 2 else PRODUCTS).items():
         for dtype in dtypes:
             found[name, dtype] = curve(device, dtype, "megatron", model, objective, **sizes)
             print(dist.get_rank(), name, dtype, found[name, dtype], flush=True)  # which one a failed run was at

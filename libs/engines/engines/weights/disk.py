@@ -6,6 +6,7 @@ holds more than its share of the model and its rows of the largest tensor on dis
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -97,15 +98,19 @@ class DiskTensors(Mapping[str, "DiskTensor"]):
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """A live tensor on disk: indexed with slices it gives that box, in float32."""
+    """A live tensor on disk: indexed with slices it gives that box, in the dtype that it has there."""
 
     disk: DiskWeights
     name: str
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Read the rows of a box, and return the box."""
-        shape = self.disk.weights.shapes[self.name]
-        rows = index[0]
-        own = torch.empty((rows.stop - rows.start, *shape[1:]))
+        weights, rows = self.disk.weights, index[0]
+        assert weights.source is not None
+        shape = weights.shapes[self.name]
+        parts = [weights.source.tensors[part.name] for part in weights.names.reads(self.name, shape, rows)]
+        dtypes = [part.dtype for part in parts if part.dtype is not None]
+        widest = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        own = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=widest)
         self.disk.read(self.name, own, rows)
         return own[(slice(None), *index[1:])]

@@ -39,29 +39,43 @@ def status(key):
     return int(line.split()[1]) * 1024
 
 
-def held_while_loading(small, large, weights):
-    """The most bytes that a rank held at a time beyond what it had, of all ranks."""
+def held_while_loading(small, large, options):
+    """The most bytes that a rank held at a time beyond what it had, and those of its weights, each of all ranks."""
     # What is imported and allocated once, whatever the size of a model:
-    build_engine(EngineConfig(model=str(small), device="cpu", weights=weights))
+    build_engine(EngineConfig(model=str(small), device="cpu", **options))
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = status("VmRSS")
-    built = build_engine(EngineConfig(model=str(large), device="cpu", weights=weights), trainable=False)
-    held = torch.tensor([status("VmHWM") - before])
-    own = sum(parameter.to_local().nbytes for parameter in inside(built).model.parameters())
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return int(held), own
+    built = build_engine(EngineConfig(model=str(large), device="cpu", **options), trainable=False)
+    held = status("VmHWM") - before
+    if options.get("backend") == "megatron":
+        own = sum(parameter.nbytes for stage in inside(built).stages for parameter in stage.parameters())
+    else:
+        own = sum(parameter.to_local().nbytes for parameter in inside(built).model.parameters())
+    found = torch.tensor([held, own])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_rank_holds_its_share_and_one_tensor(tmp_path, checkpoint, ranks):
     tiny_model("attention").save_pretrained(tmp_path)
-    held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, "sharded"), ranks)
+    held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"weights": "sharded"}), ranks)
     memory = loading_memory(tiny_config("attention", **SIZES), ranks)
     assert memory.share == own
     assert own < held < memory.share + memory.largest + SLACK, (held / MIB, memory)
     # A rank that held the whole model at any time, even in bfloat16, would be above:
     whole = loading_memory(tiny_config("attention", **SIZES), 1).share
     assert ranks == 1 or memory.share + memory.largest + SLACK < memory.share + whole / 2
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=["TP2", "PP2"])
+def test_a_rank_of_megatron_holds_its_part_and_one_tensor(tmp_path, checkpoint, sizes):
+    tiny_model("attention").save_pretrained(tmp_path)
+    held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"backend": "megatron", **sizes}), 2)
+    alone = loading_memory(tiny_config("attention", **SIZES), 1)
+    print(held / MIB, own / MIB, alone)
+    assert own < 0.55 * alone.share
+    assert held < own + alone.largest + SLACK
 
 
 def test_the_arithmetic_counts_rows_as_they_are_cut():

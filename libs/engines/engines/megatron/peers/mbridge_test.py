@@ -20,7 +20,7 @@ from engines.families.cases import CASES, Case
 from engines.launch import ensure_group
 from engines.megatron import sizes
 from engines.megatron.adapted import adapted
-from engines.megatron.exact import exact_steps
+from engines.megatron.exact import TP_PP, exact_steps, stock_steps
 from engines.megatron.groups import release
 from engines.megatron.layouts import (
     LENGTHS,
@@ -46,7 +46,6 @@ from objectives import GRPO, SFT
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")
 MODELS = ("Qwen2, tied", "Llama", "Llama, tied")
 SIZES = {"tensor_parallel": 2, "pipeline_parallel": 2}
-EXACT = ParallelLayout(tp=2, pp=2)
 REFUSED = {"windows, yarn": "sliding-window", "tied, biases, linear rope": "attention_bias=True"}
 """Switches of cases of these families that have not run, and what is said."""
 SWITCHES = [case for case in CASES if case.model_type in MBRIDGED and case.switches not in REFUSED]
@@ -89,7 +88,7 @@ def moved_by_mbridge(path, chosen):
 
 def four_ranks(folder):
     measured = measure_all(MAPPED, OBJECTIVE, folder)
-    exact = {model: exact_steps(model, EXACT, OBJECTIVE) for model in MODELS}
+    exact = {model: exact_steps(LayoutCase(model, TP_PP), OBJECTIVE) for model in MODELS}
     moved = {model: moved_by_mbridge(folder / model, SIZES) for model in MODELS}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, moved)
@@ -104,7 +103,7 @@ def measured(tmp_path_factory):
     alone = {
         model: measure(LayoutCase(model), OBJECTIVE, folder / f"fsdp2 {model}", backend="fsdp2") for model in MODELS
     }
-    exact = {model: exact_steps(model, None, OBJECTIVE) for model in MODELS}
+    exact = {model: stock_steps(model, OBJECTIVE) for model in MODELS}
     for model in MODELS:
         model_of(model).save_pretrained(folder / model)
     if made:

@@ -243,7 +243,7 @@ def test_an_adam_that_counts_steps_in_its_groups(tmp_path, fused, model, options
     assert same(states(torchs), states(again))
 
 
-@pytest.mark.parametrize("case", ["float32", "bfloat16", "bfloat16, shared"])
+@pytest.mark.parametrize("case", CASES)
 def test_buffers_go_away_and_come_back(case):
     """What megatron-core holds of them are views still: of parameters, masters, shards and moments."""
     model, options, _ = CASES[case]
