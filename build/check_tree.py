@@ -2,7 +2,8 @@
 
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
-target of a folder, tests included; a library's README fits a screen; the house is kept (house.py).
+target of a folder, tests included; READMEs fit a screen, pages are linked and links lead somewhere (readmes.py); the
+house is kept (house.py).
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 from house import check_house
+from readmes import check_links, check_reached, check_screens
 
 # Spelled so that this file does not hold them itself.
 FORBIDDEN = {
@@ -24,7 +26,6 @@ FORBIDDEN = {
 }
 SOURCES = ("libs/", "apps/", "build/")
 NEVER = [("engines", "rollout"), ("rollout", "engines")]
-SCREEN = 60  # lines of a library's README
 LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
 
 
@@ -60,12 +61,6 @@ def check_text(names: list[str]) -> list[str]:
     return complaints
 
 
-def check_pages() -> list[str]:
-    """Complaints about READMEs that do not fit a screen."""
-    lengths = {name: len(Path("libs", name, "README.md").read_text().splitlines()) for name in LIBRARIES}
-    return [f"libs/{name}/README.md: {n} lines, more than {SCREEN}" for name, n in lengths.items() if n > SCREEN]
-
-
 def check_targets(names: list[str]) -> list[str]:
     """Complaints about Python files that Bazel does not know."""
     mine = [name for name in names if name.endswith(".py") and name.startswith(SOURCES)]
@@ -94,7 +89,8 @@ def main() -> int:
     """Print every complaint; 1 if there is one."""
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     names = tracked()
-    complaints = check_text(names) + check_pages() + check_targets(names) + check_arrows()
+    complaints = check_text(names) + check_targets(names) + check_arrows()
+    complaints += [fault for check in (check_screens, check_reached, check_links) for fault in check(Path())]
     complaints += check_house({name: Path(name).read_text() for name in names if name.endswith(".py")})
     print("\n".join(complaints))
     print(f"{len(names)} tracked files, {len(complaints)} complaints")

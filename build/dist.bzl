@@ -1,6 +1,6 @@
 """Wheels and sdists of the libraries: `./bazelw build //libs:wheels`, or one by `./bazelw build //libs/NAME:wheel`."""
 
-load(":version.bzl", "VERSION")
+load(":version.bzl", "HOME", "VERSION")
 
 _ENDS = {"sdist": ".tar.gz", "wheel": "-py3-none-any.whl"}
 
@@ -11,6 +11,8 @@ def _distribution_impl(ctx):
     arguments.add("--kind", ctx.attr.kind)
     arguments.add("--root", ctx.label.package)
     arguments.add("--out", out)
+    if HOME:
+        arguments.add("--home", HOME)
     arguments.add_all(ctx.files.srcs)
     ctx.actions.run(
         executable = ctx.executable._build,

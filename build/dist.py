@@ -5,6 +5,7 @@ hatchling builds, from copies and with one time for all files, so that the same 
 
 import argparse
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from hatchling.build import build_sdist, build_wheel
 
 EPOCH = "1577836800"  # 2020-01-01; a zip file knows no time before 1980
+PAGES = {"Homepage": "README.md", "Documentation": "docs/architecture.md", "Changelog": "CHANGELOG.md"}
 
 
 def stage(files: list[Path], root: Path, folder: Path) -> None:
@@ -22,9 +24,19 @@ def stage(files: list[Path], root: Path, folder: Path) -> None:
         shutil.copyfile(file, goal)
 
 
-def build(kind: str, files: list[Path], root: Path, folder: Path) -> Path:
+def name_home(metadata: Path, home: str) -> None:
+    """Add the pages of the tree at `home` to a pyproject.toml, which become the Project-URL lines of what is built."""
+    if not re.fullmatch(r"https://[^\s\"]*[^\s\"/]", home):
+        raise SystemExit(f"HOME of build/version.bzl is {home!r}: write https://..., without a slash at the end")
+    lines = [f'{label} = "{home}/{page}"' for label, page in PAGES.items()]
+    metadata.write_text("\n".join([metadata.read_text(), "[project.urls]", *lines, ""]))
+
+
+def build(kind: str, files: list[Path], root: Path, folder: Path, home: str = "") -> Path:
     """Build a "wheel" or an "sdist" in a new folder. Returns its path, under the name that its metadata gives it."""
     stage([file.absolute() for file in files], root.absolute(), folder / "tree")
+    if home:
+        name_home(folder / "tree/pyproject.toml", home)
     before = os.getcwd()
     os.environ["SOURCE_DATE_EPOCH"] = EPOCH
     os.chdir(folder / "tree")
@@ -41,10 +53,11 @@ def main() -> None:
     parser.add_argument("--kind", required=True, choices=["wheel", "sdist"])
     parser.add_argument("--root", required=True, type=Path, help="the library's folder")
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--home", default="", help="where others read the tree (HOME of version.bzl)")
     parser.add_argument("files", nargs="+", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        made = build(args.kind, args.files, args.root, Path(folder))
+        made = build(args.kind, args.files, args.root, Path(folder), args.home)
         if made.name != args.out.name:
             raise SystemExit(f"the metadata names it {made.name}, not {args.out.name}: ./bazelw run //build:version")
         shutil.copyfile(made, args.out)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import pytest
 HERE = Path(__file__).absolute().parent
 ROOT = HERE.parent
 LIBRARIES = ["seqpack", "dyncp", "chat_tools", "objectives", "engines", "rollout", "runlog"]
+PYTHONS = {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)}  # what the locks hold for
+(HOME,) = re.findall(r'^HOME = "(.*)"$', (HERE / "version.bzl").read_text(), re.M)
+PAGES = {"Homepage": "README.md", "Documentation": "docs/architecture.md", "Changelog": "CHANGELOG.md"}
 
 
 def built(library: str, end: str) -> Path:
@@ -36,6 +40,11 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return email.parser.Parser().parsestr(wheel.read(name).decode())
 
 
+def urls(home: str) -> list[str]:
+    """The Project-URL lines of a wheel; none where the tree has no home."""
+    return [f"{label}, {home}/{page}" for label, page in PAGES.items()] if home else []
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_wheel_holds_the_library_and_no_tests(library: str) -> None:
     wanted = sources(library)
@@ -49,7 +58,10 @@ def test_the_wheel_holds_the_library_and_no_tests(library: str) -> None:
     assert about["Name"] == "tessera-" + library.replace("_", "-")
     assert about["License-Expression"] == "Apache-2.0"
     assert about["Requires-Python"] == ">=3.11"
-    assert "Typing :: Typed" in about.get_all("Classifier")
+    classifiers = about.get_all("Classifier")
+    assert "Typing :: Typed" in classifiers
+    assert {name for name in classifiers if re.search(r":: 3\.\d+$", name)} == PYTHONS
+    assert about.get_all("Project-URL", []) == urls(HOME)
     assert f"# {library}" in about.get_payload()
 
 
@@ -83,7 +95,7 @@ def test_built_elsewhere_in_another_order_it_has_the_same_bytes(kind: str, tmp_p
     random.Random(7).shuffle(copies)
     out = tmp_path / first.name
     command = [sys.executable, str(HERE / "dist.py"), "--kind", kind, "--root", str(tmp_path / "elsewhere")]
-    command += ["--out", str(out), *copies, str(ROOT / "LICENSE")]
+    command += ["--out", str(out), *(["--home", HOME] if HOME else []), *copies, str(ROOT / "LICENSE")]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -96,9 +108,8 @@ def test_built_elsewhere_in_another_order_it_has_the_same_bytes(kind: str, tmp_p
     assert out.read_bytes() == first.read_bytes()
 
 
-def test_another_version_than_bazels_is_refused(tmp_path: Path) -> None:
-    """The name of the file is Bazel's, the version in it the library's."""
-    library = tmp_path / "tiny"
+def tiny_builder(library: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Write a library of one file, version 1.2.3. Returns what builds its wheel under the name of a version."""
     (library / "tiny").mkdir(parents=True)
     (library / "tiny/__init__.py").write_text('__version__ = "1.2.3"\n')
     (library / "pyproject.toml").write_text(
@@ -111,11 +122,32 @@ def test_another_version_than_bazels_is_refused(tmp_path: Path) -> None:
     files = [str(library / "tiny/__init__.py"), str(library / "pyproject.toml")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
-    def run(version: str) -> subprocess.CompletedProcess[str]:
-        out = ["--out", str(tmp_path / f"tessera_tiny-{version}-py3-none-any.whl")]
+    def run(version: str, *options: str) -> subprocess.CompletedProcess[str]:
+        out = ["--out", str(library.parent / f"tessera_tiny-{version}-py3-none-any.whl"), *options]
         return subprocess.run([*command, *out, *files], env=env, capture_output=True, text=True, check=False)
 
+    return run
+
+
+def test_another_version_than_bazels_is_refused(tmp_path: Path) -> None:
+    """The name of the file is Bazel's, the version in it the library's."""
+    run = tiny_builder(tmp_path / "tiny")
     assert run("1.2.3").returncode == 0
     refused = run("1.2.4")
     assert refused.returncode != 0
     assert "//build:version" in refused.stderr
+
+
+def test_a_home_gives_the_wheel_its_addresses(tmp_path: Path) -> None:
+    run = tiny_builder(tmp_path / "tiny")
+    assert run("1.2.3", "--home", "https://tessera.invalid/tree").returncode == 0
+    with zipfile.ZipFile(tmp_path / "tessera_tiny-1.2.3-py3-none-any.whl") as wheel:
+        assert metadata(wheel).get_all("Project-URL") == urls("https://tessera.invalid/tree")
+    assert all((ROOT / page).is_file() for page in PAGES.values())
+
+
+@pytest.mark.parametrize("home", ["tessera.invalid", "https://tessera.invalid/", 'https://tessera.invalid/"'])
+def test_what_is_no_home_is_refused(home: str, tmp_path: Path) -> None:
+    refused = tiny_builder(tmp_path / "tiny")("1.2.3", "--home", home)
+    assert refused.returncode != 0
+    assert "HOME of build/version.bzl" in refused.stderr

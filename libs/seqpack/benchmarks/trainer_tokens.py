@@ -3,8 +3,9 @@
     python libs/seqpack/benchmarks/trainer_tokens.py [SAMPLES]     (trl and datasets for TRL's trainer)
 
 One tiny Qwen3.5, the same samples, the same optimizer; lengths are log-normal, as conversations' are. Padded batches
-hold as many samples as packed rows do on average. Seconds are the process's own (CPU), so that a busy machine matters
-little; tokens are true ones, without padding.
+are the trainer's own: its sampler, and a collator of its package (transformers' for causal models, as `Trainer` alone
+pads no labels; the one that SFTTrainer makes for itself). They hold as many samples as packed rows do on average.
+Seconds are the process's own (CPU), so that a busy machine matters little; tokens are true ones, without padding.
 """
 
 import sys
@@ -14,7 +15,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Trainer, TrainerCallback, TrainingArguments
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from seqpack.adapters import PackedBatchSampler, adapt_for_packing, packed_dataloader
 
@@ -42,14 +52,6 @@ def samples_of(count: int) -> list[dict[str, torch.Tensor]]:
     rng = torch.Generator().manual_seed(0)
     lengths = (torch.randn(count, generator=rng) * 0.9 + 5.2).exp().clamp(16, 2000).int().tolist()
     return [{"input_ids": torch.randint(1, 512, (n,), generator=rng)} for n in lengths]
-
-
-def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A padded batch, as stock collators make it."""
-    ids = [torch.as_tensor(sample["input_ids"]) for sample in samples]
-    rows = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-    return {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
 
 
 class Clock(TrainerCallback):
@@ -82,8 +84,7 @@ def rate(base: type[Trainer], packed: bool, samples: list[Any], arguments: dict[
     if packed:
         adapt_for_packing(model)
     clock = Clock()
-    options = {"data_collator": padded} if base is Trainer else {}  # TRL pads by a collator of its own
-    trainer = Ours(model=model, train_dataset=samples, callbacks=[clock], **options, **arguments)
+    trainer = Ours(model=model, train_dataset=samples, callbacks=[clock], **arguments)
     begun = time.process_time()
     trainer.train()
     return sum(len(s["input_ids"]) for s in samples) / (clock.seconds[-1] - begun)
@@ -113,7 +114,10 @@ def main(count: int) -> None:
             (
                 "transformers.Trainer",
                 Trainer,
-                {"args": TrainingArguments(folder, remove_unused_columns=False, **common)},
+                {
+                    "args": TrainingArguments(folder, remove_unused_columns=False, **common),
+                    "data_collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+                },
             )
         ]
         if find_spec("trl") is not None:
@@ -130,16 +134,18 @@ def main(count: int) -> None:
             print(f"{name:22}  {before:12,.0f}   {after:12,.0f}   {after / before:.2f}x")
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token: collators pad by it."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
+
+
 def _trl(folder: str, common: dict[str, Any]) -> tuple[str, type[Trainer], dict[str, Any]]:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
     prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None, "bf16": False}
     config = SFTConfig(folder, remove_unused_columns=False, gradient_checkpointing=False, **prepared, **common)
-    return "trl.SFTTrainer", SFTTrainer, {"args": config, "processing_class": tokenizer}
+    return "trl.SFTTrainer", SFTTrainer, {"args": config, "processing_class": tokenizer()}
 
 
 if __name__ == "__main__":

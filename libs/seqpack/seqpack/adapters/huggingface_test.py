@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
@@ -44,6 +46,7 @@ HYBRID = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 16}
+ROW = 384  # tokens of a packed row
 MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": EXPERTS,
@@ -124,46 +127,33 @@ def test_refusals():
         model(**row)
 
 
-def training_samples(count=24):
+def training_samples(prompts, count=48):
+    """Lengths as conversations have them, a few long among many short; with `prompts` their first third is no label."""
     rng = torch.Generator().manual_seed(2)
-    lengths = torch.randint(2, 30, (count,), generator=rng).tolist()
+    lengths = (torch.randn(count, generator=rng) * 0.9 + 3.6).exp().clamp(2, ROW).int().tolist()
     samples = []
     for length in lengths:
         ids = torch.randint(2, 48, (length,), generator=rng)
-        samples.append({"input_ids": ids, "labels": torch.where(torch.arange(length) < length // 3, IGNORED, ids)})
+        labels = torch.where(torch.arange(length) < length // 3, IGNORED, ids)
+        samples.append({"input_ids": ids.tolist(), **({"labels": labels.tolist()} if prompts else {})})
     return samples
 
 
-def padded(samples):
-    """The same rows without packing: each sequence a row of its own, padded on the right, as stock collators do."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    rows = {"input_ids": [], "labels": [], "attention_mask": []}
-    for sample in samples:
-        pad = longest - len(sample["input_ids"])
-        labels = sample["labels"].clone()
-        labels[0] = IGNORED
-        rows["input_ids"].append(torch.nn.functional.pad(sample["input_ids"], (0, pad)))
-        rows["labels"].append(torch.nn.functional.pad(labels, (0, pad), value=IGNORED))
-        mask = torch.ones(longest, dtype=torch.int64)
-        mask[longest - pad :] = 0
-        rows["attention_mask"].append(mask)
-    return {key: torch.stack(value) for key, value in rows.items()}
-
-
 def trained(base, pack, samples, **arguments):
-    """Losses and model of a few optimizer steps on the same samples a step, packed or padded, and its tokens a second.
+    """Losses and model of a few optimizer steps on the same samples a step, and its tokens a second.
 
-    Tokens are true ones, seconds the processor's.
+    Packed, or each sequence a row of its own that the trainer's own collator pads. Tokens are true ones, seconds the
+    processor's.
     """
 
     class OverRows(base):  # type: ignore[misc,valid-type]
         def get_train_dataloader(self):
             args = self.args
             loader = packed_dataloader(
-                self.train_dataset, 64, rank=args.process_index, world_size=args.world_size, seed=args.seed
+                self.train_dataset, ROW, rank=args.process_index, world_size=args.world_size, seed=args.seed
             )
             if not pack:
-                loader.collate_fn = padded
+                loader.collate_fn = self.data_collator
             return loader
 
     model = tiny()
@@ -174,13 +164,15 @@ def trained(base, pack, samples, **arguments):
     trainer.train()
     tokens = sum(len(sample["input_ids"]) for sample in samples) * trainer.args.num_train_epochs
     rate = tokens / (time.process_time() - begun)
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log], model, rate
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses, model, rate, type(trainer.data_collator)
 
 
 OPTIONS = {
     "gradient_accumulation_steps": 2,
     "num_train_epochs": 2,
-    "learning_rate": 3e-3,
+    "optim": "sgd",  # weights add gradients up; Adam would bring the rounding of tiny ones to the size of all others
+    "learning_rate": 1.0,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": [],
@@ -190,45 +182,56 @@ OPTIONS = {
 }
 
 
-def assert_same_training(packed, unpacked):
+def assert_same_training(packed, padded):
     """Losses of every step, and weights that moved to the same place."""
-    (losses, model, _), (want_losses, want, _) = packed, unpacked
+    (losses, model, *_), (want_losses, want, *_) = packed, padded
     assert len(losses) >= 6
-    assert losses == pytest.approx(want_losses, rel=1e-4)
+    assert losses == pytest.approx(want_losses, rel=1e-5)
     start = tiny().state_dict()
     moved = {name: (value - start[name]).norm() for name, value in want.state_dict().items()}
     assert min(moved.values()) > 1e-3
     for name, value in model.state_dict().items():
-        assert (value - want.state_dict()[name]).norm() < 0.02 * moved[name], name
+        assert (value - want.state_dict()[name]).norm() < 1e-3 * moved[name], name
 
 
-def tell_gain(capsys, trainer, packed, unpacked):
+def tell_gain(capsys, trainer, packed, padded):
     """Print what packing gained on these short rows; `benchmarks/trainer_tokens.py` has lengths of conversations."""
-    (*_, rate), (*_, plain) = packed, unpacked
+    rate, (*_, plain, collator) = packed[2], padded
     with capsys.disabled():
-        print(f"\n{trainer}: {rate:,.0f} tokens a second packed, {plain:,.0f} padded: {rate / plain:.2f} times")
+        gain = f"{rate:,.0f} tokens a second packed, {plain:,.0f} padded by {collator.__name__}"
+        print(f"\n{trainer}: {gain}: {rate / plain:.2f} times")
 
 
-def test_transformers_trainer(tmp_path, capsys):
-    samples = training_samples()
-    args = TrainingArguments(output_dir=str(tmp_path), **OPTIONS)
-    runs = [trained(Trainer, pack, samples, args=args) for pack in (True, False)]
+@pytest.mark.parametrize("prompts", [False, True])
+def test_transformers_trainer(tmp_path, capsys, prompts):
+    """Beside the collators that transformers has for causal models: all tokens are labels, or labels are padded too.
+
+    `Trainer`'s own choice, DataCollatorWithPadding, makes no labels and does not pad them.
+    """
+    collator = (
+        DataCollatorForSeq2Seq(tokenizer()) if prompts else DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    )
+    samples = training_samples(prompts)
+    arguments = {"args": TrainingArguments(output_dir=str(tmp_path), **OPTIONS), "data_collator": collator}
+    runs = [trained(Trainer, pack, samples, **arguments) for pack in (True, False)]
     assert_same_training(*runs)
     tell_gain(capsys, "transformers' Trainer", *runs)
 
 
 def test_trl_sft_trainer(tmp_path, capsys):
+    """Beside the collator that SFTTrainer makes where it is given none."""
     import pyarrow as pa
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    samples = training_samples()
-    columns = {key: [sample[key].tolist() for sample in samples] for key in samples[0]}
+    samples = training_samples(prompts=True)
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
     prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
     config = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=True, bf16=False, **prepared, **OPTIONS)
     arguments = {"args": config, "processing_class": tokenizer()}
-    dataset = Dataset(pa.table(columns), fingerprint="rows").with_format("torch")
+    dataset = Dataset(pa.table(columns), fingerprint="rows")
     runs = [trained(SFTTrainer, pack, dataset, **arguments) for pack in (True, False)]
+    assert runs[1][-1].__module__.startswith("trl.")
     assert_same_training(*runs)
     tell_gain(capsys, "TRL's SFTTrainer", *runs)
 

@@ -1,0 +1,66 @@
+"""What a stranger reads first: libraries' READMEs fit a screen, every page is linked, every link leads somewhere."""
+
+import os
+import re
+from pathlib import Path
+
+LINES, WIDTH = 60, 160  # of a library's README; its tables and code may be wider
+CODE = re.compile(r"^```.*?^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^()\s]+)\)|src=\"([^\"]+)\"")
+HOW_TO = re.compile(r"(add|bring|from|use)-")
+OF_THE_APPS = "add-a-recipe.md"
+
+
+def without_code(text: str) -> str:
+    """The same lines, those of code empty."""
+    return CODE.sub(lambda block: "\n" * block[0].count("\n"), text)
+
+
+def targets(page: Path) -> dict[str, Path]:
+    """The links of a page to files, as written, and the path that each leads to; symbolic links are not followed."""
+    links = [one or other for one, other in LINK.findall(without_code(page.read_text()))]
+    files = [link for link in links if not re.match(r"[a-z]+:|#", link)]
+    return {link: Path(os.path.normpath(page.parent / link.partition("#")[0])) for link in files}
+
+
+def readmes(root: Path) -> list[Path]:
+    """The README of each library."""
+    return sorted(root.glob("libs/*/README.md"))
+
+
+def check_screens(root: Path) -> list[str]:
+    """Complaints about READMEs of libraries that are too long or too wide."""
+    complaints = []
+    for path in readmes(root):
+        name, lines = f"libs/{path.parent.name}/README.md", path.read_text().splitlines()
+        if len(lines) > LINES:
+            complaints.append(f"{name}: {len(lines)} lines, more than {LINES}")
+        for number, line in enumerate(without_code(path.read_text()).splitlines(), 1):
+            if len(line) > WIDTH and not line.startswith("|"):
+                complaints.append(f"{name}:{number}: {len(line)} characters, more than {WIDTH}")
+    return complaints
+
+
+def check_reached(root: Path) -> list[str]:
+    """Complaints about pages that nobody finds: a library's README has to name what one does with it."""
+    by_library = {path for page in readmes(root) for path in targets(page).values()}
+    front = [root / "README.md", root / "docs/architecture.md"]
+    reached = by_library.union(*(targets(page).values() for page in front))
+    complaints = []
+    for page in sorted(root.glob("docs/*.md")):
+        if page not in reached and page.name != "architecture.md":
+            complaints.append(f"docs/{page.name}: linked from no README and not from docs/architecture.md")
+        elif HOW_TO.match(page.name) and page.name != OF_THE_APPS and page not in by_library:
+            complaints.append(f"docs/{page.name}: linked from no library's README")
+    return complaints
+
+
+def check_links(root: Path) -> list[str]:
+    """Complaints about links of READMEs and pages to files that are not there."""
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("libs/*/*.md"), *root.glob("build/*.md")]
+    return [
+        f"{page.relative_to(root)}: {link} leads nowhere"
+        for page in sorted(pages)
+        for link, path in targets(page).items()
+        if not path.exists()
+    ]

@@ -1,0 +1,67 @@
+"""READMEs and pages are as readmes.py wants them, and a planted fault of each kind is found and named."""
+
+from pathlib import Path
+
+import pytest
+from readmes import check_links, check_reached, check_screens, readmes
+
+ROOT = Path(__file__).absolute().parents[1]
+
+
+def test_the_libraries_pages_are_so() -> None:
+    """Links are for check_tree, which sees every file."""
+    assert len(readmes(ROOT)) == 7
+    assert len(list((ROOT / "docs").glob("*.md"))) > 15
+    assert check_screens(ROOT) + check_reached(ROOT) == []
+
+
+def tree(root: Path) -> Path:
+    """Write a small tree without a fault."""
+    texts = {
+        "README.md": '# A\n\n[design](docs/architecture.md#rules)\n\n<img src="docs/a.png">\n',
+        "docs/a.png": "",
+        "docs/architecture.md": "[status](status.md), [elsewhere](https://a.invalid), [below](#rules)\n",
+        "docs/status.md": "x\n",
+        "docs/use-it.md": "```python\nnames[0](missing)\n```\n",
+        "docs/add-a-recipe.md": "x\n",
+        "libs/a/README.md": f"[use](../../docs/use-it.md)\n\n| {'x' * 200} |\n\n```\n{'y' * 200}\n```\n",
+    }
+    texts["docs/architecture.md"] += "[recipe](add-a-recipe.md)\n"
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def complaints(root: Path) -> list[str]:
+    """All of them."""
+    return check_screens(root) + check_reached(root) + check_links(root)
+
+
+def test_a_tree_without_a_fault_has_no_complaint(tmp_path: Path) -> None:
+    assert complaints(tree(tmp_path)) == []
+
+
+PLANTED = [
+    ("libs/a/README.md", "x\n" * 60, "libs/a/README.md: 67 lines, more than 60"),
+    ("libs/a/README.md", "z" * 161, "libs/a/README.md:8: 161 characters, more than 160"),
+    ("docs/new.md", "x\n", "docs/new.md: linked from no README and not from docs/architecture.md"),
+    ("docs/status.md", "[gone](gone.md#x)\n", "docs/status.md: gone.md#x leads nowhere"),
+    ("README.md", '<img src="docs/gone.png">\n', "README.md: docs/gone.png leads nowhere"),
+    ("libs/a/README.md", "[m](MEASURED.md)\n", "libs/a/README.md: MEASURED.md leads nowhere"),
+]
+
+
+@pytest.mark.parametrize(("name", "added", "complaint"), PLANTED)
+def test_a_planted_fault_is_named(tmp_path: Path, name: str, added: str, complaint: str) -> None:
+    path = tree(tmp_path) / name
+    path.write_text((path.read_text() if path.exists() else "") + added)
+    assert complaints(tmp_path) == [complaint]
+
+
+def test_how_to_use_a_library_stands_in_its_readme(tmp_path: Path) -> None:
+    """The page that lists everything is not enough."""
+    root = tree(tmp_path)
+    (root / "docs/bring-it.md").write_text("x\n")
+    (root / "README.md").write_text("[bring](docs/bring-it.md)\n")
+    assert complaints(root) == ["docs/bring-it.md: linked from no library's README"]
