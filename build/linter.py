@@ -17,6 +17,9 @@ def ruff(args: list[str]) -> None:
     os.execv(binary, ["ruff", *(args or ["check"])])
 
 
+# Where tests and benchmarks are annotated throughout and checked as strictly as the code; elsewhere TEST_FLAGS hold.
+STRICT_TESTS = ("libs/objectives", "libs/runlog", "libs/dyncp")
+
 # What tests do on purpose and a type checker calls wrong: parametrised functions without annotations, a method
 # replaced, a lambda that appends, a name patched where it is imported, an attribute of what may be None.
 TEST_FLAGS = [
@@ -37,22 +40,22 @@ TEST_FLAGS = [
 
 def mypy(args: list[str]) -> int:
     """Checks the libraries' and apps' own files strictly, then their tests; or what is named, strictly."""
-    from mypy import api
-
     targets = args or [f"libs/{name}/{name}" for name in LIBRARIES if Path("libs", name, name).is_dir()] + ["apps"]
-    out, err, status = api.run(["--config-file=pyproject.toml", *targets])
-    print(out, end="")
-    print(err, end="", file=sys.stderr)
-    return status or (0 if args else mypy_tests())
+    return mypy_status(targets) or (0 if args else mypy_tests())
 
 
 def mypy_tests() -> int:
-    """Checks the tests, in which functions may lack annotations; mypy's status."""
+    """Checks the tests: strictly under STRICT_TESTS, where functions may lack annotations elsewhere; mypy's status."""
+    strict = tracked(*(f"{folder}/{name}" for folder in STRICT_TESTS for name in ("*_test.py", "benchmarks/*.py")))
+    others = [name for name in tracked("libs/*_test.py", "apps/*_test.py") if name not in strict]
+    return mypy_status(strict) or (mypy_status([*TEST_FLAGS, *others]) if others else 0)
+
+
+def mypy_status(args: list[str]) -> int:
+    """Prints what mypy says of these files and returns its status."""
     from mypy import api
 
-    out, err, status = api.run(
-        ["--config-file=pyproject.toml", *TEST_FLAGS, *tracked("libs/*_test.py", "apps/*_test.py")]
-    )
+    out, err, status = api.run(["--config-file=pyproject.toml", *args])
     print(out, end="")
     print(err, end="", file=sys.stderr)
     return status

@@ -1,6 +1,6 @@
 """A plain Qwen3.5-shaped hybrid language model over dyncp: gated delta net layers, every fourth one full attention."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,8 @@ class Place:
     sharding: Sharding | None = None
     group: dist.ProcessGroup | None = None
     method: Method = "ulysses"
-    options: dict[str, str] = field(default_factory=dict)
+    backend: str = "auto"
+    """Of the gated delta rule."""
 
 
 class RMSNorm(nn.Module):
@@ -103,7 +104,8 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), positions), rotate(self.k_norm(k), positions)
         assert place.sharding is not None
         y = attention(q, k, v, place.sharding, place.group, place.method, place.sharding.layout)
-        return self.out((y * gate.sigmoid()).flatten(1))
+        out: torch.Tensor = self.out((y * gate.sigmoid()).flatten(1))
+        return out
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, share: float = 0.25) -> torch.Tensor:
@@ -140,9 +142,10 @@ class DeltaNet(nn.Module):
         v = v.reshape(len(x), c.delta_value_heads, c.delta_dim)
         b, a = self.ba(x).chunk(2, dim=1)
         g = -self.log_decay.float().exp() * functional.softplus(a.float() + self.dt_bias.float())
-        y = gated_delta_rule(q, k, v, g, b.sigmoid(), *where, **place.options)
+        y = gated_delta_rule(q, k, v, g, b.sigmoid(), *where, backend=place.backend)
         y = self.norm(y) * functional.silu(self.z(x).view_as(y))
-        return self.out(y.flatten(1))
+        out: torch.Tensor = self.out(y.flatten(1))
+        return out
 
 
 class Block(nn.Module):
@@ -157,7 +160,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = x + self.mixer(self.norm1(x), positions)
         gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(functional.silu(gate) * up)
+        out: torch.Tensor = x + self.down(functional.silu(gate) * up)
+        return out
 
 
 class HybridModel(nn.Module):

@@ -19,13 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from hybrid_model import TINY, Config, HybridModel
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dyncp.calibrate.calibration import calibrate_groups
 from dyncp.comm.process_groups import ProcessGroups
+from dyncp.ops.methods import Method
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.planner import plan, predicted_seconds, static_plan
 from dyncp.planning.types import DynamicPlan
+from dyncp.sharding.layout import Sharding
 from dyncp.sharding.shards import pack_group, shard
 from seqpack.batches.batch import make_batch
 
@@ -63,7 +65,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def prepare(bench: Bench, the_plan: DynamicPlan) -> list[tuple]:
+# ids, positions, targets, sharding, group
+Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sharding, dist.ProcessGroup | None]
+
+
+def prepare(bench: Bench, the_plan: DynamicPlan) -> list[Prepared]:
     """Every step's (ids, positions, targets, sharding, group) of this rank, on the device: a data loader's work, not
     timed.
     """
@@ -82,16 +88,18 @@ def prepare(bench: Bench, the_plan: DynamicPlan) -> list[tuple]:
         part = shard(packed, mine.ranks.index(bench.rank), mine.cp_size, the_plan.layout)
         trained = part.values["has_next"] if mine.sample_ids else torch.zeros_like(part.values["has_next"])
         targets = part.values["next_ids"].where(trained, -100)
-        tensors = [t.to(bench.device) for t in (part.values["input_ids"], part.position_ids, targets)]
-        prepared.append((*tensors, part.sharding, bench.groups.get(mine.ranks)))
+        tensors = (part.values["input_ids"], part.position_ids, targets)
+        ids, positions, targets = (t.to(bench.device) for t in tensors)
+        prepared.append((ids, positions, targets, part.sharding, bench.groups.get(mine.ranks)))
     return prepared
 
 
-def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[tuple], each: bool) -> tuple[list[float], float]:
+def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[Prepared], each: bool) -> tuple[list[float], float]:
     """(seconds of every step, loss). each: wait for the device after every step, to time it alone; else one time for
     all.
     """
     model, scale = bench.model, dist.get_world_size() / the_plan.trained_tokens
+    assert isinstance(model, FSDPModule)
     synchronize(bench.device)
     dist.barrier()
     seconds, begin, total = [], time.perf_counter(), torch.zeros((), device=bench.device)
@@ -162,7 +170,7 @@ def lengths_of(count: int, typical: float, spread: float, longest: int, seed: in
     return [longest, *np.clip(drawn, max(2, typical // 64), longest).astype(int).tolist()[1:]]
 
 
-def calibrate(bench: Bench, methods: list[str]) -> None:
+def calibrate(bench: Bench, methods: list[Method]) -> None:
     world = dist.get_world_size()
     sizes = list(range(1, world + 1)) if world <= 4 else [n for n in (1, 2, 4, 8) if world % n == 0]
     bench.cost = calibrate_groups(
@@ -178,7 +186,7 @@ def calibrate(bench: Bench, methods: list[str]) -> None:
     )
 
 
-def compare(bench: Bench, title: str, lengths: list[int], cap: int, sizes: list[int], methods: list[str]) -> None:
+def compare(bench: Bench, title: str, lengths: list[int], cap: int, sizes: list[int], methods: list[Method]) -> None:
     world = dist.get_world_size()
     bench.say(
         f"\n## {title} ({bench.clock()})\n",
@@ -217,7 +225,7 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    model.place.options["backend"] = arguments.delta_backend
+    model.place.backend = arguments.delta_backend
     bench = Bench(config, model, device, ProcessGroups(), cap, align, arguments.repeats, config.cost(400e12), begin)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     bench.say(f"# {dist.get_world_size()} x {name}, torch {torch.__version__}, {parameters / 1e9:.3f} B parameters")

@@ -19,7 +19,7 @@ class Titles(HTMLParser):
         self.open: list[str] = []
         self.titles: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in ("meta", "rect"):
             self.open.append(tag)
 

@@ -1,14 +1,17 @@
 """Advantages against the papers' formulas in float64 and their properties; estimators; one from outside."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
 
 from objectives import advantages
-from objectives.advantages import ESTIMATORS, Estimator, estimate, register_estimator
+from objectives.advantages import ESTIMATORS, BatchFunction, Estimator, estimate, register_estimator
 from seqpack import make_batch
 from seqpack.batches.batch import jagged
 
@@ -16,7 +19,7 @@ REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.25, 3.0, 3.0, -2.0])
 GROUPS = torch.tensor([7, 7, 2, 7, 2, 9, 2])
 
 
-def oracle(rewards, groups, how):
+def oracle(rewards: Sequence[float], groups: Sequence[int], how: str) -> Tensor:
     """One sample at a time, in plain Python floats."""
     out = []
     for reward, group in zip(rewards, groups, strict=True):
@@ -33,13 +36,13 @@ def oracle(rewards, groups, how):
 
 
 @pytest.mark.parametrize("how", ["grpo", "dr_grpo", "leave_one_out"])
-def test_equals_the_formula(how):
+def test_equals_the_formula(how: str) -> None:
     got = getattr(advantages, how)(REWARDS, GROUPS)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, oracle(REWARDS.tolist(), GROUPS.tolist(), how), atol=2e-6, rtol=2e-6)
 
 
-def test_population_standard_deviation():
+def test_population_standard_deviation() -> None:
     got = advantages.grpo(torch.tensor([0.0, 2.0]), torch.tensor([0, 0]), eps=0.0, correction=0)
     torch.testing.assert_close(got, torch.tensor([-1.0, 1.0]))
 
@@ -48,7 +51,7 @@ samples = st.lists(st.tuples(st.floats(-4, 4).map(lambda x: round(x, 3)), st.int
 
 
 @given(samples)
-def test_any_groups_equal_the_formula(rows):
+def test_any_groups_equal_the_formula(rows: list[tuple[float, int]]) -> None:
     """Groups of one and of two among them, where n - 1 below the fraction matters most."""
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
     given_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
@@ -57,13 +60,13 @@ def test_any_groups_equal_the_formula(rows):
         torch.testing.assert_close(got, oracle(rewards, groups, how), atol=1e-4, rtol=1e-4)
 
 
-def test_a_pair_is_one_over_the_root_of_two():
+def test_a_pair_is_one_over_the_root_of_two() -> None:
     got = advantages.grpo(torch.tensor([0.0, 3.0]), torch.tensor([4, 4]), eps=0.0)
     torch.testing.assert_close(got, torch.tensor([-1.0, 1.0]) / math.sqrt(2))
 
 
 @given(samples, st.integers(-50, 50))
-def test_shift_invariant_and_centred(rows, shift):
+def test_shift_invariant_and_centred(rows: list[tuple[float, int]], shift: int) -> None:
     rewards = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     groups = torch.tensor([g for _, g in rows])
     for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
@@ -74,7 +77,7 @@ def test_shift_invariant_and_centred(rows, shift):
 
 
 @given(samples)
-def test_scale_and_order(rows):
+def test_scale_and_order(rows: list[tuple[float, int]]) -> None:
     rewards = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     groups = torch.tensor([g for _, g in rows])
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
@@ -86,25 +89,25 @@ def test_scale_and_order(rows):
 
 
 @given(st.floats(-100, 100), st.integers(1, 9))
-def test_equal_rewards_give_exact_zeros(reward, n):
+def test_equal_rewards_give_exact_zeros(reward: float, n: int) -> None:
     rewards, groups = torch.full((n,), reward, dtype=torch.float32), torch.zeros(n, dtype=torch.int64)
     for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
         assert how(rewards, groups).eq(0).all()
 
 
-def test_a_group_of_one_says_nothing():
+def test_a_group_of_one_says_nothing() -> None:
     for how in (advantages.grpo, advantages.dr_grpo, advantages.leave_one_out):
         assert how(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 1]))[0] == 0
 
 
-def test_rounding_of_the_mean_is_not_blown_up():
+def test_rounding_of_the_mean_is_not_blown_up() -> None:
     """Three rewards of 0.1 have a mean that is not 0.1; 1 / eps would make a full advantage of the difference."""
     for reward in (0.1, 1 / 3, 1e8 + 0.1, 1e-12):
         rewards = torch.full((3,), reward, dtype=torch.float64)
         assert advantages.grpo(rewards, torch.zeros(3, dtype=torch.int64), eps=0.0).eq(0).all()
 
 
-def test_reinforce_plus_plus_compares_with_the_batch():
+def test_reinforce_plus_plus_compares_with_the_batch() -> None:
     """arXiv 2501.03262: normalised by the mean and standard deviation of the whole batch."""
     rewards = [1.0, 0.0, 0.5, 3.0, -2.0]
     mean = sum(rewards) / 5
@@ -119,7 +122,7 @@ def test_reinforce_plus_plus_compares_with_the_batch():
 MASK = [[False, True, True], [False, True], [False]]
 
 
-def test_per_token_spreads_over_the_mask_and_per_sequence_takes_it_back():
+def test_per_token_spreads_over_the_mask_and_per_sequence_takes_it_back() -> None:
     mask = jagged([torch.tensor(row) for row in MASK])
     got = advantages.per_token(torch.tensor([2.0, -1.0, 7.0], dtype=torch.float64), mask)
     assert [row.tolist() for row in got.unbind()] == [[0.0, 2.0, 2.0], [0.0, -1.0], [0.0]]
@@ -133,7 +136,7 @@ def test_per_token_spreads_over_the_mask_and_per_sequence_takes_it_back():
     assert advantages.per_sequence(uneven, mask).tolist() == [1.5, 4.0, 0.0]
 
 
-def test_refusals_name_the_fault():
+def test_refusals_name_the_fault() -> None:
     with pytest.raises(ValueError, match="row 1 is nan"):
         advantages.grpo(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="row 0 is -inf"):
@@ -153,19 +156,19 @@ def test_refusals_name_the_fault():
 # ------------------------------------------------------------------ estimators
 
 
-def batch(rewards=(1.0, 0.0, 3.0), groups=(5, 5, 2)):
+def batch(rewards: Sequence[float] = (1.0, 0.0, 3.0), groups: Sequence[int] = (5, 5, 2)) -> TensorDict:
     rows = zip(MASK, rewards, groups, strict=True)
     return make_batch(
         [{"input_ids": [1] * len(mask), "loss_mask": mask, "reward": r, "group": g} for mask, r, g in rows]
     )
 
 
-def rows_of(tokens):
+def rows_of(tokens: Tensor) -> list[list[float]]:
     return [row.tolist() for row in tokens.unbind()]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_estimator_is_its_function_spread_over_tokens(name):
+def test_an_estimator_is_its_function_spread_over_tokens(name: str) -> None:
     data = batch()
     keys = [data["reward"]] if name == "reinforce_plus_plus" else [data["reward"], data["group"]]
     want = getattr(advantages, name)(*keys)
@@ -175,7 +178,7 @@ def test_an_estimator_is_its_function_spread_over_tokens(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_smallest_group_size_is_the_smallest_that_says_anything(name):
+def test_the_smallest_group_size_is_the_smallest_that_says_anything(name: str) -> None:
     """A4: with `--group-size 1 --advantage dr_grpo` every advantage is 0, so that nothing is ever learnt."""
     estimator = ESTIMATORS[name]
     for size in range(1, 5):
@@ -193,7 +196,7 @@ def test_the_smallest_group_size_is_the_smallest_that_says_anything(name):
                 estimator.check_group_size(size)
 
 
-def test_the_names_are_the_choices():
+def test_the_names_are_the_choices() -> None:
     assert tuple(ESTIMATORS) == ("grpo", "dr_grpo", "leave_one_out", "reinforce_plus_plus")
     assert [ESTIMATORS[name].min_group_size for name in ESTIMATORS] == [2, 2, 2, 1]
     assert all(name == estimator.name for name, estimator in ESTIMATORS.items())
@@ -205,7 +208,7 @@ def test_the_names_are_the_choices():
         ESTIMATORS["dr_grpo"].check_group_size(0)
 
 
-def test_keys_that_are_missing_are_named():
+def test_keys_that_are_missing_are_named() -> None:
     with pytest.raises(ValueError, match=r"'grpo' reads keys that the batch does not have: \['group', 'reward'\]"):
         estimate(batch().exclude("reward", "group"), "grpo")
     estimate(batch().exclude("group"), "reinforce_plus_plus")
@@ -213,8 +216,11 @@ def test_keys_that_are_missing_are_named():
         estimate(batch().exclude("loss_mask"), "reinforce_plus_plus")
 
 
+Register = Callable[..., Callable[[BatchFunction], BatchFunction]]
+
+
 @pytest.fixture
-def register():
+def register() -> Iterator[Register]:
     """Registers for the length of a test, as the file of a recipe would for good."""
     before = dict(ESTIMATORS)
     yield register_estimator
@@ -222,10 +228,11 @@ def register():
     ESTIMATORS._entries.update(before)
 
 
-def test_an_estimator_from_outside_needs_no_other_edit(register):
+def test_an_estimator_from_outside_needs_no_other_edit(register: Register) -> None:
     @register("test-short", min_group_size=3, keys=("reward", "group", "bonus"))
-    def short(data):
-        return data["reward"] - data["bonus"]
+    def short(data: TensorDict) -> Tensor:
+        difference: Tensor = data["reward"] - data["bonus"]
+        return difference
 
     data = batch()
     data["bonus"] = torch.tensor([0.5, 0.25, 0.0])
@@ -244,11 +251,11 @@ def test_an_estimator_from_outside_needs_no_other_edit(register):
     ESTIMATORS.named("test-alone").check_group_size(1)
 
 
-def test_an_estimator_may_give_a_number_a_token(register):
+def test_an_estimator_may_give_a_number_a_token(register: Register) -> None:
     """It reads the whole batch, and what it gives to untrained tokens does not count."""
 
     @register("test-tokens", keys=())
-    def by_position(data):
+    def by_position(data: TensorDict) -> Tensor:
         return jagged(
             [torch.where(row, torch.arange(len(row)).double(), math.inf) for row in data["loss_mask"].unbind()]
         )
@@ -259,8 +266,8 @@ def test_an_estimator_may_give_a_number_a_token(register):
     assert ESTIMATORS["test-tokens"].min_group_size == 2
 
 
-def test_what_an_estimator_returns_is_checked(register):
-    results = {
+def test_what_an_estimator_returns_is_checked(register: Register) -> None:
+    results: dict[str, BatchFunction] = {
         "not finite": lambda data: torch.tensor([0.0, math.nan, 0.0]),
         "one number for each": lambda data: torch.zeros(2),
         r"rows of \[2, 3, 1\] tokens for rows of \[3, 2, 1\]": lambda data: jagged(
@@ -277,7 +284,7 @@ def test_what_an_estimator_returns_is_checked(register):
         register("test-none", min_group_size=0)
 
 
-def batch_of(rewards, groups, episodes):
+def batch_of(rewards: Sequence[float], groups: Sequence[int], episodes: Iterable[int]) -> TensorDict:
     masks = [[False, True]] * len(rewards)
     rows = zip(rewards, groups, episodes, masks, strict=True)
     return make_batch(
@@ -290,7 +297,7 @@ def batch_of(rewards, groups, episodes):
 
 @pytest.mark.parametrize("name", [name for name, e in ESTIMATORS.items() if "reward" in e.keys])
 @given(data=st.data())
-def test_a_group_counts_an_episode_once_however_many_rows_it_has(name, data):
+def test_a_group_counts_an_episode_once_however_many_rows_it_has(name: str, data: st.DataObject) -> None:
     """Rows of one episode stand anywhere in the batch; each gets what the episode would get with one row."""
     count = data.draw(st.integers(2, 6))
     rewards = data.draw(st.lists(st.floats(-2, 2, width=32), min_size=count, max_size=count))
@@ -303,7 +310,7 @@ def test_a_group_counts_an_episode_once_however_many_rows_it_has(name, data):
     )
 
 
-def test_counting_rows_would_be_another_advantage():
+def test_counting_rows_would_be_another_advantage() -> None:
     batch = batch_of([1.0, 1.0, 0.0, 0.25], [0, 0, 0, 0], [0, 0, 1, 2])
     counted = advantages.grpo(batch["reward"], batch["group"])
     assert [row[1].item() for row in estimate(batch, "grpo").unbind()] != counted.tolist()
@@ -314,7 +321,7 @@ def test_counting_rows_would_be_another_advantage():
     ]
 
 
-def test_one_number_a_token_cannot_be_shared_among_an_episodes_rows():
+def test_one_number_a_token_cannot_be_shared_among_an_episodes_rows() -> None:
     tokens = advantages.Estimator("tokens", lambda batch: batch["loss_mask"].float(), 1, ())
     assert tokens(batch_of([1.0, 0.0], [0, 0], [0, 1])).unbind()[0].tolist() == [0.0, 1.0]
     with pytest.raises(ValueError, match="one number a token"):
@@ -322,7 +329,7 @@ def test_one_number_a_token_cannot_be_shared_among_an_episodes_rows():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=8))
-def test_an_episodes_length_is_that_of_all_its_rows(rows):
+def test_an_episodes_length_is_that_of_all_its_rows(rows: list[tuple[float, int]]) -> None:
     """Rows of an episode stand anywhere; who names response_length gets the sum of their trained tokens."""
     batch = make_batch(
         [
@@ -330,9 +337,9 @@ def test_an_episodes_length_is_that_of_all_its_rows(rows):
             for e, n in rows
         ]
     )
-    seen = []
+    seen: list[list[int]] = []
 
-    def function(given):
+    def function(given: TensorDict) -> Tensor:
         seen.append(given["response_length"].tolist())
         return torch.zeros(len(given["reward"]))
 

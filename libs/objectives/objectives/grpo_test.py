@@ -3,14 +3,18 @@
 import dataclasses
 import math
 import pickle
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
 
 from objectives import GRPO, SFT, Objective, Totals, advantages, off_policy
-from seqpack import make_batch, pack_sequences
+from seqpack import PackedBatch, make_batch, pack_sequences
 
 VARIANTS = {
     "plain": GRPO(),
@@ -26,11 +30,14 @@ VARIANTS = {
 FLOATS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
 
 
-def sample(seed, length, group):
+def sample(seed: int, length: int, group: int) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(seed)
     prompt = 1 + seed % 2
     mask = torch.arange(length) >= min(prompt, length)
-    draw = lambda: -3 * torch.rand(length, generator=rng)  # noqa: E731
+
+    def draw() -> Tensor:
+        return -3 * torch.rand(length, generator=rng)
+
     return {
         "input_ids": torch.randint(0, 9, (length,), generator=rng),
         "loss_mask": mask,
@@ -42,23 +49,25 @@ def sample(seed, length, group):
     }
 
 
-def batch_of(lengths):
+def batch_of(lengths: Sequence[int]) -> TensorDict:
     return make_batch([sample(10 * i + length, length, i // 2) for i, length in enumerate(lengths)])
 
 
-def scored(batch, seed=3):
+def scored(batch: TensorDict, seed: int = 3) -> tuple[list[Tensor], list[Tensor]]:
     """One log-prob and entropy a token as leaves, by row."""
     rng = torch.Generator().manual_seed(seed)
     rows = [(-3 * torch.rand(t.shape[-1], generator=rng)).double() for t in batch["input_ids"].unbind()]
     return [row.requires_grad_() for row in rows], [(-row.detach() * 0.3).requires_grad_() for row in rows]
 
 
-def packed_in_float64(batch, rows):
+def packed_in_float64(batch: TensorDict, rows: Sequence[int] | None) -> PackedBatch:
     packed = pack_sequences(batch, rows)
     return packed.with_values(**{key: packed.values[key].double() for key in FLOATS if key in packed.values})
 
 
-def run(objective, batch, parts, totals=None):
+def run(
+    objective: Objective, batch: TensorDict, parts: Sequence[Sequence[int]], totals: Totals | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Loss and gradients, the whole in float64, with the batch split into these parts (lists of rows)."""
     new, entropy = scored(batch)
     loss = torch.zeros((), dtype=torch.float64)
@@ -74,7 +83,7 @@ def run(objective, batch, parts, totals=None):
     return loss.detach(), torch.autograd.grad(loss, leaves, materialize_grads=True)
 
 
-def policy_term(objective, lp, old, a):
+def policy_term(objective: GRPO, lp: float, old: float, a: float) -> tuple[float, float]:
     """-gain of one token and its derivative: PPO's equation 7 and the dual clip's 5, or CISPO's equation 4."""
     rho = math.exp(lp - old)
     low, high = (0.2, 0.2) if objective.policy_loss == "ppo" else (1.0, 0.28)
@@ -88,7 +97,7 @@ def policy_term(objective, lp, old, a):
     return (-rho * a, -rho * a) if rho * a <= cut * a else (-cut * a, 0.0)
 
 
-def weight_of(objective, gaps, t):
+def weight_of(objective: GRPO, gaps: dict[int, float], t: int) -> float:
     """The weight of token t for the log ratios old - rollout of its sequence's trained tokens."""
     cap = 2.0 if objective.off_policy_cap is None else objective.off_policy_cap
     ratio = math.exp(sum(gaps.values()) if objective.off_policy.startswith("sequence") else gaps[t])
@@ -101,7 +110,7 @@ def weight_of(objective, gaps, t):
     }[objective.off_policy]
 
 
-def penalty_of(objective, lp, ref):
+def penalty_of(objective: GRPO, lp: float, ref: float) -> tuple[float, float]:
     """The KL estimate of one token and its derivative: Schulman's k2 or k3."""
     log_r = ref - lp
     if objective.kl_estimator == "k2":
@@ -109,7 +118,7 @@ def penalty_of(objective, lp, ref):
     return math.exp(log_r) - 1 - log_r, 1 - math.exp(log_r)
 
 
-def oracle(objective, batch):
+def oracle(objective: GRPO, batch: TensorDict) -> tuple[float, list[list[float]], list[list[float]]]:
     """(loss, gradient by row, gradient of the entropy by row), token by token in Python floats."""
     new, entropy = ([row.tolist() for row in rows] for rows in scored(batch))
     columns = {key: [row.tolist() for row in batch[key].unbind()] for key in ("loss_mask", *FLOATS)}
@@ -135,7 +144,7 @@ def oracle(objective, batch):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_loss_and_gradient_equal_the_formula(name):
+def test_loss_and_gradient_equal_the_formula(name: str) -> None:
     objective, batch = VARIANTS[name], batch_of([5, 3, 1, 8, 2, 4, 40])
     loss, grads = run(objective, batch, [list(range(7))])
     want_loss, *want_grads = oracle(objective, batch)
@@ -146,7 +155,7 @@ def test_loss_and_gradient_equal_the_formula(name):
         torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), atol=1e-14, rtol=1e-12)
 
 
-def test_the_variants_reach_every_branch_of_the_formula():
+def test_the_variants_reach_every_branch_of_the_formula() -> None:
     """The oracle proves little where no token is clipped, capped or masked."""
     batch = batch_of([5, 3, 1, 8, 2, 4, 40])
     new, entropy = scored(batch)
@@ -171,7 +180,7 @@ def test_the_variants_reach_every_branch_of_the_formula():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_metrics_equal_their_formulas(name):
+def test_metrics_equal_their_formulas(name: str) -> None:
     objective, batch = VARIANTS[name], batch_of([5, 3, 1, 8])
     new, entropy = scored(batch)
     _, metrics = objective(torch.cat(new), torch.cat(entropy), packed_in_float64(batch, None), Totals.of(batch))
@@ -205,7 +214,7 @@ def test_metrics_equal_their_formulas(name):
 
 
 @st.composite
-def split_batches(draw):
+def split_batches(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
     rows = draw(st.permutations(range(len(lengths))))
     cuts = sorted(draw(st.sets(st.integers(1, max(len(rows) - 1, 1)), max_size=3)) & set(range(1, len(rows))))
@@ -214,7 +223,7 @@ def split_batches(draw):
 
 
 @given(split_batches(), st.sampled_from(list(VARIANTS)))
-def test_any_split_gives_the_same_loss_and_gradient(case, name):
+def test_any_split_gives_the_same_loss_and_gradient(case: tuple[list[int], list[list[int]]], name: str) -> None:
     lengths, parts = case
     batch = batch_of(lengths)
     loss, grads = run(VARIANTS[name], batch, [list(range(len(lengths)))])
@@ -225,7 +234,7 @@ def test_any_split_gives_the_same_loss_and_gradient(case, name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_untrained_tokens_get_no_gradient_whatever_they_hold(name):
+def test_untrained_tokens_get_no_gradient_whatever_they_hold(name: str) -> None:
     batch = batch_of([5, 3, 1, 8])
     keep = torch.cat(list(batch["loss_mask"].unbind()))
     packed = packed_in_float64(batch, None)
@@ -244,18 +253,19 @@ def test_untrained_tokens_get_no_gradient_whatever_they_hold(name):
 
 
 @pytest.mark.parametrize("objective", [*VARIANTS.values(), SFT()])
-def test_a_mask_over_a_first_token_trains_nothing_there(objective):
+def test_a_mask_over_a_first_token_trains_nothing_there(objective: GRPO | SFT) -> None:
     """The batch's own check refuses such a mask; a packed row made by hand may still have one."""
     packed = pack_sequences(batch_of([4, 3]))
     packed = packed.with_values(loss_mask=torch.ones(7, dtype=torch.bool))
     new = torch.full((7,), -1.0, requires_grad=True)
     loss, _ = objective(new, torch.ones(7), packed, Totals(tokens=5, sequences=2))
     loss.backward()
+    assert new.grad is not None
     assert new.grad[0] == new.grad[4] == 0
     assert new.grad.ne(0).any()
 
 
-def cut_in_two(row, at, episode):
+def cut_in_two(row: dict[str, Any], at: int | None, episode: int) -> list[dict[str, Any]]:
     """The rows of an episode that has two token streams: one token of context before what the second one trains."""
     whole = {"episode": episode, "episode_tokens": int(row["loss_mask"][1:].sum()), "group": row["group"]}
     tokens = {key: value for key, value in row.items() if key != "group"}
@@ -270,7 +280,9 @@ def cut_in_two(row, at, episode):
     "objective", [SFT(aggregation="sequence"), *(VARIANTS[n] for n in ("plain", "deepseek", "dr"))]
 )
 @given(lengths=st.lists(st.integers(3, 7), min_size=1, max_size=4), data=st.data())
-def test_an_episode_of_two_rows_counts_as_one_of_one_row(objective, lengths, data):
+def test_an_episode_of_two_rows_counts_as_one_of_one_row(
+    objective: GRPO | SFT, lengths: list[int], data: st.DataObject
+) -> None:
     """As a mean over answers is meant: an episode weighs the same in however many token streams it is written."""
     rows = [sample(10 * i + length, length, i // 2) for i, length in enumerate(lengths)]
     cuts = [data.draw(st.one_of(st.none(), st.integers(1, length - 2))) for length in lengths]
@@ -290,7 +302,7 @@ def test_an_episode_of_two_rows_counts_as_one_of_one_row(objective, lengths, dat
     assert losses[0][1] == pytest.approx(losses[1][1], abs=1e-12)
 
 
-def test_group_without_signal_gives_exactly_no_gradient():
+def test_group_without_signal_gives_exactly_no_gradient() -> None:
     batch = batch_of([5, 4, 6, 3])
     advantage = advantages.grpo(torch.tensor([0.3, 0.3, 1.0, 0.0]), batch["group"])
     batch["advantages"] = advantages.per_token(advantage, batch["loss_mask"])
@@ -300,7 +312,7 @@ def test_group_without_signal_gives_exactly_no_gradient():
 
 
 @pytest.mark.parametrize("objective", [*VARIANTS.values(), SFT()])
-def test_zero_gradient_rows_add_exactly_nothing(objective):
+def test_zero_gradient_rows_add_exactly_nothing(objective: GRPO | SFT) -> None:
     batch = batch_of([5, 4, 1, 6, 3])
     advantage = torch.tensor([0.0, 1.0, 1.0, 0.0, -1.0])
     batch["advantages"] = advantages.per_token(advantage, batch["loss_mask"])
@@ -314,13 +326,13 @@ def test_zero_gradient_rows_add_exactly_nothing(objective):
     torch.testing.assert_close(kept, loss)
 
 
-def test_a_nan_advantage_is_not_skipped():
+def test_a_nan_advantage_is_not_skipped() -> None:
     batch = batch_of([5, 4])
     batch["advantages"] = advantages.per_token(torch.tensor([math.nan, 0.0]), torch.ones_like(batch["loss_mask"]))
     assert GRPO().zero_gradient_rows(batch).tolist() == [False, True]
 
 
-def test_without_old_log_probs_it_is_on_policy():
+def test_without_old_log_probs_it_is_on_policy() -> None:
     batch = batch_of([5, 4])
     bare = batch.exclude("old_log_probs")
     _, grads = run(GRPO(), bare, [[0, 1]])
@@ -329,13 +341,13 @@ def test_without_old_log_probs_it_is_on_policy():
         torch.testing.assert_close(grad, torch.where(mask, -advantage / count, 0.0).double())
 
 
-def test_entropy_must_be_given_where_it_is_asked_for():
+def test_entropy_must_be_given_where_it_is_asked_for() -> None:
     batch = batch_of([5])
     with pytest.raises(ValueError, match="needs_entropy"):
         GRPO(entropy_coef=0.1)(scored(batch)[0][0], None, pack_sequences(batch), Totals.of(batch))
 
 
-def test_metrics_add_up():
+def test_metrics_add_up() -> None:
     batch = batch_of([5, 3, 2, 8])
     new, _ = scored(batch)
     objective, totals = GRPO(kl_coef=0.1), Totals.of(batch)
@@ -352,8 +364,8 @@ def test_metrics_add_up():
 
 
 @pytest.mark.parametrize("objective", [*VARIANTS.values(), SFT()])
-def test_picklable_frozen_and_an_objective(objective):
+def test_picklable_frozen_and_an_objective(objective: GRPO | SFT) -> None:
     assert pickle.loads(pickle.dumps(objective)) == objective
     assert isinstance(objective, Objective)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        objective.aggregation = "token"  # type: ignore[attr-defined]
+        objective.aggregation = "token"  # type: ignore[misc]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from objectives import kl
 
@@ -11,11 +12,11 @@ POLICY = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([0.25, 0.25, 0.4, 0.1], dtype=torch.float64)
 
 
-def exact(p, q):
+def exact(p: Tensor, q: Tensor) -> float:
     return sum(float(a) * math.log(float(a) / float(b)) for a, b in zip(p, q, strict=True))
 
 
-def test_formulas():
+def test_formulas() -> None:
     new, ref = torch.tensor([-1.0, -3.0], dtype=torch.float64), torch.tensor([-2.0, -0.5], dtype=torch.float64)
     for x, y, k1, k2, k3 in zip(new, ref, kl.k1(new, ref), kl.k2(new, ref), kl.k3(new, ref), strict=True):
         log_r = float(y - x)
@@ -24,7 +25,7 @@ def test_formulas():
         assert float(k3) == pytest.approx(math.exp(log_r) - 1 - log_r, abs=1e-12)
 
 
-def test_expectations_over_the_policy():
+def test_expectations_over_the_policy() -> None:
     """k1 and k3 are unbiased; k3 is never negative."""
     new, ref = POLICY.log(), REFERENCE.log()
     want = exact(POLICY, REFERENCE)
@@ -35,7 +36,7 @@ def test_expectations_over_the_policy():
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_expected_gradients(name):
+def test_expected_gradients(name: kl.Estimator) -> None:
     """The gradient that a loss on policy samples gets, summed exactly over the vocabulary."""
     logits = POLICY.log().clone().requires_grad_()
     new = torch.log_softmax(logits, -1)
@@ -50,10 +51,10 @@ def test_expected_gradients(name):
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
-def test_the_default_is_k3():
+def test_the_default_is_k3() -> None:
     torch.testing.assert_close(kl.estimate(POLICY, REFERENCE), kl.k3(POLICY, REFERENCE), atol=0, rtol=0)
 
 
-def test_unknown_name():
+def test_unknown_name() -> None:
     with pytest.raises(ValueError, match=r"^unknown KL estimator 'k4': use one of k1, k2, k3$"):
         kl.estimate(POLICY, POLICY, "k4")  # type: ignore[arg-type]

@@ -1,13 +1,14 @@
 """Losses and their sums against the papers' formulas, token by token in float64; the registry; a loss from outside."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from objectives import GRPO, Totals, losses
 from objectives.losses import POLICY_LOSSES, PolicyTokens, TokenLoss, register_policy_loss, sequence_sums
@@ -15,9 +16,10 @@ from seqpack import make_batch, pack_sequences
 
 log_prob = st.floats(-6, -0.01)
 token = st.tuples(log_prob, log_prob, st.floats(-3, 3))
+Token = tuple[float, float, float]
 
 
-def ppo_oracle(new, old, advantage, low, high, dual):
+def ppo_oracle(new: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> float:
     """PPO's equation 7, with the dual clip's equation 5, for one token."""
     rho = math.exp(new - old)
     bounded = min(max(rho, 1 - low), 1 + high)
@@ -30,7 +32,7 @@ def ppo_oracle(new, old, advantage, low, high, dual):
 @given(
     st.lists(token, min_size=1, max_size=12), st.sampled_from([(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.3, 3.0)])
 )
-def test_ppo_clip_equals_the_formula(rows, bounds):
+def test_ppo_clip_equals_the_formula(rows: list[Token], bounds: tuple[float, float, float | None]) -> None:
     new, old, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     got = losses.ppo_clip(new, old, advantage, *bounds)
     want = [ppo_oracle(*row, *bounds) for row in rows]
@@ -39,7 +41,7 @@ def test_ppo_clip_equals_the_formula(rows, bounds):
 
 
 @given(st.lists(token, min_size=1, max_size=12))
-def test_ppo_defaults_are_those_of_the_paper(rows):
+def test_ppo_defaults_are_those_of_the_paper(rows: list[Token]) -> None:
     new, old, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     torch.testing.assert_close(
         losses.ppo_clip(new, old, advantage).loss, losses.ppo_clip(new, old, advantage, 0.2, 0.2, None).loss
@@ -47,14 +49,14 @@ def test_ppo_defaults_are_those_of_the_paper(rows):
 
 
 @given(st.lists(token, min_size=1, max_size=12), st.sampled_from([(1.0, 0.28), (0.2, 0.2), (0.5, 3.0)]))
-def test_cispo_equals_the_formula(rows, bounds):
+def test_cispo_equals_the_formula(rows: list[Token], bounds: tuple[float, float]) -> None:
     new, old, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     got = losses.cispo(new, old, advantage, *bounds)
     want = [-min(max(math.exp(lp - o), 1 - bounds[0]), 1 + bounds[1]) * a * lp for lp, o, a in rows]
     torch.testing.assert_close(got.loss, torch.tensor(want, dtype=torch.float64), atol=1e-12, rtol=1e-12)
 
 
-def test_ppo_gradient_is_zero_exactly_where_clipped():
+def test_ppo_gradient_is_zero_exactly_where_clipped() -> None:
     ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5, 9.0, 0.9, 1.1], dtype=torch.float64)
     advantage = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     new = ratio.log().requires_grad_()
@@ -69,13 +71,13 @@ def test_ppo_gradient_is_zero_exactly_where_clipped():
         assert got.metrics[name].nonzero().flatten().tolist() == [token]
 
 
-def test_a_zero_advantage_is_never_counted_as_clipped():
+def test_a_zero_advantage_is_never_counted_as_clipped() -> None:
     ratio = torch.tensor([0.1, 9.0], dtype=torch.float64)
     got = losses.ppo_clip(ratio.log(), torch.zeros(2), torch.zeros(2), dual_clip=2.0)
     assert not any(bool(got.metrics[key].any()) for key in ("clip/low", "clip/high", "clip/dual"))
 
 
-def test_a_ratio_on_the_bound_is_not_clipped():
+def test_a_ratio_on_the_bound_is_not_clipped() -> None:
     """On policy every ratio is exactly 1, and no bound cuts anything."""
     zero, advantage = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)
     for kind in (losses.ppo_clip, losses.cispo):
@@ -87,7 +89,7 @@ def test_a_ratio_on_the_bound_is_not_clipped():
     assert not losses.ppo_clip(two, torch.zeros(1), -torch.ones(1), dual_clip=2.0).metrics["clip/dual"].any()
 
 
-def test_no_gradient_reaches_the_old_policy_or_the_advantage():
+def test_no_gradient_reaches_the_old_policy_or_the_advantage() -> None:
     for kind in (losses.ppo_clip, losses.cispo):
         new, old, advantage = (torch.tensor([x], requires_grad=True) for x in (-1.0, -1.1, 0.5))
         kind(new, old, advantage).loss.sum().backward()
@@ -101,7 +103,7 @@ def test_no_gradient_reaches_the_old_policy_or_the_advantage():
     assert advantage.grad is None
 
 
-def test_on_policy_ppo_has_the_policy_gradient():
+def test_on_policy_ppo_has_the_policy_gradient() -> None:
     new = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     advantage = torch.linspace(-1, 1, 9, dtype=torch.float64)
     (ppo,) = torch.autograd.grad(losses.ppo_clip(new, new.detach(), advantage).loss.sum(), new)
@@ -112,7 +114,7 @@ def test_on_policy_ppo_has_the_policy_gradient():
     torch.testing.assert_close(reinforce, -advantage)
 
 
-def test_cispo_bounds_the_weight_and_keeps_the_gradient():
+def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     new = torch.tensor([2.0, -2.0, 0.1], dtype=torch.float64).requires_grad_()
     got = losses.cispo(new, torch.zeros_like(new), torch.tensor([1.0, -1.0, 2.0]), clip_low=0.5, clip_high=0.3)
     got.loss.sum().backward()
@@ -123,7 +125,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
     torch.testing.assert_close(got.metrics["ratio"], new.detach().exp())
 
 
-def test_cispo_counts_a_ratio_right_above_its_bound():
+def test_cispo_counts_a_ratio_right_above_its_bound() -> None:
     ratios = torch.tensor([0.49, 0.51, 1.29, 1.31], dtype=torch.float64)
     counted = losses.cispo(ratios.log(), torch.zeros(4), torch.ones(4), clip_low=0.5, clip_high=0.3).metrics
     assert counted["clip/low"].tolist() == [True, False, False, False]
@@ -143,33 +145,33 @@ VALUES = torch.tensor([math.nan, 1.0, 2.0, math.inf, 50.0, 4.0, 60.0, 8.0], dtyp
         ("constant", (1 + 2 + 4 + 8) / (2 * 10)),
     ],
 )
-def test_aggregations_by_hand(how, want):
+def test_aggregations_by_hand(how: losses.Aggregation, want: float) -> None:
     limit = 10 if how == "constant" else None
     got = losses.aggregate(VALUES, MASK, CU, how, tokens=4, sequences=2, max_tokens=limit)
     assert float(got) == pytest.approx(want, abs=1e-12)
 
 
-def test_nothing_trained_is_zero_not_nan():
+def test_nothing_trained_is_zero_not_nan() -> None:
     for how in losses.AGGREGATIONS:
         assert float(losses.aggregate(VALUES, torch.zeros_like(MASK), CU, how, 0, 0, max_tokens=5)) == 0.0
         assert float(losses.aggregate(VALUES[:0], MASK[:0], CU[:1], how, 7, 3, max_tokens=5)) == 0.0
 
 
 @pytest.mark.parametrize(("how", "want"), [("token", 7.0), ("sequence", 7.0), ("constant", 7.0 / 5)])
-def test_a_single_trained_token_is_the_loss(how, want):
+def test_a_single_trained_token_is_the_loss(how: losses.Aggregation, want: float) -> None:
     one, mask = torch.tensor([9.0, 7.0], dtype=torch.float64), torch.tensor([False, True])
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
     assert float(losses.aggregate(one, mask, cu_seqlens, how, 1, 1, max_tokens=5)) == want
 
 
-def test_sequence_sums_of_any_layout():
+def test_sequence_sums_of_any_layout() -> None:
     values = torch.arange(1.0, 9.0, dtype=torch.float64)
     assert sequence_sums(values, CU).tolist() == [6.0, 4.0, 26.0]
     assert sequence_sums(values, torch.tensor([0, 0, 8, 8], dtype=torch.int32)).tolist() == [0.0, 36.0, 0.0]
     assert sequence_sums(values[:0], torch.tensor([0], dtype=torch.int32)).tolist() == []
 
 
-def test_refusals():
+def test_refusals() -> None:
     one = torch.ones(1)
     for options, name in [({"dual_clip": 1.0}, "dual_clip"), ({"clip_low": -0.1}, "clip_low")]:
         with pytest.raises(ValueError, match=name):
@@ -190,7 +192,7 @@ def test_refusals():
 # ------------------------------------------------------------------ the registry
 
 
-def tokens_of(advantages):
+def tokens_of(advantages: Tensor) -> PolicyTokens:
     """PolicyTokens of one packed row of seven tokens, the first of each sequence untrained."""
     rows = [{"input_ids": torch.arange(n), "loss_mask": torch.arange(n) > 0} for n in (3, 4)]
     packed = pack_sequences(make_batch(rows))
@@ -201,7 +203,7 @@ def tokens_of(advantages):
 
 
 @pytest.mark.parametrize("name", ["ppo", "cispo"])
-def test_the_objective_clips_where_the_function_does(name):
+def test_the_objective_clips_where_the_function_does(name: str) -> None:
     """E8: GRPO's own defaults must not replace those of the loss."""
     function: Callable[..., losses.TokenLoss] = {"ppo": losses.ppo_clip, "cispo": losses.cispo}[name]
     tokens = tokens_of(torch.tensor([0.0, 1.0, -2.0, 0.0, 3.0, -1.0, 0.5], dtype=torch.float64))
@@ -217,7 +219,7 @@ def test_the_objective_clips_where_the_function_does(name):
 
 
 @pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if loss.scales_with_advantage])
-def test_a_loss_that_claims_to_scale_with_the_advantage_does(name):
+def test_a_loss_that_claims_to_scale_with_the_advantage_does(name: str) -> None:
     """Engines skip rows on this claim."""
     tokens = tokens_of(torch.zeros(7, dtype=torch.float64))
     new = tokens.log_probs.clone().requires_grad_()
@@ -227,11 +229,11 @@ def test_a_loss_that_claims_to_scale_with_the_advantage_does(name):
 
 
 @pytest.fixture
-def gspo():
+def gspo() -> Iterator[Callable[..., TokenLoss]]:
     """GSPO (arXiv 2507.18071, equation 5): a ratio of the whole sequence, clipped; written as a user's file would."""
 
     @register_policy_loss("test-gspo", keys=("marker",), clip_low=3e-4, clip_high=4e-4)
-    def function(tokens, clip_low, clip_high):
+    def function(tokens: PolicyTokens, clip_low: float, clip_high: float) -> TokenLoss:
         cu_seqlens, mask = tokens.batch.cu_seqlens, tokens.mask.to(tokens.log_probs.dtype)
         gap = sequence_sums(tokens.log_probs - tokens.old_log_probs, cu_seqlens)
         ratio = torch.exp(gap / sequence_sums(mask, cu_seqlens).clamp(min=1))
@@ -245,7 +247,7 @@ def gspo():
 
 
 @pytest.mark.usefixtures("gspo")
-def test_a_loss_from_outside_needs_no_other_edit():
+def test_a_loss_from_outside_needs_no_other_edit() -> None:
     objective = GRPO(policy_loss="test-gspo", clip_high=0.5, aggregation="sequence")
     assert objective.required_keys == ("advantages", "marker")
     assert "test-gspo" in tuple(POLICY_LOSSES)
@@ -266,13 +268,13 @@ def test_a_loss_from_outside_needs_no_other_edit():
         register_policy_loss("test-gspo")(losses.ppo_clip)
 
 
-def test_registering_an_option_that_does_not_exist_is_refused():
+def test_registering_an_option_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown options \['beta'\]: GRPO has clip_low, clip_high, dual_clip"):
         register_policy_loss("test-other", beta=1.0)
     assert "test-other" not in POLICY_LOSSES
 
 
-def test_what_the_built_in_losses_declare():
+def test_what_the_built_in_losses_declare() -> None:
     assert dict(POLICY_LOSSES["ppo"].defaults) == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
     assert dict(POLICY_LOSSES["cispo"].defaults) == {"clip_low": 1.0, "clip_high": 0.28}
     for name, entry in POLICY_LOSSES.items():

@@ -1,7 +1,7 @@
 """Importance weights by hand, and what they are for: an unbiased gradient from another sampler's tokens."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MASK = torch.tensor([False, True, True, False, True])
 CU = torch.tensor([0, 3, 5], dtype=torch.int32)
 
 
-def test_token_weights():
+def test_token_weights() -> None:
     got = off_policy.truncated_weights(TRAINER, ROLLOUT, cap=2.0)[MASK]
     torch.testing.assert_close(got, torch.tensor([2.0, math.exp(-0.5), 2.0], dtype=torch.float64))
     got = off_policy.masked_weights(TRAINER, ROLLOUT, cap=2.5)[MASK]
@@ -24,7 +24,7 @@ def test_token_weights():
     assert float(off_policy.masked_weights(torch.tensor([-1.0]), torch.tensor([0.0]), cap=2.0)) == 0.0
 
 
-def test_sequence_weights_are_the_product_of_trained_tokens():
+def test_sequence_weights_are_the_product_of_trained_tokens() -> None:
     got = off_policy.sequence_weights(TRAINER, ROLLOUT, MASK, CU, cap=10.0)
     first, second = math.exp(1.0 - 0.5), 3.0
     torch.testing.assert_close(got, torch.tensor([first] * 3 + [second] * 2, dtype=torch.float64))
@@ -34,7 +34,7 @@ def test_sequence_weights_are_the_product_of_trained_tokens():
     torch.testing.assert_close(gone, torch.tensor([first] * 3 + [0.0] * 2, dtype=torch.float64))
 
 
-def test_weights_make_the_gradient_right():
+def test_weights_make_the_gradient_right() -> None:
     """Summed over the sampler's distribution, weighted samples give the trainer's policy gradient."""
     logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     sampler = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -46,13 +46,13 @@ def test_weights_make_the_gradient_right():
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
-def test_weights_carry_no_gradient():
+def test_weights_carry_no_gradient() -> None:
     for name in off_policy.CORRECTIONS:
         trainer = TRAINER.clone().requires_grad_()
         assert not off_policy.weights(name, trainer, ROLLOUT, MASK, CU, cap=2.0).requires_grad
 
 
-def test_weights_are_found_by_name():
+def test_weights_are_found_by_name() -> None:
     """Each name with its own function, cap and all; without a cap it is 2."""
     named: dict[off_policy.Correction, Callable[..., torch.Tensor]] = {
         "truncate": lambda **cap: off_policy.truncated_weights(TRAINER, ROLLOUT, **cap),
@@ -69,14 +69,14 @@ def test_weights_are_found_by_name():
     assert off_policy.weights("none", TRAINER, ROLLOUT, MASK, CU, cap=1.1).tolist() == [1.0] * 5
 
 
-def test_a_ratio_of_exactly_the_cap_stays():
+def test_a_ratio_of_exactly_the_cap_stays() -> None:
     same, cu_seqlens = torch.zeros(2, dtype=torch.float64), torch.tensor([0, 2], dtype=torch.int32)
     mask = torch.ones(2, dtype=torch.bool)
     assert off_policy.masked_weights(same, same, cap=1.0).tolist() == [1.0, 1.0]
     assert off_policy.sequence_weights(same, same, mask, cu_seqlens, cap=1.0, mask=True).tolist() == [1.0, 1.0]
 
 
-def test_an_endless_ratio_stays_finite():
+def test_an_endless_ratio_stays_finite() -> None:
     far = torch.tensor([500.0, 400.0])
     cu_seqlens, mask = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, dtype=torch.bool)
     for drop, want in ((False, 3.0), (True, 0.0)):
@@ -84,7 +84,7 @@ def test_an_endless_ratio_stays_finite():
         assert got.tolist() == [want, want]
 
 
-def test_mismatch_counts_trained_tokens_alone():
+def test_mismatch_counts_trained_tokens_alone() -> None:
     got = off_policy.mismatch(TRAINER, ROLLOUT, MASK)
     gaps = [1.0, -0.5, math.log(3.0)]
     assert got["mismatch/abs"].tolist() == pytest.approx([sum(map(abs, gaps)), 3.0])
@@ -93,13 +93,14 @@ def test_mismatch_counts_trained_tokens_alone():
     assert off_policy.mismatch(TRAINER[:0], ROLLOUT[:0], MASK[:0])["mismatch/abs"].tolist() == [0.0, 0.0]
 
 
-def means_of(gaps, parts=1):
+def means_of(gaps: Sequence[float], parts: int = 1) -> dict[str, float]:
     """What an engine makes of the metrics of `parts` micro-batches: sums over counts, the largest maximum."""
     zero, found = torch.zeros(len(gaps), dtype=torch.float64), []
     for part in range(parts):
         mine = torch.tensor(gaps, dtype=torch.float64)[part::parts]
         found.append(off_policy.mismatch(mine, zero[part::parts], torch.ones(len(mine), dtype=torch.bool)))
-    pairs = {name: sum(f[name] for f in found) for name in found[0] if not name.endswith("/max")}
+    none = torch.zeros(2, dtype=torch.float64)
+    pairs = {name: sum((f[name] for f in found), none) for name in found[0] if not name.endswith("/max")}
     means = {name: float(pair[0] / pair[1]) for name, pair in pairs.items()}
     return means | {"mismatch/abs/max": max(float(f["mismatch/abs/max"]) for f in found)}
 
@@ -108,7 +109,7 @@ def means_of(gaps, parts=1):
     st.lists(st.floats(-20, 20).filter(lambda gap: gap == 0 or abs(gap) > 1e-3), min_size=1, max_size=400),
     st.integers(1, 3),
 )
-def test_the_meter_is_the_definition_whatever_the_parts(gaps, parts):
+def test_the_meter_is_the_definition_whatever_the_parts(gaps: list[float], parts: int) -> None:
     parts = min(parts, len(gaps))
     meter = off_policy.mismatch_meter(means_of(gaps, parts) | {"loss": 3.0})
     weights = [math.exp(gap) for gap in gaps]
@@ -125,14 +126,14 @@ def test_the_meter_is_the_definition_whatever_the_parts(gaps, parts):
         assert meter["mismatch/p99"] == 0
 
 
-def test_the_meter_of_equal_policies_and_of_one_apart_in_a_hundred():
+def test_the_meter_of_equal_policies_and_of_one_apart_in_a_hundred() -> None:
     equal = off_policy.mismatch_meter(means_of([0.0] * 10))
     assert (equal["mismatch/ess"], equal["mismatch/p99"], equal["mismatch/kl"]) == (1.0, 0.0, 0.0)
     assert off_policy.mismatch_meter(means_of([0.0] * 99 + [3.0]))["mismatch/p99"] == 0.0
     assert 1.5 <= off_policy.mismatch_meter(means_of([0.0] * 98 + [3.0] * 2))["mismatch/p99"] <= 4.0
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"^the cap of importance weights must be a number at least 1, got 0.5"):
         off_policy.truncated_weights(TRAINER, ROLLOUT, cap=0.5)
     with pytest.raises(ValueError, match="unknown off-policy correction 'clip': use one of none, truncate"):

@@ -28,20 +28,20 @@ GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
 }
 
 
-def test_the_table_has_every_option():
+def test_the_table_has_every_option() -> None:
     assert set(GRPO_OPTIONS) == {field.name for field in dataclasses.fields(GRPO)}
     assert {field.name for field in dataclasses.fields(SFT)} == {"aggregation"}
 
 
 @pytest.mark.parametrize("name", GRPO_OPTIONS)
-def test_good_values_are_taken(name):
+def test_good_values_are_taken(name: str) -> None:
     others, good, _ = GRPO_OPTIONS[name]
     for value in good:
         assert getattr(GRPO(**others, **{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, row in GRPO_OPTIONS.items() for value in row[2]])
-def test_bad_values_are_refused_by_name(name, value):
+def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         GRPO(**GRPO_OPTIONS[name][0], **{name: value})
 
@@ -58,7 +58,7 @@ def test_bad_values_are_refused_by_name(name, value):
         {"dual_clip": 3.0, "policy_loss": "cispo"},
     ],
 )
-def test_an_option_without_effect_is_refused(options):
+def test_an_option_without_effect_is_refused(options: dict[str, Any]) -> None:
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}={options[name]!r} has no effect: "):
         GRPO(**options)
@@ -66,7 +66,7 @@ def test_an_option_without_effect_is_refused(options):
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_policy_loss_takes_the_options_that_it_declares_and_no_other(kind, name):
+def test_a_policy_loss_takes_the_options_that_it_declares_and_no_other(kind: str, name: str) -> None:
     value = {"clip_low": 0.5, "clip_high": 0.5, "dual_clip": 2.0}[name]
     options: dict[str, Any] = {name: value}
     if name in POLICY_LOSSES[kind].defaults:
@@ -76,7 +76,7 @@ def test_a_policy_loss_takes_the_options_that_it_declares_and_no_other(kind, nam
         GRPO(policy_loss=kind, **options)
 
 
-def test_the_texts_name_the_fix():
+def test_the_texts_name_the_fix() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"policy_loss": "cipso"}, "unknown policy_loss 'cipso': use one of ppo, cispo"),
         ({"kl_coef": -1.0}, "kl_coef must be a number at least 0, got -1.0"),
@@ -102,7 +102,7 @@ def test_the_texts_name_the_fix():
     del POLICY_LOSSES._entries["test-bare"]
 
 
-def test_required_keys_follow_the_options():
+def test_required_keys_follow_the_options() -> None:
     assert GRPO().required_keys == ("advantages",)
     assert GRPO(kl_coef=1.0, off_policy="mask").required_keys == ("advantages", "ref_log_probs", "rollout_log_probs")
     assert GRPO().needs_entropy is False

@@ -3,8 +3,8 @@ import pytest
 from objectives.registry import Registry
 
 
-def test_a_registry_keeps_order_and_names():
-    registry = Registry("shape")
+def test_a_registry_keeps_order_and_names() -> None:
+    registry: Registry[int] = Registry("shape")
     registry.add("round", 1)
     registry.add("flat", 2)
     assert list(registry) == ["round", "flat"]
@@ -15,8 +15,8 @@ def test_a_registry_keeps_order_and_names():
         registry["long"]
 
 
-def test_refusals():
-    registry = Registry("shape")
+def test_refusals() -> None:
+    registry: Registry[int] = Registry("shape")
     registry.add("round", 1)
     registry.add("flat", 2)
     with pytest.raises(ValueError, match=r"^unknown shape 'long': use one of round, flat, or import the module"):

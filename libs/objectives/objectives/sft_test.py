@@ -1,15 +1,21 @@
 """SFT is cross-entropy on the trained tokens."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 
 from objectives import SFT, Totals
+from objectives.losses import Aggregation
 from seqpack import make_batch, pack_sequences
 
 LENGTHS = [5, 3, 1, 8, 4]
 
 
-def batch_and_scores():
+def batch_and_scores() -> tuple[TensorDict, list[Tensor]]:
     rng = torch.Generator().manual_seed(0)
     rows = [
         {"input_ids": torch.arange(n), "loss_mask": (torch.arange(n) > 0) & (torch.rand(n, generator=rng) < 0.7)}
@@ -20,7 +26,7 @@ def batch_and_scores():
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3, 4]], [[4, 0], [2], [1, 3]]])
-def test_loss_gradient_and_metric(aggregation, parts):
+def test_loss_gradient_and_metric(aggregation: Aggregation, parts: list[list[int]]) -> None:
     batch, scores = batch_and_scores()
     leaves = [row.clone().requires_grad_() for row in scores]
     loss, nll = torch.zeros((), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
@@ -33,7 +39,11 @@ def test_loss_gradient_and_metric(aggregation, parts):
     masks = [mask.tolist() for mask in batch["loss_mask"].unbind()]
     used = [mask for mask in masks if any(mask)]
     tokens = sum(map(sum, masks))
-    part_of = {"token": lambda _: 1 / tokens, "sequence": lambda mask: 1 / (sum(mask) * len(used))}[aggregation]
+    parts_of: dict[Aggregation, Callable[[list[bool]], float]] = {
+        "token": lambda _: 1 / tokens,
+        "sequence": lambda mask: 1 / (sum(mask) * len(used)),
+    }
+    part_of = parts_of[aggregation]
     want = 0.0
     for mask, row, grad in zip(masks, scores, grads, strict=True):
         want -= sum(part_of(mask) * float(x) for x, trained in zip(row, mask, strict=True) if trained)
@@ -43,7 +53,7 @@ def test_loss_gradient_and_metric(aggregation, parts):
     assert nll.tolist() == pytest.approx([-float(trained.sum()), tokens])
 
 
-def test_it_needs_nothing_more():
+def test_it_needs_nothing_more() -> None:
     assert SFT().required_keys == ()
     assert SFT().needs_entropy is False
     batch, _ = batch_and_scores()
@@ -51,6 +61,6 @@ def test_it_needs_nothing_more():
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "mean", "", None])
-def test_other_aggregations_are_refused(aggregation):
+def test_other_aggregations_are_refused(aggregation: Any) -> None:
     with pytest.raises(ValueError, match=r"^unknown aggregation of SFT .*: use one of token, sequence$"):
         SFT(aggregation=aggregation)

@@ -9,7 +9,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -29,7 +31,7 @@ HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"
 class Browser:
     """A session of one headless browser."""
 
-    def __init__(self, port, profile):
+    def __init__(self, port: str, profile: Path) -> None:
         self.base = f"http://127.0.0.1:{port}"
         arguments = [
             "--headless",
@@ -43,7 +45,7 @@ class Browser:
         capabilities = {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}
         self.base += "/session/" + self.call("POST", "/session", {"capabilities": capabilities})["sessionId"]
 
-    def call(self, method, path, body=None):
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
         try:
@@ -52,31 +54,32 @@ class Browser:
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{method} {path}: {error.read().decode()[:500]}") from error
 
-    def run(self, script):
+    def run(self, script: str) -> Any:
         return self.call("POST", "/execute/sync", {"script": script, "args": []})
 
-    def element(self, selector):
+    def element(self, selector: str) -> str:
         found = self.call("POST", "/element", {"using": "css selector", "value": selector})
-        return "/element/" + next(iter(found.values()))
+        return f"/element/{next(iter(found.values()))}"
 
-    def click(self, selector):
+    def click(self, selector: str) -> None:
         self.call("POST", self.element(selector) + "/click", {})
 
-    def type(self, selector, text):
+    def type(self, selector: str, text: str) -> None:
         self.call("POST", self.element(selector) + "/value", {"text": text})
 
-    def texts(self, selector):
-        return self.run(f"return [...document.querySelectorAll({selector!r})].map(e => e.textContent)")
+    def texts(self, selector: str) -> list[str]:
+        found = self.run(f"return [...document.querySelectorAll({selector!r})].map(e => e.textContent)")
+        return cast(list[str], found)
 
 
 @pytest.fixture(scope="module")
-def driver():
+def driver() -> Iterator[Browser]:
     # Chromium puts a socket under TMPDIR, and a socket's path has at most 107 characters: the sandbox's is longer.
     with tempfile.TemporaryDirectory(prefix="report", dir="/tmp", ignore_cleanup_errors=True) as name:
         yield from session(Path(name))
 
 
-def session(folder):
+def session(folder: Path) -> Iterator[Browser]:
     environment = {**os.environ, "HOME": str(folder), "TMPDIR": str(folder)}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(["chromedriver", "--port=0"], stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -96,7 +99,7 @@ def session(folder):
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
     with RunLog(path, config={"optimizer": {"lr": 3e-4}, "note": HOSTILE}, tensorboard=False) as log:
         for step in range(1, 21):
@@ -142,22 +145,22 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def page(driver, run_dir):
+def page(driver: Browser, run_dir: Path) -> Browser:
     driver.call("POST", "/url", {"url": write_report(run_dir, title="a run").resolve().as_uri()})
     return driver
 
 
-def rows(page):
+def rows(page: Browser) -> list[str]:
     return page.texts("#list .row .where")
 
 
-def test_the_page_loads_without_a_complaint(page):
+def test_the_page_loads_without_a_complaint(page: Browser) -> None:
     assert page.run("return document.title") == "a run"
     complaints = [e["message"] for e in page.call("POST", "/se/log", {"type": "browser"}) if e["level"] == "SEVERE"]
     assert complaints == []
 
 
-def test_charts_are_drawn(page):
+def test_charts_are_drawn(page: Browser) -> None:
     deadline = time.monotonic() + 30
     while page.run("return document.querySelectorAll('#charts .plot svg path.curve').length") < 5:
         assert time.monotonic() < deadline
@@ -166,7 +169,7 @@ def test_charts_are_drawn(page):
     assert [t for t in page.texts("#charts .note") if t] == ["before 42.0 %", "after 80.0 %"]
 
 
-def test_a_chart_draws_every_point_inside_its_frame_and_higher_values_higher(page):
+def test_a_chart_draws_every_point_inside_its_frame_and_higher_values_higher(page: Browser) -> None:
     curve = page.run(
         "return document.querySelector('#charts path.curve').getAttribute('d').slice(1).split('L')"
         ".map(p => p.split(' ').map(Number))"
@@ -181,7 +184,7 @@ def test_a_chart_draws_every_point_inside_its_frame_and_higher_values_higher(pag
     assert "60%" in page.texts("#charts .chart:nth-child(2) .tick")
 
 
-def test_a_chart_tells_the_value_under_the_pointer(page):
+def test_a_chart_tells_the_value_under_the_pointer(page: Browser) -> None:
     pointed = (
         "const s = document.querySelector('#charts svg'), b = s.getBoundingClientRect();"
         "s.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + b.width * SHARE, clientY: b.top + 50}));"
@@ -191,7 +194,7 @@ def test_a_chart_tells_the_value_under_the_pointer(page):
     assert page.run(pointed.replace("SHARE", "0.13")) == "step 1: 0.05"
 
 
-def test_an_episode_shows_its_tokens_calls_and_reward(page):
+def test_an_episode_shows_its_tokens_calls_and_reward(page: Browser) -> None:
     assert page.texts("#detail .tok") == ["<|im_start|>", "20+0=", "20", "}", "<|im_end|>"]
     assert page.run("return [...document.querySelectorAll('.tok')].map(t => t.dataset.trained)") == [
         "0",
@@ -205,11 +208,12 @@ def test_an_episode_shows_its_tokens_calls_and_reward(page):
     assert "3 trained" in page.texts("#detail .fact")
 
 
-def backgrounds(page):
-    return page.run("return [...document.querySelectorAll('.tok')].map(t => getComputedStyle(t).backgroundColor)")
+def backgrounds(page: Browser) -> list[str]:
+    found = page.run("return [...document.querySelectorAll('.tok')].map(t => getComputedStyle(t).backgroundColor)")
+    return cast(list[str], found)
 
 
-def test_tokens_are_coloured_by_mask_and_by_advantage(page):
+def test_tokens_are_coloured_by_mask_and_by_advantage(page: Browser) -> None:
     clear = "rgba(0, 0, 0, 0)"
     by_mask = backgrounds(page)
     assert by_mask[:2] == [clear, clear]
@@ -224,7 +228,7 @@ def test_tokens_are_coloured_by_mask_and_by_advantage(page):
     assert page.texts("#detail .heading .pill") == ["1"]
 
 
-def test_filters_and_sorting(page):
+def test_filters_and_sorting(page: Browser) -> None:
     assert len(rows(page)) == 62
     page.type("#step-min", "5")
     page.type("#step-max", "6")
@@ -245,14 +249,14 @@ def test_filters_and_sorting(page):
         assert time.monotonic() < deadline
 
 
-def choose(page, split):
+def choose(page: Browser, split: str) -> None:
     page.run(
         f"document.querySelector('#split').value = '{split}';"
         "document.querySelector('#filters').dispatchEvent(new Event('input'))"
     )
 
 
-def test_siblings_expected_answers_and_held_out_failures(page):
+def test_siblings_expected_answers_and_held_out_failures(page: Browser) -> None:
     choose(page, "training")
     assert page.texts("#detail .siblings .pill") == ["0", "1"]
     assert page.texts("#detail .named") == ["Expected answer 20", "Reward right 0 \u00b7 short 0.25"]
@@ -264,7 +268,7 @@ def test_siblings_expected_answers_and_held_out_failures(page):
     assert page.texts("#detail .error") == ["Failed: " + HOSTILE]
 
 
-def test_hostile_text_is_shown_and_never_run(page):
+def test_hostile_text_is_shown_and_never_run(page: Browser) -> None:
     page.type("#search", "document.title")
     assert len(rows(page)) == 3
     assert HOSTILE in page.texts("#detail .tok")
@@ -274,7 +278,7 @@ def test_hostile_text_is_shown_and_never_run(page):
     assert page.run("return document.querySelectorAll('main img, main script').length") == 0
 
 
-def test_light_and_dark(page):
+def test_light_and_dark(page: Browser) -> None:
     before = page.run("return getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     after = page.run("return getComputedStyle(document.body).backgroundColor")

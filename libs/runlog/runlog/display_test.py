@@ -1,6 +1,7 @@
 """Progress in a terminal and elsewhere, with a clock of our own."""
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -9,19 +10,19 @@ from runlog.display import Progress, clock_time, shown, summary_table
 
 
 class Clock:
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 100.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
-def plain_progress(total, **options):
+def plain_progress(total: int, **options: Any) -> tuple[Progress, Clock, io.StringIO]:
     clock, out = Clock(), io.StringIO()
     return Progress(total, console=Console(file=out, width=60), clock=clock, **options), clock, out
 
 
-def test_plain_lines_come_every_few_seconds_and_at_the_end():
+def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
     progress, clock, out = plain_progress(10, every=5.0)
     with progress:
         for step in range(1, 11):
@@ -37,7 +38,7 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end():
     ]
 
 
-def test_what_goes_on_within_a_step_is_shown_until_the_step_is_done():
+def test_what_goes_on_within_a_step_is_shown_until_the_step_is_done() -> None:
     progress, clock, out = plain_progress(2, every=5.0)
     with progress:
         for done in (1, 4):
@@ -51,7 +52,7 @@ def test_what_goes_on_within_a_step_is_shown_until_the_step_is_done():
     ]
 
 
-def test_plain_output_holds_no_control_characters():
+def test_plain_output_holds_no_control_characters() -> None:
     progress, clock, out = plain_progress(2, every=0.0)
     with progress:
         clock.now += 1
@@ -61,7 +62,7 @@ def test_plain_output_holds_no_control_characters():
     assert "saved [bold]checkpoint[/bold]" in out.getvalue()  # text is text, never markup
 
 
-def test_the_last_line_is_not_repeated():
+def test_the_last_line_is_not_repeated() -> None:
     progress, clock, out = plain_progress(2, every=0.0)
     with progress:
         clock.now += 1
@@ -69,7 +70,7 @@ def test_the_last_line_is_not_repeated():
     assert out.getvalue().count("2/2") == 1
 
 
-def test_time_left_of_a_resumed_run_looks_at_its_own_steps():
+def test_time_left_of_a_resumed_run_looks_at_its_own_steps() -> None:
     progress, clock, _ = plain_progress(100, start=80)
     with progress:
         clock.now += 30
@@ -77,7 +78,7 @@ def test_time_left_of_a_resumed_run_looks_at_its_own_steps():
         assert progress.timing() == "0:30 spent, 0:30 left"
 
 
-def test_a_terminal_shows_one_live_line():
+def test_a_terminal_shows_one_live_line() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None, legacy_windows=False)
     with Progress(4, console=console) as progress:
@@ -94,15 +95,15 @@ def test_a_terminal_shows_one_live_line():
     [(0.0, "0"), (0.123456, "0.1235"), (1e-7, "1.00e-07"), (123456.7, "123,457"), (12, "12"), (12000, "12,000"),
      (-0.5, "-0.5"), ("a", "a"), (True, "True"), (float("nan"), "nan"), (float("inf"), "inf"), (999.96, "1000")],
 )  # fmt: skip
-def test_numbers_are_short(value, text):
+def test_numbers_are_short(value: float | str, text: str) -> None:
     assert shown(value) == text
 
 
-def test_times():
+def test_times() -> None:
     assert [clock_time(s) for s in (0, 59.6, 61, 3725, -1)] == ["0:00", "1:00", "1:01", "1:02:05", "0:00"]
 
 
-def test_long_paths_are_shown_whole():
+def test_long_paths_are_shown_whole() -> None:
     out = io.StringIO()
     path = "/a/" + "very-long-name/" * 8 + "report.html"
     summary_table([("report", path), ("steps", 1200)], console=Console(file=out, width=60))
@@ -110,7 +111,7 @@ def test_long_paths_are_shown_whole():
     assert "".join(cells[2].strip() for cells in rows) == path + "1,200"
 
 
-def test_wrong_totals_are_refused():
+def test_wrong_totals_are_refused() -> None:
     for total, start in ((0, 0), (5, 6), (5, -1)):
         with pytest.raises(ValueError, match="start"):
             Progress(total, start=start)

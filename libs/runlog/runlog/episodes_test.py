@@ -16,7 +16,7 @@ EPISODE = {
 }  # fmt: skip
 
 
-def test_a_view():
+def test_a_view() -> None:
     shown = view(EPISODE, 7, 100)
     assert shown["advantage"] == [0.0, 0.5, 0.5]  # one number is that of the trained tokens
     assert shown["mask"] == [0, 1, 1]
@@ -28,12 +28,12 @@ def test_a_view():
     ]
 
 
-def test_only_the_step_is_needed():
+def test_only_the_step_is_needed() -> None:
     shown = view({"step": 1}, 0, 10)
     assert (shown["tokens"], shown["reward"], shown["mask"], shown["trained"]) == ([], None, None, None)
 
 
-def test_a_long_episode_loses_its_middle():
+def test_a_long_episode_loses_its_middle() -> None:
     tokens = [str(i) for i in range(100)]
     shown = view({"step": 1, "tokens": tokens, "mask": [i % 2 for i in range(100)]}, 0, 11)
     assert shown["tokens"] == [*tokens[:5], *tokens[-6:]]
@@ -41,19 +41,19 @@ def test_a_long_episode_loses_its_middle():
     assert (shown["cut"], shown["head"], shown["length"], shown["trained"]) == (89, 5, 100, 50)
 
 
-def test_lists_of_unequal_length_are_refused():
+def test_lists_of_unequal_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"episode 4 \(step 1\): 1 mask for 2 tokens"):
         view({"step": 1, "tokens": ["a", "b"], "mask": [True]}, 4, 10)
 
 
-def test_texts_are_bounded():
+def test_texts_are_bounded() -> None:
     texts = {"expected": "e" * 99, "error": "x" * 99, "metadata": {"a": "m" * 99}}
     shown = view({"step": 1, "messages": [{"role": "user", "content": "c" * 99}], **texts}, 0, 10, max_characters=5)
     assert (shown["expected"], shown["error"], shown["metadata"]["a"]) == ("e" * 5, "x" * 5, "m" * 5)
     assert shown["messages"][0]["content"] == "c" * 5
 
 
-def test_what_else_an_episode_can_tell():
+def test_what_else_an_episode_can_tell() -> None:
     told = {"expected": 18, "parts": {"format": 0.5}, "error": "boom", "split": "held-out", "environment": "maze"}
     shown = view({"step": 1, **told}, 0, 10)
     assert {key: shown[key] for key in told} == told | {"expected": "18"}

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from runlog.__main__ import main
 from runlog.run import RunLog
 
 
-def test_a_report_while_the_run_goes_on(tmp_path, capsys):
+def test_a_report_while_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "run", tensorboard=False) as log:
         log.metrics(1, {"reward": 0.5})
         assert main([str(tmp_path / "run")]) == 0
@@ -18,7 +21,9 @@ def test_a_report_while_the_run_goes_on(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "run" / "report.html")] * 2
 
 
-def test_a_folder_without_a_run_is_refused_and_the_others_are_written(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused_and_the_others_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunLog(tmp_path / "run", tensorboard=False) as log:
         log.metrics(1, {"reward": 0.5})
     assert main([str(tmp_path / "none"), str(tmp_path / "run")]) == 2
@@ -26,7 +31,7 @@ def test_a_folder_without_a_run_is_refused_and_the_others_are_written(tmp_path, 
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_it_is_a_command(tmp_path):
+def test_it_is_a_command(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         log.metrics(1, {"reward": 0.5})
     done = subprocess.run([sys.executable, "-m", "runlog", str(tmp_path)], capture_output=True, text=True, check=False)

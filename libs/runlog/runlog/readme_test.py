@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
 
-def test_the_example(tmp_path, monkeypatch):
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,10 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,9 @@ from runlog.run import RunLog
 HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)> &lt; \u2028 ]]>"
 
 
-def make_run(path, steps=5, episodes=3, text="ok", config=None):
+def make_run(
+    path: Path, steps: int = 5, episodes: int = 3, text: str = "ok", config: Mapping[str, Any] | None = None
+) -> Path:
     with RunLog(path, config=config, tensorboard=False) as log:
         for step in range(1, steps + 1):
             log.metrics(step, {"reward": step / steps, "loss": -step, "time": float(step)})
@@ -28,25 +33,28 @@ def make_run(path, steps=5, episodes=3, text="ok", config=None):
 class Page(HTMLParser):
     """Scripts, attributes and text of a page, as a browser's parser cuts it."""
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.scripts, self.text, self.attributes, self.tags = [], "", [], []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.attributes: list[tuple[str, str]] = []
+        self.tags: list[str] = []
         self.feed(text)
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.attributes += attrs
+        self.attributes += [(name, value or "") for name, value in attrs]
         if tag == "script":
             self.scripts.append("")
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if self.lasttag == "script" and self.scripts:
             self.scripts[-1] += data
         else:
             self.text += data
 
 
-def test_hostile_text_stays_data(tmp_path):
+def test_hostile_text_stays_data(tmp_path: Path) -> None:
     run = make_run(tmp_path, text=HOSTILE, config={"note": HOSTILE, HOSTILE: 1})
     page = Page(write_report(run, title=HOSTILE).read_text(encoding="utf-8"))
     assert page.tags.count("script") == 3  # data, charts, the page's own
@@ -56,7 +64,7 @@ def test_hostile_text_stays_data(tmp_path):
     assert not [name for name, _ in page.attributes if name.startswith("on")]
 
 
-def test_the_page_asks_the_network_for_nothing(tmp_path):
+def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     page = Page(text)
     assert not [(n, v) for n, v in page.attributes if n in ("src", "href") and not v.startswith("#")]
@@ -65,7 +73,10 @@ def test_the_page_asks_the_network_for_nothing(tmp_path):
     assert not re.search(r"@import|url\((?!data:)", text[: text.index("</style>")])
 
 
-def long_run(path, metrics, episodes, steps=400):
+Episodes = Callable[[int], list[dict[str, Any]]]  # those of a step
+
+
+def long_run(path: Path, metrics: int, episodes: Episodes, steps: int = 400) -> Path:
     with RunLog(path, tensorboard=False) as log:
         for step in range(1, steps + 1):
             log.metrics(step, {f"metric{i}": (step * (i + 3)) % 17 / 7 for i in range(metrics)} | {"reward": step % 5})
@@ -74,7 +85,7 @@ def long_run(path, metrics, episodes, steps=400):
     return path
 
 
-def worded(words, tokens, **more):
+def worded(words: str, tokens: int, **more: Any) -> dict[str, Any]:
     said = [{"role": "assistant", "content": words * 30_000}]
     return {"reward": 0.5, "tokens": [words] * tokens, "mask": [True] * tokens, "messages": said, **more}
 
@@ -90,7 +101,7 @@ def worded(words, tokens, **more):
     ],
     ids=["an ordinary run", "many metrics", "too many metrics", "one huge group", "held-out alone"],
 )
-def test_the_page_stays_under_a_megabyte(tmp_path, metrics, episodes):
+def test_the_page_stays_under_a_megabyte(tmp_path: Path, metrics: int, episodes: Episodes) -> None:
     steps = 400 if metrics < 1000 else 50
     path = write_report(long_run(tmp_path, metrics, episodes, steps))
     assert path.stat().st_size <= 1_000_000
@@ -108,7 +119,7 @@ def test_the_page_stays_under_a_megabyte(tmp_path, metrics, episodes):
         (0, 3, []),
     ],
 )
-def test_the_page_says_which_curves_are_not_there(tmp_path, flat, curved, says):
+def test_the_page_says_which_curves_are_not_there(tmp_path: Path, flat: int, curved: int, says: list[str]) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         for step in range(1, 51):
             numbers = {f"flat{i:03}": 7 for i in range(flat)} | {f"metric{i}": (step + i) % 17 for i in range(curved)}
@@ -122,8 +133,8 @@ def test_the_page_says_which_curves_are_not_there(tmp_path, flat, curved, says):
         assert (words in text) == any(words in said for said in says)
 
 
-def test_siblings_are_shown_together_and_held_out_episodes_too(tmp_path):
-    def episodes(step):
+def test_siblings_are_shown_together_and_held_out_episodes_too(tmp_path: Path) -> None:
+    def episodes(step: int) -> list[dict[str, Any]]:
         group = [worded("w", 40, group=step, log_probs=[-0.1] * 40) for _ in range(8)]
         return [*group, {"split": "held-out", "group": 3, "expected": "18", "tokens": ["17"]}]
 
@@ -135,11 +146,11 @@ def test_siblings_are_shown_together_and_held_out_episodes_too(tmp_path):
     assert [e["id"] for e in shown] == sorted(e["id"] for e in shown)
 
 
-def test_long_groups_are_shown_as_often_as_short_ones():
+def test_long_groups_are_shown_as_often_as_short_ones() -> None:
     """Whatever there is room for: half of the groups are long, and half of those that many pages show."""
     row = {"step": 1, "reward": 1.0, "messages": []}
     kinds = {"long": ["word"] * 1100, "short": ["word"] * 20}
-    rng, found = random.Random(0), Counter()
+    rng, found = random.Random(0), Counter[str]()
     for _ in range(400):
         groups = [[(n, row | {"expected": k, "tokens": kinds[k]})] for n, k in enumerate(kinds)] * 10
         rng.shuffle(groups)
@@ -149,18 +160,18 @@ def test_long_groups_are_shown_as_often_as_short_ones():
     assert 0.45 < found["long"] / found.total() < 0.55
 
 
-def test_a_run_without_metrics_is_refused(tmp_path):
+def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="log metrics before"):
         write_report(tmp_path)
 
 
-def test_a_run_without_episodes_or_config_has_a_report(tmp_path):
+def test_a_run_without_episodes_or_config_has_a_report(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path, episodes=0)).read_text(encoding="utf-8")
     assert "logged no configuration" in text
     assert '<section id="episodes" hidden>' in text
 
 
-def test_configuration_is_flat_and_in_its_own_order():
+def test_configuration_is_flat_and_in_its_own_order() -> None:
     rows = flat_config({"b": 1, "a": {"x": [1, 2], "empty": {}, "text": "t", "none": None}})
     assert rows == [("b", "1"), ("a.x", "[1, 2]"), ("a.empty", "{}"), ("a.text", "t"), ("a.none", "null")]
     assert flat_config({}) == []

@@ -4,6 +4,7 @@ import io
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,11 +15,11 @@ from runlog.run import RunLog
 from runlog.store import read_episodes, read_metrics
 
 
-def quiet():
+def quiet() -> Console:
     return Console(file=io.StringIO(), width=100)
 
 
-def events(folder):
+def events(folder: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of every scalar in TensorBoard files: length, crc, event, crc."""
     found = []
     for path in sorted(folder.iterdir()):
@@ -31,7 +32,7 @@ def events(folder):
     return found
 
 
-def test_a_run_folder(tmp_path):
+def test_a_run_folder(tmp_path: Path) -> None:
     config = {"lr": 1e-3, "model": {"layers": 4, "path": tmp_path}}
     with RunLog(tmp_path / "run", config=config, console=quiet()) as log:
         log.metrics(1, {"reward": 0.5, "note": "text"})
@@ -48,7 +49,7 @@ def test_a_run_folder(tmp_path):
     assert events(tmp_path / "run" / "tensorboard") == [("reward", 1, 0.5), ("reward", 2, 0.75)]
 
 
-def test_a_resumed_run_has_every_step_once(tmp_path):
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     with RunLog(tmp_path, console=quiet()) as log:
         for step in range(1, 6):
             log.metrics(step, {"reward": step / 10})
@@ -63,7 +64,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     assert [r["step"] for r in read_episodes(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_run_is_not_overwritten(tmp_path):
+def test_another_run_is_not_overwritten(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False, console=quiet()) as log:
         log.metrics(0, {"a": 1})
     with pytest.raises(ValueError, match="exists already; resume that run"), RunLog(tmp_path, tensorboard=False):
@@ -71,13 +72,13 @@ def test_another_run_is_not_overwritten(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_every_line_is_on_disk_at_once(tmp_path):
+def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False, console=quiet()) as log:
         log.metrics(1, {"a": 1})
         assert [r["a"] for r in read_metrics(tmp_path)] == [1]
 
 
-def test_user_errors(tmp_path):
+def test_user_errors(tmp_path: Path) -> None:
     log = RunLog(tmp_path, tensorboard=False, console=quiet())
     with pytest.raises(ValueError, match="with"):
         log.metrics(1, {})
@@ -89,17 +90,18 @@ def test_user_errors(tmp_path):
             log.episode({})
 
 
-def test_the_summary_names_the_paths_written(tmp_path):
-    console = quiet()
+def test_the_summary_names_the_paths_written(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100)
     with RunLog(tmp_path, tensorboard=False, console=console) as log:
         log.metrics(1, {"a": 1})
     log.summary_table([("Reward", 0.8123456)])
-    text = console.file.getvalue().replace("\n", "")
+    text = out.getvalue().replace("\n", "")
     assert "0.8123" in text
     assert "metrics.jsonl" in text
 
 
-def test_no_row_starts_a_thread(tmp_path):
+def test_no_row_starts_a_thread(tmp_path: Path) -> None:
     # Ctrl-C may come in any line of it; a thread that is stopped in its start would be waited for without an end.
     with RunLog(tmp_path / "run", console=quiet()) as log:
         before = set(threading.enumerate())

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +17,14 @@ SPANS = [
 ]
 
 
-def test_overlaps_count_once():
+def test_overlaps_count_once() -> None:
     assert busy_seconds(SPANS[:2]) == pytest.approx(6.0)
     assert bubble_shares(SPANS) == pytest.approx({"sampler": 0.4, "trainer": 0.7})
     assert bubble_shares([]) == {}
     assert bubble_shares([Span("a", "b", 1.0, 1.0)]) == {"a": 0.0}
 
 
-def test_the_picture_has_every_span_where_it_was():
+def test_the_picture_has_every_span_where_it_was() -> None:
     root = ET.fromstring(timeline_svg(SPANS))
     bars = root.findall("rect")
     assert len(bars) == len(SPANS)
@@ -34,7 +35,7 @@ def test_the_picture_has_every_span_where_it_was():
     assert "10.0 s; sampler idle 40%, trainer idle 70%" in said
 
 
-def test_names_are_text_and_long_runs_show_their_end():
+def test_names_are_text_and_long_runs_show_their_end() -> None:
     root = ET.fromstring(timeline_svg([Span("<script>", "&<b>", 0.0, 1.0)]))
     assert "<script>" in "".join(root.itertext())
     many = [Span("a", "train", float(n), n + 0.5) for n in range(MOST_SPANS + 7)]
@@ -44,7 +45,7 @@ def test_names_are_text_and_long_runs_show_their_end():
     assert timeline_svg([]) == ""
 
 
-def test_a_run_folder_with_a_timeline_has_it_in_its_report(tmp_path):
+def test_a_run_folder_with_a_timeline_has_it_in_its_report(tmp_path: Path) -> None:
     with RunLog(tmp_path, {}, tensorboard=False) as log:
         log.metrics(1, {"reward": 1.0})
     assert "Timeline" not in write_report(tmp_path).read_text()

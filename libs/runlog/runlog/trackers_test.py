@@ -4,6 +4,9 @@ import importlib.util
 import struct
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -14,12 +17,12 @@ from runlog.trackers import TRACKERS, check_tracker, start_tracker
 CONFIG = {"lr": "0.001", "model.layers": "4"}
 
 
-def installed(name):
+def installed(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs the package of {name}")
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in {
         "WANDB_MODE": "offline",
@@ -31,7 +34,7 @@ def offline(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch):
+def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TRACKERS:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -43,17 +46,18 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch
 
 
 class Recorder:
-    def __init__(self):
-        self.rows, self.ended = [], None
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.ended: bool | None = None
 
-    def metrics(self, step, values):
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append((step, dict(values)))
 
-    def finish(self, ok):
+    def finish(self, ok: bool) -> None:
         self.ended = ok
 
 
-def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path):
+def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path: Path) -> None:
     told = Recorder()
     with RunLog(tmp_path / "run", tensorboard=False, trackers=[told]) as log:
         log.metrics(1, {"reward": 0.5, "note": "text", "flag": True, "missing": float("nan")})
@@ -61,7 +65,7 @@ def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path):
     assert told.ended is True
     broken = Recorder()
 
-    def fail():
+    def fail() -> Never:
         with RunLog(tmp_path / "other", tensorboard=False, trackers=[broken]):
             raise RuntimeError("boom")
 
@@ -70,11 +74,11 @@ def test_a_log_tells_its_trackers_the_numbers_and_how_it_ended(tmp_path):
     assert broken.ended is False
 
 
-def test_a_resumed_run_goes_on_with_each_of_its_trackers(tmp_path, monkeypatch):
-    asked = []
+def test_a_resumed_run_goes_on_with_each_of_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
 
-    def starter(name):
-        def start(project, run_dir, config, known):
+    def starter(name: str) -> Callable[..., tuple[Recorder, str]]:
+        def start(project: str, run_dir: Path, config: Mapping[str, str], known: str | None) -> tuple[Recorder, str]:
             asked.append((name, known))
             return Recorder(), known or f"{name}-{len(asked)}"
 
@@ -82,7 +86,7 @@ def test_a_resumed_run_goes_on_with_each_of_its_trackers(tmp_path, monkeypatch):
 
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(trackers._STARTERS, name, starter(name))
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     for resume in (False, True, True, False):
         for name in ("wandb", "mlflow"):
             start_tracker(name, "project", tmp_path, CONFIG, resume)
@@ -90,7 +94,7 @@ def test_a_resumed_run_goes_on_with_each_of_its_trackers(tmp_path, monkeypatch):
     assert asked == [("wandb", None), ("mlflow", None), *once, *once, ("wandb", None), ("mlflow", None)]
 
 
-def two_runs(name, run_dir):
+def two_runs(name: str, run_dir: Path) -> None:
     """Two rows, then a third after a resume."""
     run_dir.mkdir()
     for steps, resume in (((1, 2), False), ((3,), True)):
@@ -102,7 +106,7 @@ def two_runs(name, run_dir):
 
 
 @installed("mlflow")
-def test_mlflow(tmp_path):
+def test_mlflow(tmp_path: Path) -> None:
     import mlflow
 
     two_runs("mlflow", tmp_path / "a-run")
@@ -114,7 +118,7 @@ def test_mlflow(tmp_path):
     assert [(m.step, m.value) for m in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
-def log_records(data):
+def log_records(data: bytes) -> Iterator[bytes]:
     """The records of an offline run's file: LevelDB's log format after a header of seven bytes."""
     at, whole = 7, b""
     while at + 7 <= len(data):
@@ -129,7 +133,7 @@ def log_records(data):
 
 
 @installed("mlflow")
-def test_mlflow_takes_the_names_of_a_run_and_of_anybodys_reward_parts(tmp_path):
+def test_mlflow_takes_the_names_of_a_run_and_of_anybodys_reward_parts(tmp_path: Path) -> None:
     """The file store of mlflow-skinny: one name may be the beginning of another, and a part may be called anything."""
     import mlflow
 
@@ -148,7 +152,7 @@ def test_mlflow_takes_the_names_of_a_run_and_of_anybodys_reward_parts(tmp_path):
 
 
 @installed("wandb")
-def test_wandb(tmp_path):
+def test_wandb(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
     two_runs("wandb", tmp_path / "a-run")
@@ -168,7 +172,7 @@ def test_wandb(tmp_path):
 
 
 @installed("trackio")
-def test_trackio(tmp_path):
+def test_trackio(tmp_path: Path) -> None:
     import sqlite3
 
     two_runs("trackio", tmp_path / "a-run")

@@ -75,6 +75,7 @@ def deserted() -> tuple[float, float, str]:
     groups = ProcessGroups()
     groups.prepare(static_plan([5, 5], 4, 3, 2))
     group = groups.get((0, 1) if dist.get_rank() < 2 else (2, 3))
+    assert group is not None
     own = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     said = ""
     if dist.get_rank() == 0:

@@ -22,9 +22,12 @@ def plan_of(*steps: list[list[int]]) -> DynamicPlan:
     return DynamicPlan((3,), 3, 8, tuple(made))
 
 
-def groups_over_time() -> dict:
+Found = dict[Any, Any]  # by a name, or by the ranks of a group
+
+
+def groups_over_time() -> Found:
     rank = dist.get_rank()
-    out: dict[Any, Any] = {}
+    out: Found = {}
     cache = ProcessGroups(limit=1)
     cache.prepare(plan_of([[0, 1], [2]]))
     out["world"] = cache.get((0, 1, 2)) is dist.group.WORLD
@@ -55,7 +58,7 @@ def groups_over_time() -> dict:
     return out
 
 
-def gradients() -> dict:
+def gradients() -> Found:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     x = torch.full((2, 3), float(rank), dtype=torch.float64, requires_grad=True)
@@ -66,6 +69,7 @@ def gradients() -> dict:
     y = torch.arange(3, dtype=torch.float64, requires_grad=True)
     swapped = all_to_all(y + 10 * rank, group)
     (swapped * torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)).sum().backward()
+    assert y.grad is not None
     shifted = [Shift(torch.tensor([float(rank)]), group, by).wait().item() for by in (1, -1, 2)]
     return {
         "gather": torch.equal(x.grad, expected),
@@ -75,20 +79,20 @@ def gradients() -> dict:
     }
 
 
-def three_ranks() -> tuple[dict, dict]:
+def three_ranks() -> tuple[Found, Found]:
     return groups_over_time(), gradients()
 
 
 @pytest.fixture(scope="module")
-def found() -> list[tuple[dict, dict]]:
+def found() -> list[tuple[Found, Found]]:
     return run_world(3, three_ranks)
 
 
-def test_ranks_of_a_plan_are_those_of_their_plane(found: list[tuple[dict, dict]]) -> None:
+def test_ranks_of_a_plan_are_those_of_their_plane(found: list[tuple[Found, Found]]) -> None:
     assert [sorted(out["plane"]) for out, _ in found] == [[1, 2]] * 3
 
 
-def test_groups_are_kept_and_bounded(found: list[tuple[dict, dict]]) -> None:
+def test_groups_are_kept_and_bounded(found: list[tuple[Found, Found]]) -> None:
     for rank, (out, _) in enumerate(found):
         assert out["world"]
         assert out["alone"]
@@ -101,7 +105,7 @@ def test_groups_are_kept_and_bounded(found: list[tuple[dict, dict]]) -> None:
         assert out["closed"] == 0, rank
 
 
-def test_collectives_carry_gradients(found: list[tuple[dict, dict]]) -> None:
+def test_collectives_carry_gradients(found: list[tuple[Found, Found]]) -> None:
     for rank, (_, out) in enumerate(found):
         assert out["gather"]
         assert out["swapped"] == [rank, rank + 10, rank + 20]

@@ -8,18 +8,19 @@ than a tenth more than what the plan without groups shows, plus 2e-3.
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from dyncp.comm.process_groups import ProcessGroups
+from dyncp.megatron.adapt import count_trained
 from dyncp.ops.methods import Method
 from dyncp.planning.sizes import Layout
 from dyncp.testing.megatron import (
     Difference,
     Tiny,
     alone,
-    count_trained,
     difference,
     make,
     plans,
@@ -37,7 +38,10 @@ SIZES = {"hidden": 256, "head_dim": 128, "delta_dim": 128, "vocab": 512}
 HAVE_FLA = importlib.util.find_spec("fla") is not None
 
 
-def cells(device: str, lengths: tuple[int, ...]) -> dict[str, tuple]:
+Rows = dict[str, tuple[Any, ...]]  # of a Difference each
+
+
+def cells(device: str, lengths: tuple[int, ...]) -> Rows:
     """Every cell by its name; the first word is the bound it is held to."""
     groups, found = ProcessGroups(), {}
     for kinds in ("aa", "dad") if HAVE_FLA or device == "cpu" else ("aa",):
@@ -63,7 +67,7 @@ def cells(device: str, lengths: tuple[int, ...]) -> dict[str, tuple]:
     return {name: tuple(row) for name, row in found.items()}
 
 
-def on_gpus() -> dict[str, tuple]:
+def on_gpus() -> Rows:
     from megatron.core import jit, parallel_state
 
     jit.disable_jit_fuser()
@@ -75,7 +79,7 @@ def on_gpus() -> dict[str, tuple]:
     return cells("cuda", LENGTHS)
 
 
-def on_cpus() -> dict[str, tuple]:
+def on_cpus() -> Rows:
     """The same cells with short sequences, to try this file without GPUs: `python -m dyncp.megatron.adapt_gpu_test`."""
     from megatron.core import jit, parallel_state
 

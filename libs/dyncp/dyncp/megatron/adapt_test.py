@@ -8,15 +8,17 @@ What Megatron computes in float32 whatever the weights are (its output gate, its
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dyncp.comm.process_groups import ProcessGroups
-from dyncp.megatron.adapt import adapt, cost_model, with_core_attention
+from dyncp.megatron.adapt import adapt, cost_model, count_trained, with_core_attention
 from dyncp.megatron.layers import CoreAttention
 from dyncp.ops.methods import METHODS, Method
 from dyncp.planning.planner import plan
@@ -28,7 +30,6 @@ from dyncp.testing.megatron import (
     Tiny,
     alone,
     build,
-    count_trained,
     difference,
     make,
     plans,
@@ -99,7 +100,7 @@ def refusals() -> dict[str, str]:
     """What is refused, by name: the message."""
     tiny, told = Tiny("da"), {}
 
-    def refused(name: str, call: object) -> None:
+    def refused(name: str, call: Callable[[], object]) -> None:
         try:
             call()
         except (ValueError, NotImplementedError, AssertionError) as error:  # the last: Megatron's of 0.19
@@ -115,7 +116,7 @@ def refusals() -> dict[str, str]:
     for name, value in changes.items():
         model = build(tiny, "ring")
         setattr(model.config, name, value)
-        refused(name, lambda model=model: adapt(model))
+        refused(name, partial(adapt, model))
     refused("foreign attention", lambda: adapt(build(tiny, None)))
     zigzag = plans(LENGTHS, WORLD, 1, "ring", "zigzag")[-1]
     refused("zigzag", lambda: under_plan(tiny, make(tiny), zigzag, ProcessGroups()))
@@ -151,7 +152,11 @@ def costs() -> dict[str, str]:
     return told
 
 
-def four_ranks() -> tuple[dict, dict, dict, float, dict]:
+Rows = dict[str, tuple[Any, ...]]  # of a Difference each
+Found = tuple[Rows, Rows, Rows, float, dict[str, str]]
+
+
+def four_ranks() -> Found:
     from megatron.core import jit, parallel_state
 
     jit.disable_jit_fuser()  # before the layers are imported: nothing is compiled
@@ -166,11 +171,11 @@ def four_ranks() -> tuple[dict, dict, dict, float, dict]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple]:
+def ranks() -> list[Found]:
     return run_world(WORLD, four_ranks)
 
 
-def test_attention_is_exact_under_every_plan(ranks: list[tuple]) -> None:
+def test_attention_is_exact_under_every_plan(ranks: list[Found]) -> None:
     assert len(ranks[0][0]) == 1 + 6 * 3 + 3 * 2 + 2
     for rank in ranks:
         for name, row in rank[0].items():
@@ -179,7 +184,7 @@ def test_attention_is_exact_under_every_plan(ranks: list[tuple]) -> None:
             assert max(Difference(*row).loss, Difference(*row).worst) <= bound, (name, row)
 
 
-def test_hybrids_are_exact_under_every_plan(ranks: list[tuple]) -> None:
+def test_hybrids_are_exact_under_every_plan(ranks: list[Found]) -> None:
     assert len(ranks[0][1]) == 1 + 3 * 3
     assert len(ranks[0][2]) == 1 + 3 * 3 + 1
     for rank in ranks:
@@ -189,18 +194,18 @@ def test_hybrids_are_exact_under_every_plan(ranks: list[tuple]) -> None:
             assert max(Difference(*row).loss, Difference(*row).worst) <= 1e-10, (name, row)
 
 
-def test_rows_of_one_sequence_are_exact(ranks: list[tuple]) -> None:
+def test_rows_of_one_sequence_are_exact(ranks: list[Found]) -> None:
     assert max(rank[3] for rank in ranks) <= 1e-12
 
 
-def test_plans_know_the_model(ranks: list[tuple]) -> None:
+def test_plans_know_the_model(ranks: list[Found]) -> None:
     for *_, told in ranks:
         assert told["counted"] == "1.000000, 2 + 1"
         assert "2 gated delta net layers, which cannot be cut in zigzag" in told["planned zigzag"]
         assert "Ulysses cannot deal 12 heads over 5 ranks" in told["planned contiguous"]
 
 
-def test_what_is_refused_and_what_is_undone(ranks: list[tuple]) -> None:
+def test_what_is_refused_and_what_is_undone(ranks: list[Found]) -> None:
     for *_, told in ranks:
         assert "tensor_model_parallel_size is 2: set it to 1" in told["tensor_model_parallel_size"]
         assert "context_parallel_size is 2: set it to 1" in told["context_parallel_size"]
@@ -225,7 +230,7 @@ def test_what_is_refused_and_what_is_undone(ranks: list[tuple]) -> None:
         ({"config": SimpleNamespace(attention_dropout=0.0, softmax_type="learnable")}, "attention sinks"),
     ],
 )
-def test_core_attention_says_what_it_does_not_do(changes: dict, message: str) -> None:
+def test_core_attention_says_what_it_does_not_do(changes: dict[str, Any], message: str) -> None:
     given = {"config": SimpleNamespace(attention_dropout=0.0), "layer_number": 3, "attn_mask_type": "causal"}
     with pytest.raises(ValueError, match=message):
         CoreAttention(**{**given, "attention_type": "self", **changes})

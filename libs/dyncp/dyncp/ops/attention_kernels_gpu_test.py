@@ -8,7 +8,7 @@ from dyncp.sharding.layout import Block, make_block
 
 
 def block_of(q_lengths: list[int], k_lengths: list[int], causal: bool) -> Block:
-    def spans(lengths):
+    def spans(lengths: list[int]) -> list[list[tuple[int, int]]]:
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
         return [[(start, n)] for start, n in zip(ends, lengths, strict=False)]
 
@@ -20,7 +20,9 @@ def block_of(q_lengths: list[int], k_lengths: list[int], causal: bool) -> Block:
 @pytest.mark.parametrize(
     ("q_lengths", "k_lengths", "causal"), [([700, 1, 64], [700, 900, 65], True), ([33, 500], [1000, 7], False)]
 )
-def test_flash_blocks_equal_plain_ones(heads, kv, dim, q_lengths, k_lengths, causal) -> None:
+def test_flash_blocks_equal_plain_ones(
+    heads: int, kv: int, dim: int, q_lengths: list[int], k_lengths: list[int], causal: bool
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     block = block_of(q_lengths, k_lengths, causal)

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def block_of(q_lengths: list[int], k_lengths: list[int], causal: bool, device: torch.device = CPU) -> Block:
-    def spans(lengths):
+    def spans(lengths: list[int]) -> list[list[tuple[int, int]]]:
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
         return [[(start, n)] for start, n in zip(ends, lengths, strict=False)]
 
@@ -38,7 +38,9 @@ def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Bloc
 
 
 @pytest.mark.parametrize(("q_lengths", "k_lengths", "causal"), [([5, 1, 3], [5, 4, 9], True), ([2, 3], [7, 1], False)])
-def test_plain_blocks_equal_the_definition_and_its_gradient(q_lengths, k_lengths, causal) -> None:
+def test_plain_blocks_equal_the_definition_and_its_gradient(
+    q_lengths: list[int], k_lengths: list[int], causal: bool
+) -> None:
     block = block_of(q_lengths, k_lengths, causal)
     q, k, v, grad = tensors(sum(q_lengths), sum(k_lengths))
     leaves = [x.requires_grad_() for x in (q, k, v)]

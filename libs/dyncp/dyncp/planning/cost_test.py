@@ -10,6 +10,7 @@ from dyncp.calibrate.calibration import Timing, calibrate_groups, fit, uniform_p
 from dyncp.ops.methods import METHODS, Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology, imbalance
 from dyncp.planning.planner import plan
+from dyncp.planning.types import DynamicPlan
 from seqpack.planning.costs import SequenceCost
 
 CONFIG = SimpleNamespace(
@@ -187,7 +188,7 @@ def test_fitting_finds_the_numbers_that_made_the_times() -> None:
 def test_calibration_runs_every_size_that_can_run() -> None:
     asked = []
 
-    def run(plan):
+    def run(plan: DynamicPlan) -> float:
         asked.append((plan.method, max(g.cp_size for g in plan.steps[0].groups)))
         return 0.1
 

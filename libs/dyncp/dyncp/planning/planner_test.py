@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ ATTENTION = replace(CostModel(), delta_layers=0, attention_layers=8, query_heads
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> dict:
+def questions(draw: st.DrawFn) -> dict[str, Any]:
     world = draw(st.integers(1, 9))
     cap = draw(st.integers(4, 40)) * 2
     layout = draw(st.sampled_from(["contiguous", "zigzag"]))
@@ -71,7 +72,7 @@ def check(made: DynamicPlan) -> None:
 
 
 @given(questions())
-def test_each_sample_once_under_the_cap_and_never_worse_than_static(question: dict) -> None:
+def test_each_sample_once_under_the_cap_and_never_worse_than_static(question: dict[str, Any]) -> None:
     made = plan(**question)
     check(made)
     assert DynamicPlan.from_json(made.to_json()) == made
@@ -129,8 +130,8 @@ def test_no_samples_make_no_steps_but_a_plan() -> None:
         ({"lengths": [600], "world_size": 6, "method": "ulysses"}, "Ulysses cannot deal 8 heads over 6 ranks"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_a_reason(changes: dict, message: str) -> None:
-    question = {"lengths": [5], "world_size": 4, "max_tokens_per_rank": 100} | changes
+def test_what_cannot_be_planned_is_refused_with_a_reason(changes: dict[str, Any], message: str) -> None:
+    question: dict[str, Any] = {"lengths": [5], "world_size": 4, "max_tokens_per_rank": 100} | changes
     with pytest.raises(ValueError, match=message):
         plan(**question)
 
@@ -171,7 +172,7 @@ def test_many_sequences_come_near_their_bound() -> None:
 
 
 @given(questions())
-def test_local_search_is_never_slower(question: dict) -> None:
+def test_local_search_is_never_slower(question: dict[str, Any]) -> None:
     assume(question["lengths"])
     problem = make_problem(**question)
     begin = next(dynamic_candidates(problem, [1.0]), None) or static_candidate(problem, problem.static_sizes[0])
@@ -268,7 +269,7 @@ def test_groups_of_many_tokens_are_not_overfull(room: int, parts: list[tuple[int
 
 
 @given(questions())
-def test_local_search_over_one_size_stays_static(question: dict) -> None:
+def test_local_search_over_one_size_stays_static(question: dict[str, Any]) -> None:
     assume(question["lengths"])
     problem = make_problem(**question)
     for size in problem.static_sizes[-1:]:

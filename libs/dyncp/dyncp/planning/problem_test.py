@@ -98,7 +98,7 @@ steps = st.lists(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_siz
 
 
 @given(steps)
-def test_groups_are_laid_out_widest_first(drawn: list) -> None:
+def test_groups_are_laid_out_widest_first(drawn: list[list[tuple[int, float]]]) -> None:
     step = [Bin(size, 0, seconds) for size, seconds in (drawn[0] if drawn else [])]
     placed = laid_out(step)
     order = [(b.size, b.seconds) for _, b in placed]
@@ -107,7 +107,7 @@ def test_groups_are_laid_out_widest_first(drawn: list) -> None:
 
 
 @given(steps, st.integers(0, 3))
-def test_process_groups_are_counted_for_the_busiest_rank(drawn: list, idle: int) -> None:
+def test_process_groups_are_counted_for_the_busiest_rank(drawn: list[list[tuple[int, float]]], idle: int) -> None:
     world = max((sum(size for size, _ in step) for step in drawn), default=1) + idle
     made = [[Bin(size, 0, seconds) for size, seconds in step] for step in drawn]
     groups = {tuple(range(start, start + b.size)) for step in made for start, b in laid_out(step)}

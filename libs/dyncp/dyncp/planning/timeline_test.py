@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import pytest
 
@@ -17,14 +18,21 @@ BOX = re.compile(
 )
 
 
-def boxes(plan):
+# title, x, y, width, height, fill, opacity, x and y of the text, the text
+Drawn = tuple[str, float, float, float, float, str, float, float, float, str]
+
+
+def boxes(plan: DynamicPlan) -> list[Drawn]:
     return [
-        (title, *map(float, numbers[:4]), numbers[4], float(numbers[5]), *map(float, numbers[6:8]), numbers[8])
+        cast(
+            Drawn,
+            (title, *map(float, numbers[:4]), numbers[4], float(numbers[5]), *map(float, numbers[6:8]), numbers[8]),
+        )
         for title, *numbers in BOX.findall(timeline_html(plan))
     ]
 
 
-def test_boxes_are_groups():
+def test_boxes_are_groups() -> None:
     drawn = boxes(PLAN)
     assert [box[0] for box in drawn] == [
         "ranks 0-1: 5 tokens each (50% of the cap); samples [1], lengths [9]",
@@ -46,7 +54,7 @@ def test_boxes_are_groups():
         assert (text_x, text_y) == pytest.approx((x + 5, y - 1 + (height + 2) / 2 + 4), abs=0.11)
 
 
-def test_the_page_says_what_it_shows():
+def test_the_page_says_what_it_shows() -> None:
     page = timeline_html(PLAN)
     assert "<h1>a&lt;b: 3 sequences over 3 ranks</h1>" in page
     assert "16 tokens in 2 steps, 40.0 ms predicted, at most 25.0% over the fastest plan; at most 10 tokens" in page
@@ -61,12 +69,12 @@ def test_the_page_says_what_it_shows():
     assert "fastest plan" not in untimed
 
 
-def test_steps_without_times_are_equally_wide():
+def test_steps_without_times_are_equally_wide() -> None:
     widths = [box[3] for box in boxes(replace(PLAN, seconds=()))]
     assert widths == pytest.approx([(WIDTH - LEFT - 20) / 2 - 2] * 4)
 
 
-def test_many_ranks_stay_on_the_page():
+def test_many_ranks_stay_on_the_page() -> None:
     groups = tuple(Group((rank,), ()) for rank in range(400))
     page = timeline_html(DynamicPlan((), 400, 4, (Step(groups),)))
     assert f'height="{TOP + 400 * 4 + 30}"' in page

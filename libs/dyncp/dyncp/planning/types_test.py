@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_the_gap_and_the_fill_of_a_plan() -> None:
     "changes",
     [{"align": 5}, {"layout": "zigzag"}, {"method": "ulysses"}, {"max_tokens_per_rank": 7}, {"lengths": (5, 8, 2)}],
 )
-def test_the_hash_sees_everything_that_ranks_agree_on(changes: dict) -> None:
+def test_the_hash_sees_everything_that_ranks_agree_on(changes: dict[str, Any]) -> None:
     other = replace(PLAN, **{"max_tokens_per_rank": 6, **changes})
     assert other.hash != replace(PLAN, max_tokens_per_rank=6).hash
     assert DynamicPlan.from_json(other.to_json()) == other

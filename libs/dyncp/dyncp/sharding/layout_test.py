@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp.planning.sizes import Layout
-from dyncp.sharding.layout import Block, Sharding
+from dyncp.sharding.layout import Block, Selection, Sharding
 
 CPU = torch.device("cpu")
 
@@ -27,9 +27,11 @@ def shardings(draw: st.DrawFn) -> Sharding:
 
 
 def indices(block: Block) -> tuple[list[int], list[int]]:
-    def of(selection):
-        every = range(selection.start, selection.start + selection.length)
-        return list(every) if selection.index is None else selection.index.tolist()
+    def of(selection: Selection) -> list[int]:
+        if selection.index is None:
+            return list(range(selection.start, selection.start + selection.length))
+        found: list[int] = selection.index.tolist()
+        return found
 
     return of(block.q), of(block.k)
 
