@@ -2,6 +2,7 @@
 
 import copy
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,12 @@ from transformers import (
 
 from seqpack.adapters import IGNORED, PackedCollator, adapt_for_packing, packed_dataloader, packed_forward
 from seqpack.adapters.huggingface import MIXERS
+from seqpack.adapters.loader import PackedDataLoader
 from seqpack.testing import assert_packing_isolated
+
+Samples = list[dict[str, torch.Tensor]]
+Run = tuple[list[float], Any, float]
+"""Losses, model and rate of what was trained."""
 
 SIZES = {
     "vocab_size": 48,
@@ -53,7 +59,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(model_type="qwen3_5_text", **changes):
+def tiny(model_type: str = "qwen3_5_text", **changes: Any) -> Any:
     """A random model with weights so large that a leak would show."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **MORE.get(model_type, {}), **changes})
@@ -66,20 +72,20 @@ def tiny(model_type="qwen3_5_text", **changes):
 
 
 @pytest.mark.parametrize("model_type", sorted(MIXERS))
-def test_each_known_model_keeps_sequences_apart(model_type):
+def test_each_known_model_keeps_sequences_apart(model_type: str) -> None:
     model = tiny(model_type)
     adapt_for_packing(model)
     assert_packing_isolated(model, packed_forward=packed_forward, lengths=(9, 1, 70, 6))
 
 
-def test_without_it_the_model_leaks_or_refuses():
+def test_without_it_the_model_leaks_or_refuses() -> None:
     with pytest.raises(AssertionError, match="LEAKS"):
         assert_packing_isolated(tiny(), lengths=(9, 1, 70, 6))
     with pytest.raises(ValueError, match="flash-linear-attention"):
         assert_packing_isolated(tiny(), packed_forward=packed_forward, lengths=(9, 1, 70, 6))
 
 
-def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores():
+def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores() -> None:
     model = tiny()
     plain = copy.deepcopy(model)
     adaptation = adapt_for_packing(model)
@@ -95,7 +101,7 @@ def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores():
     assert len(adapt_for_packing(model).hooks) == 2
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="no config"):
         adapt_for_packing(torch.nn.Linear(2, 2))
     mamba = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4))
@@ -124,7 +130,7 @@ def test_refusals():
         model(**row)
 
 
-def training_samples(count=24):
+def training_samples(count: int = 24) -> Samples:
     rng = torch.Generator().manual_seed(2)
     lengths = torch.randint(2, 30, (count,), generator=rng).tolist()
     samples = []
@@ -134,10 +140,10 @@ def training_samples(count=24):
     return samples
 
 
-def padded(samples):
+def padded(samples: Samples) -> dict[str, torch.Tensor]:
     """The same rows without packing: each sequence a row of its own, padded on the right, as stock collators do."""
     longest = max(len(sample["input_ids"]) for sample in samples)
-    rows = {"input_ids": [], "labels": [], "attention_mask": []}
+    rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for sample in samples:
         pad = longest - len(sample["input_ids"])
         labels = sample["labels"].clone()
@@ -150,14 +156,14 @@ def padded(samples):
     return {key: torch.stack(value) for key, value in rows.items()}
 
 
-def trained(base, pack, samples, **arguments):
+def trained(base: type[Trainer], pack: bool, samples: Any, **arguments: Any) -> Run:
     """Losses and model of a few optimizer steps on the same samples a step, packed or padded, and its tokens a second.
 
     Tokens are true ones, seconds the processor's.
     """
 
-    class OverRows(base):  # type: ignore[misc,valid-type]
-        def get_train_dataloader(self):
+    class OverRows(base):  # type: ignore[misc]
+        def get_train_dataloader(self) -> PackedDataLoader:
             args = self.args
             loader = packed_dataloader(
                 self.train_dataset, 64, rank=args.process_index, world_size=args.world_size, seed=args.seed
@@ -177,7 +183,7 @@ def trained(base, pack, samples, **arguments):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], model, rate
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "num_train_epochs": 2,
     "learning_rate": 3e-3,
@@ -190,7 +196,7 @@ OPTIONS = {
 }
 
 
-def assert_same_training(packed, unpacked):
+def assert_same_training(packed: Run, unpacked: Run) -> None:
     """Losses of every step, and weights that moved to the same place."""
     (losses, model, _), (want_losses, want, _) = packed, unpacked
     assert len(losses) >= 6
@@ -202,14 +208,14 @@ def assert_same_training(packed, unpacked):
         assert (value - want.state_dict()[name]).norm() < 0.02 * moved[name], name
 
 
-def tell_gain(capsys, trainer, packed, unpacked):
+def tell_gain(capsys: pytest.CaptureFixture[str], trainer: str, packed: Run, unpacked: Run) -> None:
     """Print what packing gained on these short rows; `benchmarks/trainer_tokens.py` has lengths of conversations."""
     (*_, rate), (*_, plain) = packed, unpacked
     with capsys.disabled():
         print(f"\n{trainer}: {rate:,.0f} tokens a second packed, {plain:,.0f} padded: {rate / plain:.2f} times")
 
 
-def test_transformers_trainer(tmp_path, capsys):
+def test_transformers_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = training_samples()
     args = TrainingArguments(output_dir=str(tmp_path), **OPTIONS)
     runs = [trained(Trainer, pack, samples, args=args) for pack in (True, False)]
@@ -217,7 +223,7 @@ def test_transformers_trainer(tmp_path, capsys):
     tell_gain(capsys, "transformers' Trainer", *runs)
 
 
-def test_trl_sft_trainer(tmp_path, capsys):
+def test_trl_sft_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import pyarrow as pa
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -233,7 +239,7 @@ def test_trl_sft_trainer(tmp_path, capsys):
     tell_gain(capsys, "TRL's SFTTrainer", *runs)
 
 
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerFast:
     """A word for each token: SFTTrainer asks for a tokenizer, which prepared rows do not need."""
     words = {f"w{i}": i for i in range(48)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
