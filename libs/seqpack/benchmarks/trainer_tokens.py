@@ -52,7 +52,7 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]
     """CPU seconds of the steps, without the first, which warms up."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def rate(base: type[Trainer], packed: bool, samples: list[Any], arguments: dict[
     """True tokens a CPU second of one epoch."""
     loaders = []
 
-    class Ours(base):  # type: ignore[misc, valid-type]
+    class Ours(base):  # type: ignore[misc]
         """The trainer with packed rows, or with its own loader over padded batches."""
 
         def get_train_dataloader(self) -> Any:
