@@ -1,5 +1,7 @@
 """Command lines in the style of other trainers: each word gets its flag here, and every flag named exists."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from apps.common import hints
@@ -44,7 +46,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_of_another_trainer_is_refused_with_our_names(line, capsys):
+def test_a_line_of_another_trainer_is_refused_with_our_names(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         configure_grpo(line.split())
     assert stop.value.code == 2
@@ -53,7 +55,7 @@ def test_a_line_of_another_trainer_is_refused_with_our_names(line, capsys):
     assert all(name in printed for name in LINES[line])
 
 
-def test_sft_has_names_of_its_own(capsys):
+def test_sft_has_names_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         configure_sft(["--per_device_train_batch_size", "4", "--max_seq_length", "2048", "--packing"])
     printed = capsys.readouterr().err
@@ -63,7 +65,9 @@ def test_sft_has_names_of_its_own(capsys):
 @pytest.mark.parametrize(
     ("kind", "table", "owned"), [(GrpoConfig, hints.GRPO, GRPO_OWNED), (SftConfig, hints.SFT, SFT_OWNED)]
 )
-def test_every_hint_names_a_flag_that_exists_and_none_hides_one_of_ours(kind, table, owned):
+def test_every_hint_names_a_flag_that_exists_and_none_hides_one_of_ours(
+    kind: type[GrpoConfig] | type[SftConfig], table: Mapping[str, str], owned: Mapping[str, str]
+) -> None:
     known = {flag(path) for path, _, _ in leaves(kind()) if path not in owned}
     for name, hint in table.items():
         for word in hint.replace("(", " ").replace(",", " ").split():
@@ -74,7 +78,7 @@ def test_every_hint_names_a_flag_that_exists_and_none_hides_one_of_ours(kind, ta
         assert not hints.hints([own.replace("-", "_").replace("__", "--", 1)], sorted(known), table)
 
 
-def test_the_longest_known_ending_counts():
+def test_the_longest_known_ending_counts() -> None:
     table = {"lr": "--a", "optim.lr": "--b"}
     assert hints.hints(["x.optim.lr=1"], [], table) == ["x.optim.lr is --b here"]
     assert hints.hints(["x.other.lr=1"], [], table) == ["x.other.lr is --a here"]

@@ -1,4 +1,6 @@
 import json
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,12 +9,12 @@ import pytest
 from apps.common.prompts import read_prompts
 
 
-def write(path, rows):
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("\n".join(json.dumps(r) for r in rows))
     return path
 
 
-def test_gsm8k_rows(tmp_path):
+def test_gsm8k_rows(tmp_path: Path) -> None:
     path = write(
         tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "two\n#### 2"}, {"question": "2+2?", "answer": 4}]
     )
@@ -21,7 +23,7 @@ def test_gsm8k_rows(tmp_path):
     assert (first.reference, second.reference, second.row) == ("two\n#### 2", "4", 2)
 
 
-def test_parquet_with_messages_and_a_nested_answer(tmp_path):
+def test_parquet_with_messages_and_a_nested_answer(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "7"}}]
     path = tmp_path / "data.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -48,13 +50,13 @@ def test_parquet_with_messages_and_a_nested_answer(tmp_path):
         ("a.parquet", "no parquet", "not a whole Parquet file"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_prompts(tmp_path / name, "question", "answer")
 
 
-def test_a_missing_file_names_its_neighbour(tmp_path):
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{}])
     with pytest.raises(ValueError, match=r"no such data file.*did you mean train\.jsonl"):
         read_prompts(tmp_path / "trian.jsonl", "question", "answer")

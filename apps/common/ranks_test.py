@@ -7,7 +7,7 @@ import pytest
 from apps.common.ranks import from_rank_0, gather_lists, rank_and_world, ranks_of_node
 
 
-def test_torchrun_says_how_many_ranks_there_are(monkeypatch):
+def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks_of_node(3, 2) == 3
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
@@ -17,7 +17,7 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch):
         ranks_of_node(1, 3)
 
 
-def test_without_a_group_there_is_one_rank():
+def test_without_a_group_there_is_one_rank() -> None:
     assert rank_and_world() == (0, 1)
     assert gather_lists([1, 2]) == [1, 2]
     assert from_rank_0("x") == "x"
@@ -40,7 +40,7 @@ print(usual, faults(), kept)
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_freed_memory_is_kept_for_the_next_step(own):
+def test_freed_memory_is_kept_for_the_next_step(own: bool) -> None:
     """Pages that the kernel clears again are counted; the environment's own word stands."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

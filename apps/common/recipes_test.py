@@ -1,5 +1,6 @@
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ class Kind:
     config: SimpleNamespace
 
 
-def package(tmp_path, monkeypatch, name, **files):
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, **files: str) -> str:
     """A package of recipes whose files have these contents."""
     folder = tmp_path / name
     folder.mkdir()
@@ -24,18 +25,18 @@ def package(tmp_path, monkeypatch, name, **files):
     return name
 
 
-def recipe(name):
+def recipe(name: str) -> str:
     return f"RECIPE = Kind(SimpleNamespace(recipe={name!r}))"
 
 
-def test_every_file_is_a_recipe_named_like_it(tmp_path, monkeypatch):
+def test_every_file_is_a_recipe_named_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = load_recipes(
         package(tmp_path, monkeypatch, "some", one=recipe("one"), two_words=recipe("two-words"), one_test="1/0"), Kind
     )
     assert sorted(found) == ["one", "two-words"]
 
 
-def test_a_file_without_recipe_or_with_another_name_is_refused(tmp_path, monkeypatch):
+def test_a_file_without_recipe_or_with_another_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"none\.one needs a constant RECIPE, a Kind"):
         load_recipes(package(tmp_path, monkeypatch, "none", one=""), Kind)
     with pytest.raises(ValueError, match=r"wrong\.one: RECIPE\.config\.recipe must be 'one'"):

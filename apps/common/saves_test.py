@@ -1,7 +1,9 @@
 """What depends on a checkpoint is done when it is whole, in order, and training does not wait for it."""
 
 import threading
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Never
 
 import pytest
 
@@ -9,19 +11,21 @@ from apps.common.checkpoints import checkpoint_path, last_checkpoint
 from apps.common.saves import Saves
 from engines import EngineConfig, build_engine
 from engines.storage import checkpoint
+from engines.storage.directories import repeat_directory
+from engines.storage.manifest import write_manifest
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 
 
 @pytest.fixture
-def gate(monkeypatch):
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The disk, which makes no checkpoint whole until it is opened."""
-    opened, real = threading.Event(), checkpoint.write_manifest
+    opened = threading.Event()
 
-    def slow(*args):
+    def slow(*args: Any) -> None:
         assert opened.wait(60)
-        real(*args)
+        write_manifest(*args)
 
     monkeypatch.setattr(checkpoint, "write_manifest", slow)
     yield opened
@@ -29,10 +33,11 @@ def gate(monkeypatch):
 
 
 class Run:
-    def __init__(self, folder, keep=0):
+    def __init__(self, folder: Path, keep: int = 0) -> None:
         config = EngineConfig(device="cpu", lr=1e-2, max_tokens_per_rank=20)
         self.engine: Any = build_engine(config, tiny_model(num_hidden_layers=1))
-        self.folder, self.told = folder, []
+        self.folder = folder
+        self.told: list[tuple[str, int, list[str]]] = []
         self.saves = Saves(
             self.engine,
             folder,
@@ -41,27 +46,28 @@ class Run:
             lambda step: self.told.append(("saved", step, self.whole())),
         )
 
-    def whole(self):
+    def whole(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("*") if path.suffix != ".writing")
 
-    def step(self):
+    def step(self) -> int:
         self.engine.train_batch(tiny_batch([7, 3, 5]), SFT())
         self.saves.look()
-        return self.engine.step
+        step: int = self.engine.step
+        return step
 
-    def begin(self, *names):
+    def begin(self, *names: str) -> None:
         step = self.engine.step
         paths = [self.folder / "checkpoints" / name for name in names] or [checkpoint_path(self.folder, step)]
         self.saves.begin(step, paths)
 
-    def broken(self, error):
+    def broken(self, error: BaseException | type[BaseException] | None) -> None:
         with self.saves:
             self.begin()
             if error is not None:
                 raise error
 
 
-def test_a_step_is_done_meanwhile_and_the_record_waits_for_the_manifest(tmp_path, gate):
+def test_a_step_is_done_meanwhile_and_the_record_waits_for_the_manifest(tmp_path: Path, gate: threading.Event) -> None:
     run = Run(tmp_path)
     with run.saves:
         run.step()
@@ -76,9 +82,17 @@ def test_a_step_is_done_meanwhile_and_the_record_waits_for_the_manifest(tmp_path
     assert run.whole() == ["step-000002"]  # the old one went after the new one was whole
 
 
-def test_the_best_is_there_before_the_checkpoint_counts(tmp_path, gate, monkeypatch):
-    run, seen, real = Run(tmp_path), [], checkpoint.repeat_directory
-    monkeypatch.setattr(checkpoint, "repeat_directory", lambda *paths: (seen.append(run.whole()), real(*paths)))
+def test_the_best_is_there_before_the_checkpoint_counts(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    seen: list[list[str]] = []
+
+    def noted(source: Path, target: Path) -> None:
+        seen.append(run.whole())
+        repeat_directory(source, target)
+
+    monkeypatch.setattr(checkpoint, "repeat_directory", noted)
     gate.set()
     with run.saves:
         run.step()
@@ -93,7 +107,9 @@ def test_the_best_is_there_before_the_checkpoint_counts(tmp_path, gate, monkeypa
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_run_that_ends_with_an_error_leaves_its_last_checkpoint_whole(tmp_path, gate, error):
+def test_a_run_that_ends_with_an_error_leaves_its_last_checkpoint_whole(
+    tmp_path: Path, gate: threading.Event, error: type[BaseException]
+) -> None:
     run = Run(tmp_path)
     threading.Timer(0.2, gate.set).start()
     with pytest.raises(error):
@@ -102,8 +118,10 @@ def test_a_run_that_ends_with_an_error_leaves_its_last_checkpoint_whole(tmp_path
     assert run.told == [("saving", 0, [])]  # its record comes with the next start
 
 
-def test_a_full_disk_is_told_beside_what_ended_the_run_or_ends_it(tmp_path, monkeypatch):
-    def full(*args):
+def test_a_full_disk_is_told_beside_what_ended_the_run_or_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> Never:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_manifest", full)

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +16,14 @@ print(before, os.environ["TESSERA_OWNED"], sys.argv[1:], flush=True)
 """
 
 
-def test_only_what_is_not_set_is_set_and_another_value_is_refused():
+def test_only_what_is_not_set_is_set_and_another_value_is_refused() -> None:
     assert to_set(["A=1", "B=2=3", "C="], {"A": "1"}) == {"B": "2=3", "C": ""}
     assert to_set([], {}) == {}
     with pytest.raises(ValueError, match="A is '2' where the recipe wants '1': unset it"):
         to_set(["A=1"], {"A": "2"})
 
 
-def test_the_program_starts_again_once_with_its_arguments(tmp_path):
+def test_the_program_starts_again_once_with_its_arguments(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     environ = {**os.environ, "TESSERA_SET": "2", "PYTHONPATH": os.pathsep.join(sys.path)}

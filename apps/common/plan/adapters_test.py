@@ -1,5 +1,8 @@
 """Adapters as the engine holds them: their number, and the bytes of what is trained and of what is frozen."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,12 +19,12 @@ from objectives import SFT
 @pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
 @pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_is_what_an_engine_holds(tmp_path, kind, targets, dtype):
-    model = tiny_model(kind).to(dtype)
+def test_it_is_what_an_engine_holds(tmp_path: Path, kind: str, targets: tuple[str, ...], dtype: torch.dtype) -> None:
+    model: Any = tiny_model(kind).to(dtype)
     model.save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", lora=LoraConfig(rank=3, alpha=6.0, targets=targets))
     engine = build_engine(config)
-    shape = shape_of(model.config, kind)  # type: ignore[arg-type]
+    shape = shape_of(model.config, kind)
     engine.train_batch(tiny_batch([9, 5]), SFT())
     named = dict(engine.executor.model.named_parameters())  # type: ignore[attr-defined]
     local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named.items()}

@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from apps.common.plan.buffers import (
     DISK,
+    Buffer,
     cache_bytes,
     export_bytes,
     largest_tensor,
@@ -22,7 +25,7 @@ from apps.common.plan.buffers import (
 )
 from apps.common.plan.cluster import RolloutLayout
 from apps.common.plan.memory import fsdp_states
-from apps.common.plan.model_shape import count_parameters, shape_of
+from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
 from engines import EngineConfig, build_engine
 from engines.step import PIECE_BYTES
 from engines.storage.writer import on_host
@@ -38,22 +41,28 @@ KINDS = ["dense", "moe", "attention"]
 class Allocated(TorchDispatchMode):
     """Bytes of the storages that operations made since and that are alive; `most` of them."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         every = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # no proxies
         local = [t.to_local() if isinstance(t, DTensor) else t for t in every]
         self.before = [t.untyped_storage() for t in local if t.device.type == "cpu"]  # their addresses stay taken
         self.seen = {storage._cdata for storage in self.before}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         return out
 
-    def _count(self, storage):
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self.seen:
             return
@@ -63,29 +72,29 @@ class Allocated(TorchDispatchMode):
         self.most = max(self.most, self.now)
         weakref.finalize(storage, self._gone, key, size)
 
-    def _gone(self, key, size):
+    def _gone(self, key: int, size: int) -> None:
         self.seen.discard(key)
         self.now -= size
 
 
-def trained(kind, **settings):
+def trained(kind: str, **settings: Any) -> tuple[Any, ModelShape]:
     model = tiny_model(kind)
     engine = build_engine(EngineConfig(device="cpu", **settings), model)
     engine.train_batch(tiny_batch([9, 5]), SFT())
     return engine, shape_of(model.config, kind)
 
 
-def size_of(state):
+def size_of(state: Any) -> int:
     tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor) and t.ndim]
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-def named(buffers):
+def named(buffers: Iterable[Buffer]) -> dict[str, Buffer]:
     return {buffer.name: buffer for buffer in buffers}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_copied_to_the_host_whole(kind):
+def test_a_checkpoint_is_copied_to_the_host_whole(kind: str) -> None:
     engine, shape = trained(kind, weights="sharded")
     states = fsdp_states(shape, engine.config, 1)
     plan = named(train_buffers(shape, engine.config, states, shape.layers, False, 4, True))
@@ -94,7 +103,7 @@ def test_a_checkpoint_is_copied_to_the_host_whole(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_moments_on_the_host(kind):
+def test_moments_on_the_host(kind: str) -> None:
     engine, shape = trained(kind, weights="sharded", optimizer_on_host=True)
     moments = [v for s in engine.executor.optimizer.state.values() for v in s.values() if v.ndim]
     states = fsdp_states(shape, engine.config, 1)
@@ -103,13 +112,13 @@ def test_moments_on_the_host(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_tensor_is_the_modules(kind):
+def test_the_largest_tensor_is_the_modules(kind: str) -> None:
     model = tiny_model(kind)
     assert largest_tensor(shape_of(model.config, kind)) == max(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_has_two_sets_of_weights_in_memory(kind):
+def test_vllm_has_two_sets_of_weights_in_memory(kind: str) -> None:
     model = tiny_model(kind).bfloat16()
     shape = shape_of(model.config, kind)
     shapes = {name: p.detach() for name, p in model.named_parameters()}
@@ -126,7 +135,7 @@ def test_vllm_has_two_sets_of_weights_in_memory(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_native_sampler_stages_a_second_set(kind):
+def test_the_native_sampler_stages_a_second_set(kind: str) -> None:
     source, model = tiny_model(kind), tiny_model(kind)
     shape = shape_of(model.config, kind)
     engine = build_engine(EngineConfig(device="cpu"), source)
@@ -141,7 +150,7 @@ def test_the_native_sampler_stages_a_second_set(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_has_a_tensor_or_two_at_a_time(kind):
+def test_an_export_has_a_tensor_or_two_at_a_time(kind: str) -> None:
     """Megatron's, whose every tensor is put together anew; in buckets, as they are handed over."""
     engine, shape = trained(kind, backend="megatron")
     cast = DISK * largest_tensor(shape)  # these models' checkpoints are in float32 as they are
@@ -153,7 +162,7 @@ def test_an_export_has_a_tensor_or_two_at_a_time(kind):
     assert counted.most < 4 * count_parameters(shape).total
 
 
-def test_caches_of_a_worker_are_those_of_its_heads():
+def test_caches_of_a_worker_are_those_of_its_heads() -> None:
     shape = shape_of(tiny_model("dense").config, "dense")
     assert cache_bytes(shape, 1) == 4 * shape.full_attention_layers * shape.kv_heads * shape.head_dim
     assert cache_bytes(shape, 10**6) * shape.kv_heads == cache_bytes(shape, 1), "a head is on several workers"
@@ -161,12 +170,12 @@ def test_caches_of_a_worker_are_those_of_its_heads():
     assert state_bytes(shape_of(tiny_model("attention").config, "attention"), 1) == 0
 
 
-def test_what_comes_with_which_setting():
+def test_what_comes_with_which_setting() -> None:
     shape = shape_of(tiny_model("dense").config, "dense")
     engine = EngineConfig(device="cuda", gradient_checkpointing=True, activation_offload=True, max_tokens_per_rank=64)
     states = fsdp_states(shape, engine, 2)
 
-    def plan(changed=engine, offload=False, samples=False):
+    def plan(changed: EngineConfig = engine, offload: bool = False, samples: bool = False) -> dict[str, Buffer]:
         return named(train_buffers(shape, changed, states, shape.layers, offload, 2, samples))
 
     assert "offload" not in plan()

@@ -1,4 +1,7 @@
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +56,7 @@ from rollout.vllm.arguments import OWNED
         (lambda: Cluster(environment=("A=1", "A=2")), "twice"),
     ],
 )
-def test_values_that_cannot_work_are_refused_where_they_are_made(make, words):
+def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -71,7 +74,7 @@ FULL = Cluster(
 )
 
 
-def leaves(config, prefix=""):
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
@@ -80,7 +83,7 @@ def leaves(config, prefix=""):
             yield prefix + item.name
 
 
-def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_instead():
+def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_instead() -> None:
     for name in OWNED | INSTEAD:
         with pytest.raises(ValueError, match=f"can't hold {name}: ") as refusal:
             vllm_arguments([f"{name}=1"])
@@ -90,19 +93,19 @@ def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_i
     assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}
 
 
-def test_changes_are_found_by_name_and_there_are_none_in_the_default():
+def test_changes_are_found_by_name_and_there_are_none_in_the_default() -> None:
     assert changed_fields(Cluster()) == []
     assert set(changed_fields(FULL)) == set(leaves(Cluster()))
     assert changed_fields(replace(Cluster(), pools=Pools(nodes=2))) == ["pools.nodes"]
 
 
-def test_it_survives_its_file(tmp_path):
+def test_it_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(dump_config(FULL))
     assert load_config(Cluster, path) == FULL
 
 
-def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_it_is_not():
+def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_it_is_not() -> None:
     with pytest.raises(ValueError, match="tp must be at least 1, got 0") as refusal:
         RolloutLayout(tp=0, dp=0, ep=3, memory_share=2.0)
     reasons = str(refusal.value).split("; ")

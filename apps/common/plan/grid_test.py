@@ -2,14 +2,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from apps.common.plan.grid import DENSE, EXPERT, Grid, make_grid
+from apps.common.plan.grid import DENSE, EXPERT, Axis, Grid, make_grid
 from engines import ParallelLayout
 
 SIZE = st.sampled_from([1, 2, 3, 4, 8])
 
 
 @st.composite
-def grids(draw):
+def grids(draw: st.DrawFn) -> Grid:
     tp, cp, dp, pp = draw(st.tuples(SIZE, SIZE, SIZE, st.sampled_from([1, 2, 3])))
     stage = tp * cp * dp
     assume(stage * pp <= 256)
@@ -19,7 +19,7 @@ def grids(draw):
 
 
 @given(grids())
-def test_every_rank_is_in_exactly_one_cell(grid):
+def test_every_rank_is_in_exactly_one_cell(grid: Grid) -> None:
     for axes in (DENSE, EXPERT):
         cells = {tuple(grid.cell(rank, axes).items()) for rank in range(grid.ranks)}
         assert len(cells) == grid.ranks
@@ -28,7 +28,7 @@ def test_every_rank_is_in_exactly_one_cell(grid):
 
 
 @given(grids(), st.sampled_from([*DENSE, *EXPERT]))
-def test_groups_of_an_axis_part_the_ranks_and_differ_along_it_alone(grid, axis):
+def test_groups_of_an_axis_part_the_ranks_and_differ_along_it_alone(grid: Grid, axis: Axis) -> None:
     groups = grid.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.ranks))
     axes = DENSE if axis in DENSE else EXPERT
@@ -41,7 +41,7 @@ def test_groups_of_an_axis_part_the_ranks_and_differ_along_it_alone(grid, axis):
 
 
 @given(grids())
-def test_ranks_stand_where_the_engines_put_them(grid):
+def test_ranks_stand_where_the_engines_put_them(grid: Grid) -> None:
     layout = ParallelLayout(dp=grid.dp, cp=grid.cp, tp=grid.tp, pp=grid.pp, ep=grid.ep)
     assert layout.world_size == grid.ranks
     for rank in range(grid.ranks):
@@ -49,12 +49,12 @@ def test_ranks_stand_where_the_engines_put_them(grid):
 
 
 @given(grids())
-def test_both_grids_agree_on_the_pipeline_stage(grid):
+def test_both_grids_agree_on_the_pipeline_stage(grid: Grid) -> None:
     for rank in range(grid.ranks):
         assert grid.cell(rank, DENSE)["pp"] == grid.cell(rank, EXPERT)["pp"]
 
 
-def test_tensor_parallel_ranks_are_neighbours():
+def test_tensor_parallel_ranks_are_neighbours() -> None:
     grid = make_grid(32, tp=2, pp=2, ep=8)
     assert grid == Grid(tp=2, cp=1, dp=8, pp=2, etp=1, ep=8, edp=2)
     assert grid.groups("tp")[0] == (0, 1)
@@ -72,6 +72,6 @@ def test_tensor_parallel_ranks_are_neighbours():
         (32, {"pp": 2, "ep": 32}, r"lower ep to one of \[1, 2, 4, 8, 16\]"),
     ],
 )
-def test_sizes_that_do_not_divide_come_with_those_that_do(ranks, sizes, fix):
+def test_sizes_that_do_not_divide_come_with_those_that_do(ranks: int, sizes: dict[str, int], fix: str) -> None:
     with pytest.raises(ValueError, match=fix):
         make_grid(ranks, **sizes)

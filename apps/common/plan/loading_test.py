@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import PretrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from apps.common.plan.loading import largest_bytes, loading_table, share_bytes
 from apps.common.plan.model_shape import ModelShape
@@ -24,7 +24,7 @@ EXPERTS: dict[str, Any] = {
 MIXTURE = ModelShape("mixture", "qwen3_5_moe_text", "", vocab=512, **SIZES, **EXPERTS)
 
 
-def config(shape):
+def config(shape: ModelShape) -> PretrainedConfig:
     sizes = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -50,7 +50,7 @@ def config(shape):
 
 
 @pytest.mark.parametrize("shape", [DENSE, MIXTURE], ids=lambda shape: shape.name)
-def test_one_rank_and_four(shape):
+def test_one_rank_and_four(shape: ModelShape) -> None:
     alone = loading_memory(config(shape), 1)
     assert (share_bytes(shape, 1), largest_bytes(shape, 1)) == (alone.share, alone.largest)
     four = loading_memory(config(shape), 4)
@@ -59,7 +59,7 @@ def test_one_rank_and_four(shape):
     assert largest_bytes(shape, 4) == four.largest
 
 
-def test_the_table_names_the_models_of_the_recipes():
+def test_the_table_names_the_models_of_the_recipes() -> None:
     table = loading_table([QWEN3_5_27B, QWEN3_5_35B_A3B, QWEN3_5_122B_A10B, QWEN3_5_27B], ranks=(1, 32))
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| Qwen")]
     assert [row[0].strip("| ") for row in rows] == ["Qwen3.5-122B-A10B", "Qwen3.5-27B", "Qwen3.5-35B-A3B"]

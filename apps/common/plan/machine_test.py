@@ -2,7 +2,10 @@
 
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -20,11 +23,11 @@ WORK = Work("grpo", "r", PLAIN, Cluster(), processes=2, steps=1, rows=1, longest
 RANGES = {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
 
 
-def npu(environ=(), **changes):
-    return seen_here(replace(WORK, **changes), dict(environ))
+def npu(environ: Mapping[str, str] | None = None, **changes: Any) -> list[str]:
+    return seen_here(replace(WORK, **changes), dict(environ or {}))
 
 
-def test_a_machine_without_cards_is_told_what_to_install():
+def test_a_machine_without_cards_is_told_what_to_install() -> None:
     lines = npu()
     assert [line.partition(";")[0].partition(":")[2].strip() for line in lines if line.startswith("missing")] == [
         "torch_npu",
@@ -36,12 +39,12 @@ def test_a_machine_without_cards_is_told_what_to_install():
     assert "set_env.sh" in lines[2]
 
 
-def test_other_devices_are_not_looked_for():
+def test_other_devices_are_not_looked_for() -> None:
     assert seen_here(replace(WORK, engine=EngineConfig(device="cpu")), {}) == []
     assert seen_here(replace(WORK, engine=EngineConfig()), {}) == []
 
 
-def test_what_is_there_is_said(tmp_path, monkeypatch):
+def test_what_is_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of torch_npu for this torch, npu-smi on the path, CANN's variable."""
     monkeypatch.syspath_prepend(str(tmp_path))
     torch = seen_here(WORK, {})[0].partition("torch_npu==")[2].partition(",")[0]
@@ -61,7 +64,7 @@ def test_what_is_there_is_said(tmp_path, monkeypatch):
     assert "missing: torch_npu 1.11.0 is not for torch" in npu()[0]
 
 
-def test_a_torch_npu_whose_operators_were_not_read_is_told(tmp_path, monkeypatch):
+def test_a_torch_npu_whose_operators_were_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the torch that is here, were that another one."""
     monkeypatch.setattr(machine, "version", {"torch": "2.14.0", "torch_npu": "2.14.0"}.__getitem__)
     told = npu(engine=EngineConfig(device="npu"))[0]
@@ -69,13 +72,13 @@ def test_a_torch_npu_whose_operators_were_not_read_is_told(tmp_path, monkeypatch
     assert npu()[0] == "torch_npu 2.14.0 beside torch 2.14.0"
 
 
-def test_the_version_of_vllms_plugin_is_told(tmp_path, monkeypatch):
+def test_the_version_of_vllms_plugin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By vLLM's own interpreter, whose packages are others; only where vLLM is to sample."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("TESSERA_VLLM_PYTHON", str(python))
-    vllm = {"cluster": Cluster(rollout=RolloutLayout(engine="vllm"))}
+    vllm: dict[str, Any] = {"cluster": Cluster(rollout=RolloutLayout(engine="vllm"))}
     assert npu(**vllm)[-1] == "missing: vLLM on NPUs needs vllm-ascend >=0.23.0,<0.24, which is not installed beside it"
     folder = tmp_path / "vllm_ascend-0.23.0.post1.dist-info"
     folder.mkdir()
@@ -88,7 +91,7 @@ def test_the_version_of_vllms_plugin_is_told(tmp_path, monkeypatch):
     assert "vllm-ascend" not in "".join(npu(cluster=on_the_host))
 
 
-def test_ports_that_others_hold_are_counted():
+def test_ports_that_others_hold_are_counted() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
@@ -104,15 +107,15 @@ class Cards:
     """torch.npu's names that are asked."""
 
     @staticmethod
-    def device_count():
+    def device_count() -> int:
         return 1
 
     @staticmethod
-    def is_available():
+    def is_available() -> bool:
         return True
 
 
-def test_devices_are_counted_and_their_memory_held_to_the_plan(monkeypatch):
+def test_devices_are_counted_and_their_memory_held_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Npu, "missing", lambda self: None)
     monkeypatch.setattr(Npu, "module", Cards)
     monkeypatch.setattr(accelerator.Accelerator, "memory", lambda self: MemoryFigures(0, 0, 32 * 2**30))
@@ -125,6 +128,6 @@ def test_devices_are_counted_and_their_memory_held_to_the_plan(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cuda"])
-def test_cuda_devices_too(device):
+def test_cuda_devices_too(device: Literal["cuda"]) -> None:
     (line,) = seen_here(replace(WORK, engine=EngineConfig(device=device)), {})
     assert line.startswith("missing: device cuda; ")

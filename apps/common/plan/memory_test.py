@@ -1,11 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.common.plan.grid import make_grid
-from apps.common.plan.memory import fsdp_states, held_by_stage, megatron_states
+from apps.common.plan.memory import States, fsdp_states, held_by_stage, megatron_states
 from apps.common.plan.model_shape import ModelShape, VisionTower, count_parameters, tower_parameters
 from engines import EngineConfig
 from engines.parallel.stages import split_layers
@@ -27,7 +28,7 @@ SHAPE = ModelShape(
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
-def test_one_copy_of_every_parameter_is_held_by_the_ranks_together(tp, pp, ep):
+def test_one_copy_of_every_parameter_is_held_by_the_ranks_together(tp: int, pp: int, ep: int) -> None:
     ranks = pp * tp * ep
     grid = make_grid(ranks, tp=tp, pp=pp, ep=ep)
     layers = [sum(stage) for stage in split_layers(SHAPE.layers, pp)]
@@ -39,22 +40,22 @@ def test_one_copy_of_every_parameter_is_held_by_the_ranks_together(tp, pp, ep):
     assert experts == pytest.approx(count.experts)
 
 
-def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_on_one_rank():
+def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_on_one_rank() -> None:
     (held,) = held_by_stage(SHAPE, make_grid(1), [8])
     total = count_parameters(SHAPE).total
 
-    def states(width, ranks=1, **settings):
+    def states(width: int, ranks: int = 1, **settings: Any) -> States:
         return megatron_states(EngineConfig(backend="megatron", **settings), make_grid(ranks), held, width)
 
     assert states(2).device == pytest.approx(18 * total)
     assert states(4).device == pytest.approx(16 * total)
     moved = states(2, optimizer_on_host=True)
-    assert (moved.device, moved.host) == (pytest.approx(6 * total), pytest.approx(12 * total))
+    assert (moved.device, moved.host) == pytest.approx((6 * total, 12 * total))
     assert states(2, ranks=4).device == pytest.approx(18 * total), "each rank has all states, but for the option"
     assert states(2, ranks=4, distributed_optimizer=True).device == pytest.approx((6 + 12 / 4) * total)
 
 
-def test_fsdp_shards_masters_gradients_and_two_moments():
+def test_fsdp_shards_masters_gradients_and_two_moments() -> None:
     total = count_parameters(SHAPE).total
     assert fsdp_states(SHAPE, EngineConfig(), 4).device == 4 * total
     moved = fsdp_states(SHAPE, EngineConfig(optimizer_on_host=True), 4)
@@ -63,7 +64,7 @@ def test_fsdp_shards_masters_gradients_and_two_moments():
     assert fsdp_states(SHAPE, EngineConfig(moments_dtype="bfloat16", betas=(0.9, 0.95)), 1).device == 12 * total
 
 
-def test_a_tower_is_held_where_it_sees_and_has_gradients_where_it_is_trained():
+def test_a_tower_is_held_where_it_sees_and_has_gradients_where_it_is_trained() -> None:
     seeing = replace(SHAPE, vision=VisionTower(layers=2, hidden=16, intermediate=20, positions=9))
     tower, total = tower_parameters(seeing), count_parameters(SHAPE).total
     for config, each in (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -27,7 +28,7 @@ from apps.sft.recipes.qwen3_5_397b_a17b_megatron import QWEN3_5_397B_A17B
 SMALL = ModelShape("small", "", "", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, vocab=64, intermediate=48)
 
 
-def as_config(shape):
+def as_config(shape: ModelShape) -> PretrainedConfig:
     sizes = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -59,7 +60,7 @@ def as_config(shape):
     return Qwen3_5MoeTextConfig(shared_expert_intermediate_size=shape.shared_expert_intermediate, **sizes)
 
 
-def parameters_of_the_module(shape):
+def parameters_of_the_module(shape: ModelShape) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(as_config(shape))
     return sum(parameter.numel() for parameter in model.parameters())
@@ -75,7 +76,7 @@ HYBRID: dict[str, Any] = {
 
 @settings(max_examples=12, deadline=None)
 @given(st.booleans(), st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from([16, 32, 48]))
-def test_the_count_is_that_of_the_real_module(hybrid, mixture, tied, pairs, hidden):
+def test_the_count_is_that_of_the_real_module(hybrid: bool, mixture: bool, tied: bool, pairs: int, hidden: int) -> None:
     shape = replace(SMALL, layers=2 * pairs, hidden=hidden, tied_embeddings=tied)
     if hybrid:
         shape = replace(shape, linear_head_dim=16, **HYBRID)
@@ -86,9 +87,10 @@ def test_the_count_is_that_of_the_real_module(hybrid, mixture, tied, pairs, hidd
     assert count_parameters(shape).total == parameters_of_the_module(shape)
 
 
-def seeing_config(shape):
+def seeing_config(shape: ModelShape) -> PretrainedConfig:
     """Of the checkpoint that holds decoder and tower."""
     tower = shape.vision
+    assert tower is not None
     vision = {
         "depth": tower.layers,
         "hidden_size": tower.hidden,
@@ -119,7 +121,7 @@ SEEING = replace(
     [SEEING, QWEN3_5_27B, QWEN3_5_35B_A3B, QWEN3_5_122B_A10B, QWEN3_5_397B_A17B],
     ids=lambda shape: shape.name,
 )
-def test_a_tower_and_its_decoder_are_counted_as_in_the_real_module(shape):
+def test_a_tower_and_its_decoder_are_counted_as_in_the_real_module(shape: ModelShape) -> None:
     """Of full size, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(seeing_config(shape))
@@ -129,11 +131,11 @@ def test_a_tower_and_its_decoder_are_counted_as_in_the_real_module(shape):
     assert tower_parameters(replace(shape, vision=None)) == 0
 
 
-def test_the_towers_default_sizes_are_those_of_transformers():
+def test_the_towers_default_sizes_are_those_of_transformers() -> None:
     assert shape_of(Qwen3_5Config(), "default").vision == VisionTower()
 
 
-def test_the_active_parameters_of_a_dense_model_are_all():
+def test_the_active_parameters_of_a_dense_model_are_all() -> None:
     count = count_parameters(SMALL)
     assert count.active == count.total
 
@@ -149,7 +151,7 @@ def test_the_active_parameters_of_a_dense_model_are_all():
         ({"vocab": -1}, "negative"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused(change, words):
+def test_sizes_that_make_no_model_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match="patch of a vision tower must be at least 1, got 0"):
         VisionTower(patch=0)
     with pytest.raises(ValueError, match=words):

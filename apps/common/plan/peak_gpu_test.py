@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apps.common.plan.plan_vs_memory import BOUND, CASES, measure
+from apps.common.plan.plan_vs_memory import BOUND, CASES, Compared, MemoryCase, measure
 from engines.launch import launch
 from engines.megatron.groups import release
 
@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 
-def measured(case):
+def measured(case: MemoryCase) -> Compared:
     found = measure(case, "cuda")
     if case.settings.get("backend") == "megatron":
         release()
@@ -21,7 +21,7 @@ def measured(case):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.ranks == 1], ids=str)
-def test_the_plan_is_within_a_tenth(case):
+def test_the_plan_is_within_a_tenth(case: MemoryCase) -> None:
     found = launch(measured, (case,), 1, "cuda")
     print(found)
     assert abs(found.error) < BOUND, str(found)

@@ -1,5 +1,7 @@
 """The peak's arithmetic: what must hold for any sizes."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from apps.common.plan.grid import make_grid
 from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
 from apps.common.plan.peak import (
+    Peak,
     Tokens,
     compiled_logit_bytes,
     fsdp_peak,
@@ -32,18 +35,18 @@ PLAIN = EngineConfig(device="cpu")
 MEGATRON = EngineConfig(device="cpu", backend="megatron")
 
 
-def engine(recompute, **settings):
+def engine(recompute: bool, **settings: Any) -> EngineConfig:
     return EngineConfig(device="cpu", gradient_checkpointing=recompute, **settings)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
-def test_sizes_are_read_from_a_config(kind):
+def test_sizes_are_read_from_a_config(kind: str) -> None:
     """Every parameter of the module is counted."""
     shape = shape_of(tiny_config(kind), kind)
     assert count_parameters(shape).total == sum(p.numel() for p in tiny_model(kind).parameters())
 
 
-def test_states_of_both_backends():
+def test_states_of_both_backends() -> None:
     """FSDP2: masters and two moments between steps. Megatron: weights, gradients, masters and two moments."""
     total, tokens = count_parameters(SHAPE).total, Tokens(1, 1)
     assert fsdp_peak(SHAPE, PLAIN, 4, tokens, 2).states == 12 * total / 4
@@ -54,7 +57,7 @@ def test_states_of_both_backends():
 
 
 @given(TOKENS, TOKENS, st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_more_tokens_take_more_and_more_ranks_less(tokens, more, ranks, recompute):
+def test_more_tokens_take_more_and_more_ranks_less(tokens: int, more: int, ranks: int, recompute: bool) -> None:
     few, many = Tokens(tokens, tokens), Tokens(tokens + more, tokens + more)
     settings = engine(recompute)
     peak = fsdp_peak(SHAPE, settings, ranks, few, 2)
@@ -65,8 +68,8 @@ def test_more_tokens_take_more_and_more_ranks_less(tokens, more, ranks, recomput
 
 
 @given(TOKENS, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
-def test_recomputing_takes_less_and_tensor_parallelism_divides(tokens, pp, tp):
-    def peak(recompute, tp):
+def test_recomputing_takes_less_and_tensor_parallelism_divides(tokens: int, pp: int, tp: int) -> None:
+    def peak(recompute: bool, tp: int) -> Peak:
         grid = make_grid(tp * pp, tp=tp, pp=pp)
         return megatron_peak(SHAPE, engine(recompute, backend="megatron"), grid, [8 // pp] * pp, Tokens(tokens, 1), 2)
 
@@ -92,7 +95,7 @@ DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head
         (shape_of(tiny_config("dense"), "dense"), {}, 2, False),
     ],
 )
-def test_what_is_compiled(shape, settings, width, answer):
+def test_what_is_compiled(shape: ModelShape, settings: dict[str, Any], width: int, answer: bool) -> None:
     """As `engines.fast.support` decides on a Hopper that has the packages."""
     assert is_compiled(shape, EngineConfig(**{"device": "cuda", **settings}), width) is answer
 
@@ -111,7 +114,9 @@ def test_what_is_compiled(shape, settings, width, answer):
     ],
     ids=str,
 )
-def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(monkeypatch, kind, settings):
+def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
+) -> None:
     """What the backend itself decides, on a machine with Triton; tensor-parallel ranks share the vocabulary."""
     monkeypatch.setattr(layers, "find_spec", lambda name: name)
     config = EngineConfig(**{"backend": "megatron", "device": "cuda", "dtype": "bfloat16", **settings})
@@ -124,7 +129,7 @@ def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(monkeyp
 
 
 @given(st.integers(1, 10**6), st.integers(1, 8192))
-def test_a_compiled_head_takes_less_and_is_bounded(trained, chunk):
+def test_a_compiled_head_takes_less_and_is_bounded(trained: int, chunk: int) -> None:
     head = DENSE.vocab * DENSE.hidden * 6
     compiled = compiled_logit_bytes(DENSE, trained, chunk, 2)
     assert compiled <= max(KEPT_BYTES, chunk * DENSE.vocab * 2) + head

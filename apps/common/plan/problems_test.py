@@ -2,7 +2,9 @@
 
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
@@ -15,6 +17,10 @@ from apps.common.plan.report import make_plan
 from apps.common.plan.work import Work
 from engines import EngineConfig
 
+Backend = Literal["fsdp2", "megatron"]
+Cases = dict[str, tuple[dict[str, Any], str]]
+"""Settings that are wrong, and what is said of them."""
+
 SHAPE = ModelShape(
     "mixture", "qwen3_moe", "here", layers=12, hidden=64, heads=8, kv_heads=4, head_dim=8, vocab=128, experts=12,
     experts_per_token=2, expert_intermediate=32, shared_expert_intermediate=32,
@@ -25,10 +31,10 @@ WORK = Work(
 )  # fmt: skip
 
 
-def changed(work, change):
+def changed(work: Work, change: Mapping[str, Any]) -> Work:
     """The work with fields of itself, of its engine (`engine.X`), of its model (`shape.X`) or its rollout changed."""
     own = {name: value for name, value in change.items() if "." not in name}
-    parts = {part: {} for part in ("engine", "shape", "rollout", "pools")}
+    parts: dict[str, dict[str, Any]] = {part: {} for part in ("engine", "shape", "rollout", "pools")}
     for name, value in change.items():
         part, dot, rest = name.partition(".")
         if dot:
@@ -38,11 +44,13 @@ def changed(work, change):
         rollout=replace(work.cluster.rollout, **parts["rollout"]),
         pools=replace(work.cluster.pools, **parts["pools"]),
     )
+    assert work.origin is not None
+    assert work.origin.shape is not None
     origin = replace(work.origin, shape=replace(work.origin.shape, **parts["shape"]))
     return replace(work, cluster=cluster, origin=origin, engine=replace(work.engine, **parts["engine"]), **own)
 
 
-BOTH = {
+BOTH: Cases = {
     "heads": ({"engine.tensor_parallel": 8, "shape.heads": 12}, r"12 heads do not .* tp = 8: lower tp to a divisor of"),
     "kv heads": ({"engine.tensor_parallel": 8}, r"4 key-value heads do not divide over tp = 8: lower tp to a divisor"),
     "shared expert": (
@@ -90,19 +98,19 @@ BOTH = {
         r"accepts 32 tokens, a sequence may have 64: raise --cluster.rollout.max-model-tokens",
     ),
 }
-FSDP2 = {
+FSDP2: Cases = {
     "shards": ({"engine.shard_ranks": 3}, r"shard_ranks=3 does not divide the 8 ranks of this run: choose a divisor"),
 }
-MEGATRON = {
+MEGATRON: Cases = {
     "interleaved": (
         {"engine.pipeline_parallel": 4, "engine.virtual_pipeline_parallel": 3, "rows": 7, "group": 1},
         r"no multiple of pp = 4.*virtual_pipeline_parallel 1",
     ),
 }
-OF_BACKEND = {"fsdp2": BOTH | FSDP2, "megatron": BOTH | MEGATRON}
+OF_BACKEND: dict[Backend, Cases] = {"fsdp2": BOTH | FSDP2, "megatron": BOTH | MEGATRON}
 
 
-def problems_of(backend, *changes):
+def problems_of(backend: Backend, *changes: Mapping[str, Any]) -> list[str]:
     """Of the plan; and the run is refused."""
     merged = {name: value for change in changes for name, value in change.items()}
     work = changed(replace(WORK, engine=replace(WORK.engine, backend=backend)), merged)
@@ -116,7 +124,7 @@ def problems_of(backend, *changes):
 
 
 @pytest.mark.parametrize(("backend", "name"), [(b, n) for b, cases in OF_BACKEND.items() for n in cases])
-def test_a_wrong_setting_is_named_with_what_would_do(backend, name):
+def test_a_wrong_setting_is_named_with_what_would_do(backend: Backend, name: str) -> None:
     change, wanted = OF_BACKEND[backend][name]
     problems = problems_of(backend, change)
     assert [problem for problem in problems if re.search(wanted, problem)], problems
@@ -134,21 +142,28 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("backend", "pair"), PAIRS)
-def test_two_wrong_settings_are_both_told(backend, pair):
+def test_two_wrong_settings_are_both_told(backend: Backend, pair: tuple[str, ...]) -> None:
     cases = [OF_BACKEND[backend][name] for name in pair]
     problems = problems_of(backend, *(change for change, _ in cases))
     for _, wanted in cases:
         assert [problem for problem in problems if re.search(wanted, problem)], problems
 
 
-WIDE = {"shape.hidden": 4096, "shape.vocab": 100_000, "shape.layers": 16, "engine.max_tokens_per_rank": 8192}
+WIDE: dict[str, Any] = {
+    "shape.hidden": 4096,
+    "shape.vocab": 100_000,
+    "shape.layers": 16,
+    "engine.max_tokens_per_rank": 8192,
+}
 """A model whose training is some GiB."""
 
 
 @pytest.mark.parametrize("memory", [30, 80])
 @pytest.mark.parametrize(("sleep", "offload"), itertools.product([True, False], repeat=2))
-def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(memory, sleep, offload):
-    layout = {"rollout.engine": "vllm", "rollout.memory_share": 0.75, "rollout.sleep": sleep}
+def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(
+    memory: int, sleep: bool, offload: bool
+) -> None:
+    layout: dict[str, Any] = {"rollout.engine": "vllm", "rollout.memory_share": 0.75, "rollout.sleep": sleep}
     work = changed(WORK, WIDE | layout | {"pools.device_memory_gib": memory})
     plan = make_plan(replace(work, cluster=replace(work.cluster, offload=offload)))
     (turns,) = [line for line in plan.sections["Pool"] if "turn" in line]
@@ -169,6 +184,6 @@ def test_the_turns_of_a_device_that_vllm_shares_are_each_held_against_it(memory,
     assert not any("turn" in line for line in make_plan(changed(work, apart)).sections["Pool"])
 
 
-def test_what_is_not_derived_for_a_problem_is_said():
+def test_what_is_not_derived_for_a_problem_is_said() -> None:
     plan = make_plan(changed(WORK, {"engine.pipeline_parallel": 3}))
     assert plan.sections["Memory"] == ["not derived: the ranks and the layers must divide first, see the problems"]

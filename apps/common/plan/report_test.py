@@ -2,19 +2,24 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout, Schedule
+from apps.common.plan.cluster import Cluster, Media, Mode, Pools, RolloutLayout, Sampler, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin, model_type
 from apps.common.plan.ready import refuse_unready
-from apps.common.plan.report import make_plan
+from apps.common.plan.report import Plan, make_plan
 from apps.common.plan.table import recipe_table
 from apps.common.plan.work import Work
 from engines import EngineConfig
+
+App = Literal["grpo", "sft"]
+Backend = Literal["fsdp2", "megatron"]
 
 SHAPE = ModelShape(
     "mixture", "qwen3_moe", "here", layers=12, hidden=64, heads=8, kv_heads=2, head_dim=8, vocab=128, experts=16,
@@ -29,12 +34,13 @@ LARGE = replace(
 HYBRID = replace(LARGE, engine=EngineConfig(device="cuda", shard_ranks=4), cluster=Cluster(pools=Pools(nodes=2)))
 
 
-def with_layout(work, **sizes):
+def with_layout(work: Work, **sizes: int) -> Work:
     names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor"}
-    return replace(work, engine=replace(work.engine, **{f"{names[name]}_parallel": n for name, n in sizes.items()}))
+    changes: dict[str, Any] = {f"{names[name]}_parallel": n for name, n in sizes.items()}
+    return replace(work, engine=replace(work.engine, **changes))
 
 
-def test_a_plain_run_is_ready_and_not_refused():
+def test_a_plain_run_is_ready_and_not_refused() -> None:
     assert make_plan(PLAIN).ready
     refuse_unready(PLAIN, {})
 
@@ -77,7 +83,7 @@ def test_a_plain_run_is_ready_and_not_refused():
         (replace(HYBRID, processes=5), r"shard_ranks=4 does not divide the 10 ranks of this run: choose a divisor"),
     ],
 )
-def test_a_problem_is_told_with_its_fix_and_refused_when_run(work, problem):
+def test_a_problem_is_told_with_its_fix_and_refused_when_run(work: Work, problem: str) -> None:
     plan = make_plan(work)
     assert any(re.search(problem, found) for found in plan.problems), plan.problems
     assert "PROBLEM" in str(plan)
@@ -85,10 +91,10 @@ def test_a_problem_is_told_with_its_fix_and_refused_when_run(work, problem):
         refuse_unready(work, {})
 
 
-def test_copies_of_the_weights_take_the_memory_of_their_shards_alone():
+def test_copies_of_the_weights_take_the_memory_of_their_shards_alone() -> None:
     """16 ranks in 4 copies of 4 shards hold what 4 ranks hold that share one."""
 
-    def held(shards, processes=8, nodes=2):
+    def held(shards: int | None, processes: int = 8, nodes: int = 2) -> Plan:
         engine, pools = EngineConfig(device="cuda", shard_ranks=shards), Pools(nodes=nodes, device_memory_gib=80)
         shape = replace(SHAPE, hidden=4096, vocab=65_536, expert_intermediate=4096)
         origin = replace(ORIGIN, shape=shape)
@@ -139,7 +145,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("flag", SCHEDULES)
-def test_schedules_run_on_one_machine_and_only_where_something_is_sampled(flag):
+def test_schedules_run_on_one_machine_and_only_where_something_is_sampled(flag: str) -> None:
     refuse_unready(replace(PLAIN, cluster=SCHEDULES[flag]), {})
     assert "ray" not in str(make_plan(replace(PLAIN, cluster=SCHEDULES[flag]))).lower()
     supervised = replace(PLAIN, app="sft", cluster=SCHEDULES[flag])
@@ -148,7 +154,7 @@ def test_schedules_run_on_one_machine_and_only_where_something_is_sampled(flag):
         refuse_unready(supervised, {})
 
 
-def test_schedules_that_no_test_has_run_are_refused_with_the_reason():
+def test_schedules_that_no_test_has_run_are_refused_with_the_reason() -> None:
     ahead = Schedule("fully_async", 1.0)
     for schedule in (ahead, Schedule("one_step_off")):
         refuse_unready(replace(PLAIN, processes=2, cluster=Cluster(schedule=schedule)), {})
@@ -160,7 +166,7 @@ def test_schedules_that_no_test_has_run_are_refused_with_the_reason():
 
 
 @pytest.mark.parametrize(("mode", "replicas"), [("one_step_off", 4), ("fully_async", 1)])
-def test_one_process_samples_beside_all_ranks_where_nobody_waits(mode, replicas):
+def test_one_process_samples_beside_all_ranks_where_nobody_waits(mode: Mode, replicas: int) -> None:
     """In other schedules each rank has a sampler of its own, or two of them share one that spans their devices."""
     one, two = (
         Cluster(rollout=RolloutLayout(engine="vllm", tp=tp, device="cpu"), schedule=Schedule(mode)) for tp in (1, 2)
@@ -179,7 +185,7 @@ RAY = {
 
 @pytest.mark.parametrize("flag", RAY)
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
-def test_samplers_in_ray_run_in_every_schedule(flag, mode):
+def test_samplers_in_ray_run_in_every_schedule(flag: str, mode: Mode) -> None:
     work = replace(PLAIN, cluster=Cluster(rollout=RAY[flag], schedule=Schedule(mode)))
     refuse_unready(work, {})
     assert flag in [need.feature for need in make_plan(work).needs]
@@ -190,7 +196,7 @@ def test_samplers_in_ray_run_in_every_schedule(flag, mode):
         refuse_unready(replace(work, app="sft"), {})
 
 
-def test_a_column_of_images_is_read_where_the_model_sees():
+def test_a_column_of_images_is_read_where_the_model_sees() -> None:
     seeing = replace(PLAIN, engine=replace(PLAIN.engine, vision="frozen"), cluster=Cluster(media=Media("images")))
     refuse_unready(seeing, {})
     megatron = replace(seeing.engine, backend="megatron")
@@ -202,7 +208,7 @@ def test_a_column_of_images_is_read_where_the_model_sees():
 
 @pytest.mark.parametrize("flag", CHANGES)
 @pytest.mark.parametrize("app", ["grpo", "sft"])
-def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):
+def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag: str, app: App) -> None:
     work = replace(PLAIN, app=app, processes=4, cluster=CHANGES[flag])
     features = [need.feature for need in make_plan(work).missing]
     assert flag in features
@@ -210,7 +216,7 @@ def test_a_field_that_nothing_obeys_is_refused_by_its_flag(flag, app):
         refuse_unready(work, {})
 
 
-def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason():
+def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason() -> None:
     for layout in (
         RolloutLayout(engine="vllm", max_model_tokens=9000),
         RolloutLayout(engine="vllm", memory_share=0.5, cuda_graph_sizes=(8,)),
@@ -230,7 +236,7 @@ def test_vllm_samples_and_what_no_test_has_run_of_it_is_refused_with_the_reason(
         refuse_unready(supervised, {})
 
 
-def test_offload_is_for_devices_that_training_and_sampling_share():
+def test_offload_is_for_devices_that_training_and_sampling_share() -> None:
     offload = Cluster(offload=True)
     refuse_unready(replace(PLAIN, cluster=offload), {})
     for mode in ("one_step_off", "fully_async"):
@@ -240,7 +246,7 @@ def test_offload_is_for_devices_that_training_and_sampling_share():
         refuse_unready(replace(PLAIN, app="sft", cluster=offload), {})
 
 
-def test_the_changes_above_are_of_every_field():
+def test_the_changes_above_are_of_every_field() -> None:
     names = {flag.split()[0] for flag in CHANGES | SCHEDULES | RAY}
     names |= {"--cluster.rollout.engine"}
     names |= {"--cluster.rollout.admit", "--cluster.rollout.vllm"}  # grpo/native_sampler_test, grpo/vllm_arguments_test
@@ -252,7 +258,7 @@ def test_the_changes_above_are_of_every_field():
     assert names == cluster_test_fields
 
 
-def test_variables_must_be_set_by_whoever_starts_the_program():
+def test_variables_must_be_set_by_whoever_starts_the_program() -> None:
     work = replace(PLAIN, cluster=Cluster(environment=("A=1", "B=2")))
     assert "A=1 B=2 bazel run" in str(make_plan(work))
     with pytest.raises(ValueError, match="start the program with B=2 in front"):
@@ -260,20 +266,20 @@ def test_variables_must_be_set_by_whoever_starts_the_program():
     refuse_unready(work, {"A": "1", "B": "2", "C": ""})
 
 
-def test_a_family_that_the_engines_do_not_know_is_missing_by_name():
+def test_a_family_that_the_engines_do_not_know_is_missing_by_name() -> None:
     work = replace(PLAIN, origin=replace(ORIGIN, shape=UNKNOWN))
     with pytest.raises(ValueError, match="family perceptron is not supported: no family of engines has it"):
         refuse_unready(work, {})
     refuse_unready(replace(PLAIN, origin=ORIGIN), {})
 
 
-def test_a_reference_policy_is_needed_and_there():
+def test_a_reference_policy_is_needed_and_there() -> None:
     needs = {need.feature: need.answer for need in make_plan(replace(PLAIN, reference_policy=True)).needs}
     assert needs["reference policy"]
     refuse_unready(replace(PLAIN, reference_policy=True), {})
 
 
-def test_ray_starts_separate_pools_and_torchrun_several_nodes():
+def test_ray_starts_separate_pools_and_torchrun_several_nodes() -> None:
     apart = replace(LARGE, cluster=Cluster(pools=Pools(nodes=2, placement="separate", rollout_nodes=3)))
     text = str(make_plan(apart))
     assert "on each of 1 more train nodes" in text
@@ -286,7 +292,9 @@ SIZE = st.sampled_from([1, 2, 3, 4])
 
 
 @given(SIZE, SIZE, SIZE, SIZE, st.integers(1, 4), st.integers(1, 60), st.sampled_from(["fsdp2", "megatron"]))
-def test_any_settings_can_be_planned(tp, pp, ep, etp, nodes, rows, backend):
+def test_any_settings_can_be_planned(
+    tp: int, pp: int, ep: int, etp: int, nodes: int, rows: int, backend: Backend
+) -> None:
     cluster = Cluster(pools=Pools(nodes=nodes, device_memory_gib=80))
     work = replace(LARGE, engine=EngineConfig(backend=backend), cluster=cluster, rows=rows)
     work = with_layout(work, tp=tp, pp=pp, ep=ep, etp=etp)
@@ -298,7 +306,7 @@ def test_any_settings_can_be_planned(tp, pp, ep, etp, nodes, rows, backend):
     assert all(name in text for name in ("Model", "Ranks", "Launch", "Data"))
 
 
-def test_the_table_counts_what_runs():
+def test_the_table_counts_what_runs() -> None:
     unready = replace(LARGE, engine=EngineConfig(backend="megatron", batching="padded"))
     table = recipe_table([(PLAIN, PLAIN), (unready, unready)])
     assert table.splitlines()[-1] == "2 recipes, 1 can be run today, 1 shrunk"
@@ -311,7 +319,7 @@ def test_the_table_counts_what_runs():
     ("backend", "says"),
     [("openai", "no place for images in a completion request"), ("native", None), ("vllm", None)],
 )
-def test_images_are_asked_of_the_sampler(backend, says):
+def test_images_are_asked_of_the_sampler(backend: Sampler, says: str | None) -> None:
     layout = Cluster(rollout=RolloutLayout(engine=backend))
     work = replace(PLAIN, engine=EngineConfig(device="cpu", vision="trained"), cluster=layout)
     if says is None:
@@ -322,7 +330,7 @@ def test_images_are_asked_of_the_sampler(backend, says):
         refuse_unready(work, {})
 
 
-def test_replay_is_asked_of_the_models_router_and_of_who_samples():
+def test_replay_is_asked_of_the_models_router_and_of_who_samples() -> None:
     replayed = replace(PLAIN, engine=EngineConfig(device="cpu", routing_replay=True))
     dense = replace(SHAPE, model_type="qwen3", experts=0, experts_per_token=0, expert_intermediate=0, intermediate=32)
     refuse_unready(replace(replayed, origin=ORIGIN), {})
@@ -335,7 +343,7 @@ def test_replay_is_asked_of_the_models_router_and_of_who_samples():
             refuse_unready(work, {})
 
 
-def test_the_plan_says_what_replay_needs_where_the_model_is_not_known():
+def test_the_plan_says_what_replay_needs_where_the_model_is_not_known() -> None:
     replayed = replace(PLAIN, engine=EngineConfig(device="cpu", routing_replay=True))
     unknown, known = make_plan(replayed), make_plan(replace(replayed, model_type="qwen3_5_moe"))
     assert "this needs a model with experts, which is not known here" in str(unknown)
@@ -345,7 +353,7 @@ def test_the_plan_says_what_replay_needs_where_the_model_is_not_known():
     assert "routing-replay" not in str(make_plan(PLAIN))
 
 
-def test_a_model_is_known_by_its_config(tmp_path):
+def test_a_model_is_known_by_its_config(tmp_path: Path) -> None:
     assert model_type(None) is None
     assert model_type(tmp_path) is None
     for text, kind in (('{"model_type": "qwen3_5_moe"}', "qwen3_5_moe"), ("[]", None), ("{", None), ("{}", None)):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import PretrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from apps.common.plan.model_shape import shape_of
 from apps.common.plan.step_time import StepWork, flops_of, training_flops, training_seconds
@@ -19,7 +19,7 @@ LONG = replace(ONE, sequences=56)
 
 
 @pytest.mark.parametrize("config", [MEASURED, Qwen3_5MoeTextConfig(), Qwen3MoeConfig(head_dim=64)])
-def test_operations_are_those_that_seqpack_reads_from_the_config(config):
+def test_operations_are_those_that_seqpack_reads_from_the_config(config: PretrainedConfig) -> None:
     found = SequenceCost.of(flops_of(shape_of(config, "any")))
     assert found(1000) == pytest.approx(SequenceCost.from_config(config)(1000), rel=1e-3)
 
@@ -34,14 +34,14 @@ def test_operations_are_those_that_seqpack_reads_from_the_config(config):
         (ONE, 0.0916, 0.25),
     ],
 )
-def test_it_is_near_what_was_measured(work, measured, within):
+def test_it_is_near_what_was_measured(work: StepWork, measured: float, within: float) -> None:
     found = training_seconds(SHAPE, work, "cuda")
     assert found is not None
     print(f"{found:.4f} {measured} {found / measured - 1:+.1%}")
     assert found == pytest.approx(measured, rel=within)
 
 
-def test_what_is_done_again_costs_again_and_stages_wait():
+def test_what_is_done_again_costs_again_and_stages_wait() -> None:
     plain = training_flops(SHAPE, ONE)
     assert training_flops(SHAPE, replace(ONE, epochs=2)) == pytest.approx(2 * plain)
     assert training_flops(SHAPE, replace(ONE, forwards=3)) == pytest.approx(2 * plain)

@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, conv_cu: Tensor, mixer_cu: Tensor) -> Tensor:
         """Run packed tokens [T, WIDTH]; the convolution and the mixer each with boundaries of their own."""
         y = self.project(self.norms[0](x))
-        if self.linear:
+        if self.taps is not None:
             y, gates = y.split([3 * HEADS * DIM, 2 * HEADS], dim=-1)
             y = causal_conv1d(y, self.taps, None, conv_cu, "silu", backend="torch")
             q, k, v = (part.unflatten(-1, (HEADS, DIM)) for part in y.chunk(3, dim=-1))
@@ -48,7 +48,8 @@ class Layer(nn.Module):
             mixed = attention(q, k, v, mixer_cu, max_seqlen=int(mixer_cu.diff().max()))
         x = x + self.out(mixed.flatten(1).to(x.dtype))
         gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
-        return x + self.down(nn.functional.silu(gate) * up)
+        down: Tensor = self.down(nn.functional.silu(gate) * up)
+        return x + down
 
 
 class Hybrid(nn.Module):
@@ -69,7 +70,8 @@ class Hybrid(nn.Module):
             if wrong is not None and wrong[0] == index:
                 given[wrong[1]] = torch.cat([cu[: wrong[2]], cu[wrong[2] + 1 :]])
             x = layer(x, given["conv"], given["mixer"])
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 def verdict(seed: int, decay: str, dtype: torch.dtype, wrong: tuple[int, str, int] | None = None) -> bool:
@@ -77,7 +79,8 @@ def verdict(seed: int, decay: str, dtype: torch.dtype, wrong: tuple[int, str, in
     model = Hybrid(seed, decay).to(dtype)
 
     def alone(model: nn.Module, ids: Tensor) -> Tensor:
-        return model(ids, torch.tensor([0, ids.numel()], dtype=torch.int32))
+        logits: Tensor = model(ids, torch.tensor([0, ids.numel()], dtype=torch.int32))
+        return logits
 
     report = check_packing(model, lambda m, row: m(row.values["input_ids"], row.cu_seqlens, wrong), alone, seed=seed)
     return report.isolated

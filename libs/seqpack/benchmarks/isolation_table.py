@@ -17,12 +17,16 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
-from seqpack.testing.isolation import check_packing
+from seqpack.batches.packed import PackedBatch
+from seqpack.testing.isolation import PackedForward, check_packing
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,7 +41,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_gr
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-def hybrid(*kinds):
+def hybrid(*kinds: str) -> dict[str, Any]:
     return {"num_hidden_layers": len(kinds), "layer_types": [f"{kind}_attention" for kind in kinds]}
 
 
@@ -77,21 +81,22 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(prefix, options):
+def build(prefix: str, options: dict[str, Any]) -> nn.Module:
     """Return the family's model for text, with random weights."""
     text = f"{prefix}TextConfig"
     config = getattr(transformers, text if hasattr(transformers, text) else f"{prefix}Config")(**options)
     torch.manual_seed(0)
-    return getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    return model
 
 
-def packing_of(**choices):
+def packing_of(**choices: bool) -> PackedForward:
     """Return a packed forward that passes what `choices` say."""
 
-    def packed(model, row):
+    def packed(model: nn.Module, row: PackedBatch) -> torch.Tensor:
         ids, cu = row.values["input_ids"][None], row.cu_seqlens
         number = torch.repeat_interleave(torch.arange(row.num_sequences, dtype=torch.int32), cu.diff().long())
-        call = {"position_ids": row.position_ids[None]}
+        call: dict[str, Any] = {"position_ids": row.position_ids[None]}
         if choices.get("no_cache", True):
             call["use_cache"] = False
         if choices.get("ones"):
@@ -102,7 +107,8 @@ def packing_of(**choices):
         if choices.get("boundaries"):
             call |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "seq_idx": number[None]}
             call |= {"max_length_q": row.max_seqlen, "max_length_k": row.max_seqlen}
-        return model(input_ids=ids, **call).logits
+        logits: torch.Tensor = model(input_ids=ids, **call).logits
+        return logits
 
     return packed
 
@@ -116,7 +122,7 @@ WAYS = {
 }
 
 
-def cell(model, packed):
+def cell(model: nn.Module, packed: PackedForward) -> tuple[str, str]:
     """Return one cell of the table and the layer at which packed and alone part first."""
     try:
         report = check_packing(model, packed)
@@ -127,10 +133,11 @@ def cell(model, packed):
         return "right", ""
     origin = f"`{report.origin.name}` ({report.origin.kind})" if report.origin else ""
     verdict = "LEAKS" if report.moved else "wrong, no leak"
+    assert report.worst_grad is not None
     return f"{verdict} ({max(report.logits):.0e}, {report.worst_grad[1]:.0e})", origin
 
 
-def measure(families):
+def measure(families: Iterable[str]) -> dict[str, list[str]]:
     """Return {family: the cells of its row} for the installed transformers."""
     rows = {}
     for family in families:
@@ -140,11 +147,11 @@ def measure(families):
     return rows
 
 
-def merged(results):
+def merged(results: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
     """Join the cells of several versions: one text where the verdicts agree, else each with its version."""
     versions = list(results)
 
-    def join(cells):
+    def join(cells: tuple[str, ...]) -> str:
         if len({text.split(" (")[0] for text in cells}) == 1:
             return cells[-1]
         return "; ".join(f"{version}: {text}" for version, text in zip(versions, cells, strict=True))
@@ -156,7 +163,7 @@ def merged(results):
     }
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--save", type=Path, help="also write the cells to this JSON file")

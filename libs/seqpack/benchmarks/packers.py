@@ -8,6 +8,7 @@ missing. Times are CPU milliseconds of this process, the least of several runs.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -67,7 +68,7 @@ def packing(trl: Any) -> None:
     for name, mix in PACKED.items():
         lengths = mix(COUNT, CAPACITY)
         given = lengths.tolist()
-        ours, plan = timed(lambda given=given: pack(given, CAPACITY))
+        ours, plan = timed(partial(pack, given, CAPACITY))
         bound = bins_bound(np.sort(lengths)[::-1], CAPACITY, len(plan.bins))
         assert max(plan.loads) <= CAPACITY
         row(name, "seqpack", len(plan.bins), bound, f"{plan.gap:.3%}", f"{ours:.1f}", "1.0")
@@ -112,7 +113,7 @@ def balancing(verl: Any) -> None:
         mean = costs.sum() / parts
         for equal in (False, True):
             bound = heaviest_part_bound(descending, parts, equal)
-            ours, plan = timed(lambda given=given, parts=parts, equal=equal: balance(given, parts, equal))
+            ours, plan = timed(partial(balance, given, parts, equal))
             largest = max(plan.loads)
             row(count, parts, equal, "seqpack", largest / mean, f"{largest / bound:.5f}", f"{ours:.1f}", "1.0")
             if verl is None:
@@ -121,9 +122,7 @@ def balancing(verl: Any) -> None:
                 ("verl karmarkar_karp", verl.karmarkar_karp),
                 ("verl greedy_partition", verl.greedy_partition),
             ):
-                theirs, split = timed(
-                    lambda call=call, given=given, parts=parts, equal=equal: call(given, parts, equal), runs=1
-                )
+                theirs, split = timed(partial(call, given, parts, equal), runs=1)
                 largest = max(sum(given[i] for i in part) for part in split)
                 cells = (largest / mean, f"{largest / bound:.5f}", f"{theirs:.0f}", f"{theirs / ours:.0f}")
                 row(count, parts, equal, name, *cells)
@@ -152,10 +151,10 @@ def micro_batches(verl: Any) -> None:
         lengths = mix(samples, CAPACITY)
         given = lengths.tolist()
         least = -(-bins_bound(np.sort(lengths)[::-1], cap, samples) // ranks)
-        ours, plan = timed(lambda given=given: plan_micro_batches(given, cap, ranks, workload), runs=3)
+        ours, plan = timed(partial(plan_micro_batches, given, cap, ranks, workload), runs=3)
         planned = {"seqpack": (ours, plan.ranks)}
         if verl is not None:
-            planned["verl"] = timed(lambda given=given: verl_micro_batches(verl, given, cap, ranks), runs=1)
+            planned["verl"] = timed(partial(verl_micro_batches, verl, given, cap, ranks), runs=1)
         for planner, (elapsed, dealt) in planned.items():
             costs = [[sum(workload(given[i]) for i in batch) for batch in rank] for rank in dealt]
             over = sum(sum(given[i] for i in batch) > cap for rank in dealt for batch in rank)

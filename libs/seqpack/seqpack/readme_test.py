@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from seqpack.batches.jagged import samples_of
 
@@ -17,7 +18,7 @@ def test_it_fits_a_screen() -> None:
 
 
 def test_the_example_runs() -> None:
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(compile(example(), "README.md", "exec"), names)
     plan, packed, scored = names["plan"], names["packed"], names["scored"]
     assert all(tokens <= 12 for rank in plan.tokens for tokens in rank)

@@ -1,5 +1,7 @@
 """Batch sampler, collator and loader: every sample once an epoch, hard caps, equal ranks, resuming, exact rows."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from seqpack.planning.geometry import packed_geometry
 LENGTHS = [5, 3, 9, 1, 12, 7, 2, 2, 8, 4, 6, 11, 3]
 
 
-def samples_of(lengths, start=10):
+def samples_of(lengths: list[int], start: int = 10) -> list[dict[str, Any]]:
     return [{"input_ids": list(range(start * i, start * i + n)), "length": n} for i, n in enumerate(lengths)]
 
 
@@ -31,9 +33,23 @@ def samples_of(lengths, start=10):
     st.sampled_from([(1, None), (4, None), (2, 16)]),
     st.booleans(),
 )
-def test_an_epoch_gives_every_sample_under_the_cap(lengths, world, shuffle, drop_last, window, padding, quadratic):
+def test_an_epoch_gives_every_sample_under_the_cap(
+    lengths: list[int],
+    world: int,
+    shuffle: bool,
+    drop_last: bool,
+    window: int,
+    padding: tuple[int, int | None],
+    quadratic: bool,
+) -> None:
     align, bucket = padding
-    options = {"shuffle": shuffle, "drop_last": drop_last, "window": window, "align": align, "bucket": bucket}
+    options: dict[str, Any] = {
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "window": window,
+        "align": align,
+        "bucket": bucket,
+    }
     options["cost"] = (lambda n: n * n) if quadratic else None
     ranks = [PackedBatchSampler(lengths, 48, rank=r, world_size=world, seed=3, **options) for r in range(world)]
     epochs = []
@@ -54,7 +70,7 @@ def test_an_epoch_gives_every_sample_under_the_cap(lengths, world, shuffle, drop
         assert epochs[0] == epochs[1]
 
 
-def test_an_epoch_has_an_order_of_its_own_and_the_same_on_every_machine():
+def test_an_epoch_has_an_order_of_its_own_and_the_same_on_every_machine() -> None:
     first, second = PackedBatchSampler(LENGTHS, 16), PackedBatchSampler(LENGTHS, 16)
     orders = []
     for epoch in range(3):
@@ -70,7 +86,7 @@ def test_an_epoch_has_an_order_of_its_own_and_the_same_on_every_machine():
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_a_state_goes_on_in_the_middle_of_an_epoch(rows):
+def test_a_state_goes_on_in_the_middle_of_an_epoch(rows: int) -> None:
     sampler = PackedBatchSampler(LENGTHS, 16, world_size=2, rank=1)
     sampler.set_epoch(4)
     whole = list(sampler)
@@ -89,7 +105,7 @@ def test_a_state_goes_on_in_the_middle_of_an_epoch(rows):
         other.load_state_dict(state)
 
 
-def test_a_row_in_full():
+def test_a_row_in_full() -> None:
     """Written by hand: two sequences and a bucket pad."""
     row = PackedCollator(pad_token_id=9, bucket=8)(
         [{"input_ids": [1, 2, 3], "labels": [1, -100, 3]}, {"input_ids": [4, 5], "length": 2}]
@@ -106,7 +122,7 @@ def test_a_row_in_full():
     assert set(plain) == {"input_ids", "labels", "position_ids"}
 
 
-def test_masks_choose_what_is_trained():
+def test_masks_choose_what_is_trained() -> None:
     ids = [1, 2, 3, 4]
     collator = PackedCollator()
     for name in ("loss_mask", "assistant_masks", "completion_mask"):
@@ -133,12 +149,12 @@ def test_masks_choose_what_is_trained():
         ({"input_ids": [1, 2], "text": "x"}, "'text'.*ignore"),
     ],
 )
-def test_what_cannot_be_packed_is_named(sample, message):
+def test_what_cannot_be_packed_is_named(sample: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackedCollator()([{"input_ids": [1, 2]}, sample])
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="lengths"):
         PackedBatchSampler([4, 17], 16)
     with pytest.raises(ValueError, match="rank must be in"):
@@ -158,7 +174,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_gives_the_rows_of_its_rank(workers):
+def test_a_loader_gives_the_rows_of_its_rank(workers: int) -> None:
     samples = samples_of(LENGTHS)
     loaders = [
         packed_dataloader(samples, 16, rank=rank, world_size=2, num_workers=workers, collator=PackedCollator(align=2))
@@ -178,7 +194,7 @@ def test_a_loader_gives_the_rows_of_its_rank(workers):
     assert seen[0] != seen[1]
 
 
-def test_the_fields_of_megatrons_class():
+def test_the_fields_of_megatrons_class() -> None:
     packed = PackedCollator(align=4, bucket=16).pack([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}])
     fields = packed_seq_arguments(packed)
     assert fields["cu_seqlens_q"].tolist() == fields["cu_seqlens_kv"].tolist() == [0, 3, 8, 12]

@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,40 +12,41 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from seqpack.adapters import IGNORED, PackedCollator, PackedStream, TitanRows
+from seqpack.adapters.stream import Sample
 
 
 class Source:
     """Samples of these lengths, numbered, as often as they are asked for."""
 
-    def __init__(self, lengths):
+    def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter([{"input_ids": [i + 1] * n} for i, n in enumerate(self.lengths)])
 
 
 class Counting(Source):
     """A source that keeps its own place, as Hugging Face's streams do."""
 
-    def __init__(self, lengths):
+    def __init__(self, lengths: list[int]) -> None:
         super().__init__(lengths)
         self.place = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         samples = list(super().__iter__())
         while self.place < len(samples):
             self.place += 1
             yield samples[self.place - 1]
         self.place = 0
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
 
 
-def numbers(row):
+def numbers(row: Sequence[Sample]) -> list[int]:
     return [sample["input_ids"][0] for sample in row]
 
 
@@ -52,7 +55,9 @@ lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=120)
 
 @settings(max_examples=30, deadline=None)
 @given(lengths_of, st.integers(1, 6), st.sampled_from([1, 4]), st.sampled_from([None, 16]))
-def test_every_sample_once_under_the_cap_and_none_waits_long(lengths, lookahead, align, bucket):
+def test_every_sample_once_under_the_cap_and_none_waits_long(
+    lengths: list[int], lookahead: int, align: int, bucket: int | None
+) -> None:
     stream = PackedStream(Source(lengths), 32, lookahead=lookahead, align=align, bucket=bucket)
     rows = list(stream)
     assert sorted(n for row in rows for n in numbers(row)) == list(range(1, len(lengths) + 1))
@@ -70,7 +75,7 @@ def test_every_sample_once_under_the_cap_and_none_waits_long(lengths, lookahead,
 
 @settings(max_examples=20, deadline=None)
 @given(lengths_of, st.integers(2, 4))
-def test_ranks_share_the_rows_of_one_stream(lengths, world):
+def test_ranks_share_the_rows_of_one_stream(lengths: list[int], world: int) -> None:
     whole = [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=3)]
     ranks = [
         [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=3, rank=rank, world_size=world)]
@@ -93,7 +98,7 @@ def test_ranks_share_the_rows_of_one_stream(lengths, world):
 LENGTHS = [int(n) for n in torch.randint(1, 30, (150,), generator=torch.Generator().manual_seed(0))]
 
 
-def fresh(kind=Source, **options):
+def fresh(kind: type[Source] = Source, **options: Any) -> PackedStream:
     return PackedStream(kind(LENGTHS), 32, lookahead=4, **options)
 
 
@@ -101,7 +106,7 @@ def fresh(kind=Source, **options):
     "options", [{}, {"rank": 1, "world_size": 2}, {"rank": 1, "world_size": 2, "shard": "samples"}]
 )
 @pytest.mark.parametrize("kind", [Source, Counting])
-def test_a_state_goes_on_exactly(options, kind):
+def test_a_state_goes_on_exactly(options: dict[str, Any], kind: type[Source]) -> None:
     whole = [numbers(row) for row in fresh(kind, **options)]
     for done in (0, 1, 7, len(whole) - 1, len(whole)):
         stream = fresh(kind, **options)
@@ -119,7 +124,7 @@ def test_a_state_goes_on_exactly(options, kind):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_rows_do_not_depend_on_the_workers(workers):
+def test_rows_do_not_depend_on_the_workers(workers: int) -> None:
     stream = fresh(rank=1, world_size=2)
     whole = [numbers(row) for row in stream]
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
@@ -128,16 +133,18 @@ def test_rows_do_not_depend_on_the_workers(workers):
     assert [numbers(row) for row in loader] == whole[4:]
 
 
-def test_rows_are_full():
+def test_rows_are_full() -> None:
     rows = [sum(len(s["input_ids"]) for s in row) for row in PackedStream(Source(LENGTHS * 4), 64, lookahead=16)]
     assert sum(rows) / (64 * len(rows)) > 0.97
 
 
-def test_rows_for_torchtitan():
+def test_rows_for_torchtitan() -> None:
     rows = TitanRows(fresh(), pad_token_id=7)
     plain = list(fresh())
     for (inputs, labels), samples in zip(rows, plain, strict=True):
-        want_ids, want_labels, want_positions = [], [], []
+        want_ids: list[int] = []
+        want_labels: list[int] = []
+        want_positions: list[int] = []
         for sample in samples:
             ids = sample["input_ids"]
             want_ids += ids
@@ -156,10 +163,11 @@ def test_rows_for_torchtitan():
     assert batch[0]["input"].shape == batch[1].shape == (3, 32)
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="sample 2 of the source has 40 tokens"):
         list(PackedStream(Source([3, 4, 40]), 32))
-    for wrong in ({"rank": 1}, {"shard": "files"}, {"lookahead": 0}, {"align": 64}):
+    wrongs: list[dict[str, Any]] = [{"rank": 1}, {"shard": "files"}, {"lookahead": 0}, {"align": 64}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             PackedStream(Source([1]), 32, **wrong)
     with pytest.raises(ValueError, match="'rows'"):

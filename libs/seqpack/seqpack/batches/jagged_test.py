@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -31,6 +33,6 @@ def test_law(law: str) -> None:
         (lambda: unpad(torch.zeros(2), [1, 1]), "needs a batch and a ragged"),
     ],
 )
-def test_bad_input_is_named(call, words: str) -> None:
+def test_bad_input_is_named(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()

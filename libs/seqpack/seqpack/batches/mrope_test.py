@@ -31,7 +31,9 @@ def stock(merge: int) -> Any:
 @st.composite
 def rows(draw: Any, merge: int) -> Row:
     """Texts with images and videos between them; media never touch, as in every template (stock code wants that)."""
-    types, images, videos = [0] * draw(st.integers(1, 5)), [], []
+    types: list[int] = [0] * draw(st.integers(1, 5))
+    images: list[tuple[int, int, int]] = []
+    videos: list[tuple[int, int, int]] = []
     for kind in draw(st.lists(st.sampled_from("iv"), max_size=4)):
         side = st.integers(1, 4).map(lambda n: n * merge)
         grid = (1 if kind == "i" else draw(st.integers(1, 3)), draw(side), draw(side))
@@ -44,14 +46,14 @@ def rows(draw: Any, merge: int) -> Row:
 
 @given(st.data(), st.sampled_from([1, 2, 3]), st.sampled_from(["left", "right"]))
 @settings(max_examples=25, deadline=None)
-def test_positions_and_deltas_are_those_of_transformers(data, merge, side):
+def test_positions_and_deltas_are_those_of_transformers(data: st.DataObject, merge: int, side: str) -> None:
     batch = data.draw(st.lists(rows(merge), min_size=1, max_size=4))
     width = max(len(types) for types, _, _ in batch) + data.draw(st.integers(0, 2))
     pads = [width - len(types) for types, _, _ in batch]
     pair = [((p, 0) if side == "left" else (0, p)) for p in pads]
     types = torch.tensor([[0] * a + t + [0] * b for (a, b), (t, _, _) in zip(pair, batch, strict=True)])
     mask = torch.tensor([[0] * a + [1] * len(t) + [0] * b for (a, b), (t, _, _) in zip(pair, batch, strict=True)])
-    images, videos = (torch.cat([row[i] for row in batch]) for i in (1, 2))
+    images, videos = torch.cat([row[1] for row in batch]), torch.cat([row[2] for row in batch])
     want, delta = stock(merge).get_rope_index(
         torch.zeros_like(types), types, images, videos.clone(), attention_mask=mask
     )
@@ -66,7 +68,7 @@ def test_positions_and_deltas_are_those_of_transformers(data, merge, side):
 
 @given(st.data())
 @settings(max_examples=10, deadline=None)
-def test_packed_rows_have_the_positions_of_each_alone_and_media_survive_the_algebra(data):
+def test_packed_rows_have_the_positions_of_each_alone_and_media_survive_the_algebra(data: st.DataObject) -> None:
     drawn = data.draw(st.lists(rows(2), min_size=2, max_size=5))
     samples = []
     for types, images, videos in drawn:
@@ -103,11 +105,11 @@ def test_packed_rows_have_the_positions_of_each_alone_and_media_survive_the_alge
             ), key
 
 
-def test_a_stream_of_text_has_the_same_position_on_every_axis():
+def test_a_stream_of_text_has_the_same_position_on_every_axis() -> None:
     assert torch.equal(sequence_positions(torch.zeros(5, dtype=torch.int64)), torch.arange(5).expand(3, -1))
 
 
-def test_images_side_by_side_each_take_their_own_grid():
+def test_images_side_by_side_each_take_their_own_grid() -> None:
     """Stock transformers takes neighbours of one type for one image; a prompt may have them."""
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     found = sequence_positions(torch.tensor([0, 1, 1, 1, 1, 0]), grids)
@@ -125,12 +127,14 @@ def test_images_side_by_side_each_take_their_own_grid():
         ([0, 1], [[1, 3, 2]], r"the grid \(1, 3, 2\)"),
     ],
 )
-def test_tokens_that_do_not_fit_their_grids_are_refused(types, images, problem):
+def test_tokens_that_do_not_fit_their_grids_are_refused(
+    types: list[int], images: list[list[int]], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         mrope_positions(torch.tensor([types]), torch.tensor(images, dtype=torch.int64).view(-1, 3))
 
 
-def test_shapes_are_checked():
+def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"must be \(B, T\)"):
         mrope_positions(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"image_grid_thw must be \(n, 3\)"):

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,9 +7,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import seqpack.batches.packed
-from seqpack.batches.batch import make_batch
+from seqpack.batches.batch import make_batch, view_batch
 from seqpack.batches.jagged import jagged, samples_of
 from seqpack.batches.packed import pack_each, pack_sequences, unpack_sequences, unpack_tokens
+from seqpack.batches.view import BatchView
 
 
 def batch_of(lengths: list[int]) -> TensorDict:
@@ -91,7 +94,8 @@ def test_outputs_go_back_with_gradients() -> None:
     logits = torch.randn(12, 7, requires_grad=True)
     back = unpack_tokens(packed, logits, token_dim=0)
     assert [tuple(s.shape) for s in samples_of(back)] == [(3, 7), (1, 7), (2, 7)]
-    sum(s.sum() for s in samples_of(back)).backward()
+    sum((s.sum() for s in samples_of(back)), torch.zeros(())).backward()
+    assert logits.grad is not None
     assert torch.equal(logits.grad[:, 0] == 1, packed.token_mask)
     scored = packed.with_values(log_probs=torch.arange(12.0))
     assert [s.tolist() for s in samples_of(unpack_sequences(scored)["log_probs"])] == [[0, 1, 2], [4], [8, 9]]
@@ -112,8 +116,12 @@ def test_packing_each_is_packing_one_after_another(monkeypatch: pytest.MonkeyPat
     batch, rows = batch_of([3, 1, 4, 2]), [[2, 0], [], [1, 3, 1]]
     expected = [pack_sequences(batch, indices, align=2, pad_values={"input_ids": 7}) for indices in rows]
     checks = []
-    check = seqpack.batches.packed.view_batch
-    monkeypatch.setattr(seqpack.batches.packed, "view_batch", lambda b: (checks.append(b), check(b))[1])
+
+    def counted(given: TensorDict) -> BatchView:
+        checks.append(given)
+        return view_batch(given)
+
+    monkeypatch.setattr(seqpack.batches.packed, "view_batch", counted)
     packed = list(pack_each(batch, rows, align=2, pad_values={"input_ids": 7}))
     assert len(checks) == 1
     for one, other in zip(packed, expected, strict=True):
@@ -165,7 +173,7 @@ def test_keys_and_device() -> None:
         (lambda b: unpack_tokens(pack_sequences(b), torch.zeros(3)), "must hold the 4 tokens"),
     ],
 )
-def test_bad_input_is_named(call, words: str) -> None:
+def test_bad_input_is_named(call: Callable[[TensorDict], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call(batch_of([3, 1]))
 

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from seqpack.batches.algebra import index_select
 from seqpack.batches.batch import lengths, make_batch, view_batch
 from seqpack.batches.jagged import jagged, samples_of
 from seqpack.batches.packed import pack_each, pack_sequences, unpack_sequences
-from seqpack.batches.view import Totals
+from seqpack.batches.view import BatchView, Totals
 
 MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=6)
 
@@ -129,6 +130,6 @@ def test_what_comes_back_from_a_packed_view_is_the_batch() -> None:
         (lambda view: view.select(torch.tensor([True, False])), "turn a mask into indices"),
     ],
 )
-def test_bad_input_is_named(call, words: str) -> None:
+def test_bad_input_is_named(call: Callable[[BatchView], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call(view_batch(batch_of([[True, True], [True]])))

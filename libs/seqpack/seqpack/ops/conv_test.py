@@ -1,18 +1,22 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpack.ops.conv import causal_conv1d, causal_conv1d_state, causal_conv1d_step
+from seqpack.ops.conv import Activation, causal_conv1d, causal_conv1d_state, causal_conv1d_step
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 0)
 
 
-def cumulative(lengths):
+def cumulative(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def inputs(lengths, dim=3, kernel=4, seed=0, dtype=torch.float64):
+def inputs(
+    lengths: list[int], dim: int = 3, kernel: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(sum(lengths), dim), (dim, kernel), (dim,), (len(lengths), dim, kernel - 1)]
     return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
@@ -20,7 +24,9 @@ def inputs(lengths, dim=3, kernel=4, seed=0, dtype=torch.float64):
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.sampled_from([None, "silu"]), st.booleans(), st.booleans())
-def test_torch_path_equals_the_oracle(lengths, kernel, activation, with_bias, with_state):
+def test_torch_path_equals_the_oracle(
+    lengths: list[int], kernel: int, activation: Activation, with_bias: bool, with_state: bool
+) -> None:
     x, weight, bias, state = inputs(lengths, kernel=kernel)
     given_tensors = [x, weight, *([bias] if with_bias else []), *([state] if with_state and kernel > 1 else [])]
     results = []
@@ -43,7 +49,7 @@ def test_torch_path_equals_the_oracle(lengths, kernel, activation, with_bias, wi
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck():
+def test_gradcheck() -> None:
     x, weight, bias, state = inputs([3, 1, 5], dim=2)
     cu = cumulative([3, 1, 5])
     assert torch.autograd.gradcheck(
@@ -51,7 +57,7 @@ def test_gradcheck():
     )
 
 
-def test_matches_the_depthwise_convolution_of_torch():
+def test_matches_the_depthwise_convolution_of_torch() -> None:
     conv = torch.nn.Conv1d(5, 5, 4, groups=5, padding=3)
     x = torch.randn(11, 5)
     expected = conv(x.t()[None])[0, :, :11].t()
@@ -59,7 +65,7 @@ def test_matches_the_depthwise_convolution_of_torch():
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_nothing_crosses_a_boundary_not_even_nan():
+def test_nothing_crosses_a_boundary_not_even_nan() -> None:
     x, weight, bias, _ = inputs([4, 3, 6])
     cu = cumulative([4, 3, 6])
     with torch.no_grad():
@@ -70,7 +76,7 @@ def test_nothing_crosses_a_boundary_not_even_nan():
     assert torch.equal(before[7:], after[7:])
 
 
-def test_steps_continue_a_prefix():
+def test_steps_continue_a_prefix() -> None:
     lengths, extra = [5, 1, 2], 3
     x, weight, bias, _ = inputs([n + extra for n in lengths])
     full = causal_conv1d(x, weight, bias, cumulative([n + extra for n in lengths]), "silu")
@@ -84,7 +90,7 @@ def test_steps_continue_a_prefix():
         torch.testing.assert_close(y, full[ends], rtol=1e-12, atol=1e-12)
 
 
-def test_state_of_a_prefix_continues_the_packed_call_too():
+def test_state_of_a_prefix_continues_the_packed_call_too() -> None:
     x, weight, bias, _ = inputs([7, 6])
     whole = causal_conv1d(x, weight, bias, cumulative([7, 6]))
     state = causal_conv1d_state(torch.cat([x[:2], x[7:11]]), cumulative([2, 4]), 4)
@@ -93,13 +99,13 @@ def test_state_of_a_prefix_continues_the_packed_call_too():
 
 
 @pytest.mark.parametrize("edges", [[0], [0, 0], [0, 0, 0]])
-def test_no_tokens_at_all(edges):
+def test_no_tokens_at_all(edges: list[int]) -> None:
     cu = torch.tensor(edges, dtype=torch.int32)
     assert causal_conv1d(torch.randn(0, 3), torch.randn(3, 4), None, cu, "silu").shape == (0, 3)
     assert causal_conv1d_state(torch.randn(0, 3), cu, 4).shape == (len(edges) - 1, 3, 3)
 
 
-def test_half_precision_is_summed_in_float32():
+def test_half_precision_is_summed_in_float32() -> None:
     x, weight, bias, _ = inputs([40, 2, 70], dtype=torch.float32)
     y = causal_conv1d(x.bfloat16(), weight, bias, cumulative([40, 2, 70]), "silu")
     exact = causal_conv1d(x.bfloat16().double(), weight.double(), bias.double(), cumulative([40, 2, 70]), "silu")
@@ -123,7 +129,7 @@ def test_half_precision_is_summed_in_float32():
         ({"backend": "causal_conv1d"}, "cannot run with backend 'causal_conv1d': "),
     ],
 )
-def test_bad_calls_are_named(change, text):
+def test_bad_calls_are_named(change: dict[str, Any], text: str) -> None:
     call = {"x": torch.randn(5, 3), "weight": torch.randn(3, 4), "bias": None, "cu_seqlens": cumulative([5])}
     with pytest.raises(ValueError, match=text):
         causal_conv1d(**{**call, **change})

@@ -16,15 +16,23 @@ delta_step: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gated_delta_rule_
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(0, 24)), min_size=1, max_size=5).filter(lambda x: sum(x) > 0)
 
 
-def cumulative(lengths):
+def cumulative(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def inputs(lengths, key_heads=1, groups=1, dims=(3, 2), seed=0, dtype=torch.float64, decay=1.0):
+def inputs(
+    lengths: list[int],
+    key_heads: int = 1,
+    groups: int = 1,
+    dims: tuple[int, int] = (3, 2),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    decay: float = 1.0,
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     total, heads = sum(lengths), key_heads * groups
 
-    def random(*shape):
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype)
 
     q, k = random(total, key_heads, dims[0]), random(total, key_heads, dims[0])
@@ -33,7 +41,9 @@ def inputs(lengths, key_heads=1, groups=1, dims=(3, 2), seed=0, dtype=torch.floa
     return [t.requires_grad_() for t in tensors]
 
 
-def run(tensors, lengths, with_state, backend, **options):
+def run(
+    tensors: list[torch.Tensor], lengths: list[int], with_state: bool, backend: str, **options: Any
+) -> tuple[torch.Tensor, ...]:
     *operands, state = tensors
     o, final = delta_rule(
         *operands,
@@ -53,7 +63,9 @@ def run(tensors, lengths, with_state, backend, **options):
 @given(
     LENGTHS, st.sampled_from([None, 1, 2, 5, 16]), st.booleans(), st.integers(1, 2), st.integers(1, 2), st.booleans()
 )
-def test_chunks_equal_the_recurrence_forward_and_backward(lengths, size, with_state, key_heads, groups, norm):
+def test_chunks_equal_the_recurrence_forward_and_backward(
+    lengths: list[int], size: int | None, with_state: bool, key_heads: int, groups: int, norm: bool
+) -> None:
     tensors = inputs(lengths, key_heads, groups, decay=0.1)
     options = {"l2norm_qk": norm} if norm else {"l2norm_qk": False, "scale": 0.1}
     expected = run(tensors, lengths, with_state, "naive", **options)
@@ -63,7 +75,7 @@ def test_chunks_equal_the_recurrence_forward_and_backward(lengths, size, with_st
 
 
 @pytest.mark.parametrize("backend", ["naive", "torch"])
-def test_the_first_two_tokens_by_hand(backend):
+def test_the_first_two_tokens_by_hand(backend: str) -> None:
     # With S = 0: S_1 = beta_1 k_1 v_1; S_2 = a S_1 + beta_2 k_2 (v_2 - k_2 a S_1), a = exp(g_2); o = S^T q / sqrt(Dk).
     q, k, v, g, beta, _ = inputs([2], dims=(3, 2))
     o, final = delta_rule(q, k, v, g, beta, cumulative([2]), output_final_state=True, backend=backend)
@@ -76,7 +88,7 @@ def test_the_first_two_tokens_by_hand(backend):
     torch.testing.assert_close(final[0, 0], second, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_scales_as_the_row_does():
+def test_a_step_scales_as_the_row_does() -> None:
     q, k, v, g, beta, _ = (t.detach() for t in inputs([1], key_heads=2, groups=2, dims=(5, 2)))
     o, final = delta_rule(q, k, v, g, beta, cumulative([1]), output_final_state=True)
     stepped, state = delta_step(q, k, v, g, beta, torch.zeros(1, 4, 5, 2, dtype=torch.float64))
@@ -85,12 +97,12 @@ def test_a_step_scales_as_the_row_does():
 
 
 @pytest.mark.parametrize("with_final", [False, True])
-def test_gradcheck(with_final):
+def test_gradcheck(with_final: bool) -> None:
     lengths = [5, 1, 3]
     *operands, state = inputs(lengths, 1, 2, decay=0.1)
     cu = cumulative(lengths)
 
-    def call(*a):
+    def call(*a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         o, final = delta_rule(
             *a[:5], cu, initial_state=a[5], output_final_state=with_final, chunk_size=2, backend="torch"
         )
@@ -99,7 +111,7 @@ def test_gradcheck(with_final):
     assert torch.autograd.gradcheck(call, (*operands, state))
 
 
-def test_without_any_state_the_short_path_is_the_same():
+def test_without_any_state_the_short_path_is_the_same() -> None:
     lengths = [7, 1, 12, 3]
     *operands, _ = inputs(lengths, 2, 2)
     cu = cumulative(lengths)
@@ -111,7 +123,7 @@ def test_without_any_state_the_short_path_is_the_same():
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_float32_stays_close_over_long_sequences_with_strong_and_weak_decay():
+def test_float32_stays_close_over_long_sequences_with_strong_and_weak_decay() -> None:
     lengths = [300, 1, 517, 64, 65]
     for decay in (1e-4, 0.05, 5.0):
         *exact, _ = inputs(lengths, 2, 2, (16, 16), decay=decay)
@@ -123,7 +135,7 @@ def test_float32_stays_close_over_long_sequences_with_strong_and_weak_decay():
         assert ((got - naive).norm() / naive.norm()).item() < 2e-6
 
 
-def test_a_state_handed_on_equals_one_call():
+def test_a_state_handed_on_equals_one_call() -> None:
     lengths = [13, 2, 30]
     *operands, state = inputs(lengths, 1, 2)
     whole, final = delta_rule(*operands, cumulative(lengths), initial_state=state, output_final_state=True)
@@ -143,7 +155,7 @@ def test_a_state_handed_on_equals_one_call():
     torch.testing.assert_close(last, final, rtol=1e-9, atol=1e-9)
 
 
-def test_steps_equal_the_packed_call():
+def test_steps_equal_the_packed_call() -> None:
     lengths = [6, 6, 6]
     *operands, state = inputs(lengths, 2, 2)
     whole, final = delta_rule(*operands, cumulative(lengths), initial_state=state, output_final_state=True)
@@ -155,7 +167,7 @@ def test_steps_equal_the_packed_call():
 
 @pytest.mark.parametrize(("kind", "width"), [(torch.float64, torch.float64), (torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("l2norm", [True, False])
-def test_a_step_in_place_is_the_step(kind, width, l2norm):
+def test_a_step_in_place_is_the_step(kind: torch.dtype, width: torch.dtype, l2norm: bool) -> None:
     *operands, state = (x.detach().to(kind) for x in inputs([1, 1, 1], 2, 2))
     state = state.to(width)
     o, after = delta_step(*operands, state, l2norm_qk=l2norm)
@@ -167,13 +179,13 @@ def test_a_step_in_place_is_the_step(kind, width, l2norm):
     assert after.dtype == width
 
 
-def test_a_step_in_place_is_refused_where_a_gradient_flows():
+def test_a_step_in_place_is_refused_where_a_gradient_flows() -> None:
     *operands, state = inputs([1, 1, 1], 2, 2)
     with pytest.raises(ValueError, match="no_grad"):
         delta_step(*operands, state.detach(), inplace=True)
 
 
-def test_nothing_crosses_a_boundary_not_even_nan():
+def test_nothing_crosses_a_boundary_not_even_nan() -> None:
     lengths = [20, 3, 33]
     *operands, _ = inputs(lengths, dtype=torch.float32)
     with torch.no_grad():
@@ -186,14 +198,14 @@ def test_nothing_crosses_a_boundary_not_even_nan():
 
 
 @pytest.mark.parametrize("edges", [[0], [0, 0, 0]])
-def test_no_tokens_at_all(edges):
+def test_no_tokens_at_all(edges: list[int]) -> None:
     q, g, state = torch.randn(0, 2, 4), torch.randn(0, 2), torch.randn(len(edges) - 1, 2, 4, 4)
     o, final = delta_rule(q, q, q, g, g, torch.tensor(edges), initial_state=state, output_final_state=True)
     assert o.shape == (0, 2, 4)
     assert torch.equal(final, state)
 
 
-def test_half_precision_is_computed_in_float32():
+def test_half_precision_is_computed_in_float32() -> None:
     lengths = [40, 2, 70]
     *operands, _ = inputs(lengths, 1, 2, (16, 16), dtype=torch.float32)
     half = [t.detach().bfloat16() for t in operands]
@@ -208,7 +220,7 @@ def test_half_precision_is_computed_in_float32():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.integers(1, 70))
-def test_plan_gives_each_token_a_place_of_its_own_in_order(lengths, size):
+def test_plan_gives_each_token_a_place_of_its_own_in_order(lengths: list[int], size: int) -> None:
     plan = plan_chunks(lengths, size, torch.device("cpu"))
     assert list(plan.steps) == [n for s in range(200) if (n := sum(-(-x // size) > s for x in lengths))]
     places = (plan.rows * size + plan.columns).tolist()
@@ -222,7 +234,7 @@ def test_plan_gives_each_token_a_place_of_its_own_in_order(lengths, size):
     assert places == expected
 
 
-def test_chunk_size_fits_the_lengths():
+def test_chunk_size_fits_the_lengths() -> None:
     assert choose_chunk_size([15] * 500, 4, 16, 16) == 15
     assert choose_chunk_size([1, 1], 4, 16, 16) == 1
     assert choose_chunk_size([0], 4, 16, 16) == 1
@@ -244,7 +256,7 @@ def test_chunk_size_fits_the_lengths():
         ({"backend": "triton"}, "no backend 'triton'; choose from auto, "),
     ],
 )
-def test_bad_calls_are_named(change, text):
+def test_bad_calls_are_named(change: dict[str, Any], text: str) -> None:
     call = {"q": torch.randn(5, 2, 4), "k": torch.randn(5, 2, 4), "v": torch.randn(5, 4, 4), "g": -torch.rand(5, 4)}
     call |= {"beta": torch.rand(5, 4), "cu_seqlens": cumulative([5])}
     with pytest.raises(ValueError, match=text):

@@ -1,6 +1,6 @@
 """Fused kernels against float64, forward and backward. Shapes are fixed: every new one costs kernel tuning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
+from seqpack.batches.packed import PackedBatch
 from seqpack.ops import attention, backends, causal_conv1d, causal_conv1d_state, gated_delta_rule, gated_delta_rule_step
 from seqpack.testing import check_packing
 
@@ -25,29 +26,29 @@ LENGTHS = [700, 5, 333, 1024, 64, 950, 1, 1019]
 TOTAL, KEY_HEADS, HEADS, DIM, CHANNELS = sum(LENGTHS), 4, 8, 128, 2048
 
 
-def error(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def cumulative(lengths=LENGTHS):
+def cumulative(lengths: list[int] = LENGTHS) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
 
 
-def random(*shape):
+def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda")
 
 
-def need(op, backend):
+def need(op: str, backend: str) -> None:
     found = backends("cuda")[op][backend]
     if not found.available:
         pytest.skip(f"{op} has no {backend} here: {found.reason}")
 
 
-def doubles(tensors):
+def doubles(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().double().requires_grad_() for t in tensors]
 
 
-def delta_inputs():
+def delta_inputs() -> list[torch.Tensor]:
     torch.manual_seed(0)
     half = [random(TOTAL, h, DIM).bfloat16() for h in (KEY_HEADS, KEY_HEADS, HEADS)]
     return [
@@ -55,7 +56,7 @@ def delta_inputs():
     ]
 
 
-def compare(call, tensors, bound):
+def compare(call: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], bound: float) -> None:
     """Run a call as it is and in float64 plain torch; assert each relative error, print all."""
     got, exact = call(tensors), doubles(tensors)
     expected = call(exact, "torch")
@@ -68,18 +69,18 @@ def compare(call, tensors, bound):
 
 
 @pytest.mark.parametrize("backend", ["fla", "flash_qla"])
-def test_gated_delta_rule(backend):
+def test_gated_delta_rule(backend: str) -> None:
     need("gated_delta_rule", backend)
     compare(lambda t, b=backend: delta_rule(*t, cumulative(), backend=b)[0], delta_inputs(), 1e-2)
 
 
-def test_a_recomputed_layer_keeps_its_inputs_alone():
+def test_a_recomputed_layer_keeps_its_inputs_alone() -> None:
     """FlashQLA cuts a long sequence; the states at the cuts must not outlive the forward pass."""
     torch.manual_seed(0)
     q, k, v = (random(8192, 2, DIM).bfloat16().requires_grad_() for _ in range(3))
     g, beta, ends = logsigmoid(random(8192, 2)), random(8192, 2).sigmoid().bfloat16(), cumulative([8192])
 
-    def layer(*operands):
+    def layer(*operands: torch.Tensor) -> torch.Tensor:
         return delta_rule(*operands, ends)[0].sum()
 
     layer(q, k, v, g, beta)  # whatever is made once
@@ -90,19 +91,20 @@ def test_a_recomputed_layer_keeps_its_inputs_alone():
     total.backward()
 
 
-def test_gated_delta_rule_in_plain_torch_and_float32():
+def test_gated_delta_rule_in_plain_torch_and_float32() -> None:
     tensors = [t.detach().float().requires_grad_() for t in delta_inputs()]
     compare(lambda t, b="auto": delta_rule(*t, cumulative(), backend=b)[0], tensors, 2e-5)
 
 
 @pytest.mark.parametrize("backend", ["fla", "flash_qla"])
-def test_states_of_the_gated_delta_rule(backend):
+def test_states_of_the_gated_delta_rule(backend: str) -> None:
     need("gated_delta_rule", backend)
     tensors = delta_inputs()
     state = random(len(LENGTHS), HEADS, DIM, DIM).requires_grad_()
 
-    def call(operands, name=backend):
+    def call(operands: list[torch.Tensor], name: str = backend) -> torch.Tensor:
         *operands, start = operands
+        final: torch.Tensor
         _, final = delta_rule(*operands, cumulative(), initial_state=start, output_final_state=True, backend=name)
         return final
 
@@ -111,14 +113,14 @@ def test_states_of_the_gated_delta_rule(backend):
 
 
 @pytest.mark.parametrize("backend", ["causal_conv1d", "fla"])
-def test_causal_convolution(backend):
+def test_causal_convolution(backend: str) -> None:
     need("causal_conv1d", backend)
     torch.manual_seed(0)
     tensors = [t.bfloat16().requires_grad_() for t in (random(TOTAL, CHANNELS), random(CHANNELS, 4), random(CHANNELS))]
     compare(lambda t, b=backend: conv1d(*t, cumulative(), "silu", backend=b), tensors, 1e-2)
 
 
-def test_causal_convolution_with_a_state():
+def test_causal_convolution_with_a_state() -> None:
     need("causal_conv1d", "fla")
     torch.manual_seed(0)
     shapes = ((TOTAL, CHANNELS), (CHANNELS, 4), (len(LENGTHS), CHANNELS, 3))
@@ -127,18 +129,18 @@ def test_causal_convolution_with_a_state():
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 128}, {"causal": False}])
-def test_attention(options):
+def test_attention(options: dict[str, Any]) -> None:
     need("attention", "varlen")
     torch.manual_seed(0)
     tensors = [random(TOTAL, h, DIM).bfloat16().requires_grad_() for h in (8, 2, 2)]
     compare(lambda t, b="varlen": packed_attention(*t, cumulative(), backend=b, **options), tensors, 1e-2)
 
 
-def test_nothing_crosses_a_boundary_in_what_auto_takes():
+def test_nothing_crosses_a_boundary_in_what_auto_takes() -> None:
     cu, (first, last) = cumulative(), (700, 705)
     tensors, x, weight = delta_inputs(), random(TOTAL, CHANNELS).bfloat16(), random(CHANNELS, 4).bfloat16()
     q, k, v = (random(TOTAL, h, DIM).bfloat16() for h in (8, 2, 2))
-    runs = {
+    runs: dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]] = {
         "gated_delta_rule": (lambda: delta_rule(*tensors, cu)[0], tensors),
         "causal_conv1d": (lambda: conv1d(x, weight, None, cu, "silu"), [x]),
         "attention": (lambda: packed_attention(q, k, v, cu), [q, k, v]),
@@ -154,7 +156,7 @@ def test_nothing_crosses_a_boundary_in_what_auto_takes():
             assert not torch.equal(before[first:last], after[first:last]), name
 
 
-def test_steps_continue_a_prefix():
+def test_steps_continue_a_prefix() -> None:
     lengths = [64] * 8
     q, k, v, g, beta = (t.detach()[:512].unflatten(0, (8, 64)) for t in delta_inputs())
     exact, _ = delta_rule(*(t.flatten(0, 1).double() for t in (q, k, v, g, beta)), cumulative(lengths))
@@ -169,7 +171,7 @@ def test_steps_continue_a_prefix():
     assert causal_conv1d_state(x, cumulative(lengths), 4).shape == (8, 256, 3)
 
 
-def test_empty_sequences_are_allowed():
+def test_empty_sequences_are_allowed() -> None:
     lengths = [64, 0, 448]
     tensors = [t.detach()[:512] for t in delta_inputs()]
     state = random(3, HEADS, DIM, DIM)
@@ -189,7 +191,7 @@ def test_empty_sequences_are_allowed():
     )
 
 
-def test_a_row_of_one_token():
+def test_a_row_of_one_token() -> None:
     """What a rank without samples runs, so that collectives match."""
     one = cumulative([1])
     x, weight = random(1, CHANNELS).bfloat16().requires_grad_(), random(CHANNELS, 4).bfloat16().requires_grad_()
@@ -199,20 +201,20 @@ def test_a_row_of_one_token():
     compare(lambda t, b="auto": delta_rule(*t[:3], still, t[3], one, backend=b)[0], [q, k, v, beta], 1e-2)
     q, k, v = (random(1, h, DIM).bfloat16() for h in (8, 2, 2))  # only v matters
 
-    def attend(t, backend="auto"):
+    def attend(t: list[torch.Tensor], backend: str = "auto") -> torch.Tensor:
         return packed_attention(q.to(t[0].dtype), k.to(t[0].dtype), t[0], one, backend=backend)
 
     compare(attend, [v.requires_grad_()], 1e-2)
 
 
-def test_float32_is_refused_by_name_and_served_by_auto():
+def test_float32_is_refused_by_name_and_served_by_auto() -> None:
     q = random(8, 2, DIM)
     with pytest.raises(ValueError, match="'varlen': its kernels are for bfloat16 and float16, not float32"):
         packed_attention(q, q, q, cumulative([8]), backend="varlen")
     assert packed_attention(q, q, q, cumulative([8])).dtype == torch.float32
 
 
-def test_stock_qwen_with_fused_kernels_is_isolated_once_it_is_told_the_boundaries():
+def test_stock_qwen_with_fused_kernels_is_isolated_once_it_is_told_the_boundaries() -> None:
     need("gated_delta_rule", "fla")
     need("causal_conv1d", "causal_conv1d")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -224,7 +226,7 @@ def test_stock_qwen_with_fused_kernels_is_isolated_once_it_is_told_the_boundarie
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForCausalLM(config).to("cuda", torch.bfloat16)
 
-    def packed(model, row, seq_idx=True):
+    def packed(model: Any, row: PackedBatch, seq_idx: bool = True) -> Any:
         call = {
             "cu_seq_lens_q": row.cu_seqlens,
             "cu_seq_lens_k": row.cu_seqlens,

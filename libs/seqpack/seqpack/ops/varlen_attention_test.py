@@ -1,4 +1,5 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +14,19 @@ packed_attention: Callable[..., torch.Tensor] = attention
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(0, 50)), min_size=1, max_size=5).filter(lambda x: 0 < sum(x) < 90)
 
 
-def cumulative(lengths):
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def inputs(lengths, heads=1, groups=1, dim=4, dtype=torch.float64):
+def inputs(
+    lengths: list[int], heads: int = 1, groups: int = 1, dim: int = 4, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     counts = (heads * groups, heads, heads)
     return [torch.randn(sum(lengths), h, dim, generator=generator, dtype=dtype).requires_grad_() for h in counts]
 
 
-def run(tensors, lengths, **options):
+def run(tensors: list[torch.Tensor], lengths: list[int], **options: Any) -> tuple[torch.Tensor, ...]:
     o = packed_attention(*tensors, cumulative(lengths), **options)
     return o, *torch.autograd.grad((o * torch.arange(o.numel(), dtype=o.dtype).reshape(o.shape).cos()).sum(), tensors)
 
@@ -32,7 +35,9 @@ def run(tensors, lengths, **options):
 @given(
     LENGTHS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([(True, None), (True, 3), (True, 60), (False, None)])
 )
-def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
+def test_torch_path_equals_the_oracle(
+    lengths: list[int], heads: int, groups: int, kind: tuple[bool, int | None]
+) -> None:
     tensors = inputs(lengths, heads, groups)
     options = {"causal": kind[0], "window": kind[1], "scale": 0.7}
     for a, b in zip(
@@ -44,7 +49,7 @@ def test_torch_path_equals_the_oracle(lengths, heads, groups, kind):
 
 
 @pytest.mark.parametrize("backend", ["naive", "torch"])
-def test_scores_are_scaled_by_the_root_of_the_head_size_as_torch_does(backend):
+def test_scores_are_scaled_by_the_root_of_the_head_size_as_torch_does(backend: str) -> None:
     q, k, v = inputs([7], heads=2, groups=2, dim=6)
     heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
     whole = torch.nn.functional.scaled_dot_product_attention
@@ -52,7 +57,7 @@ def test_scores_are_scaled_by_the_root_of_the_head_size_as_torch_does(backend):
     torch.testing.assert_close(packed_attention(q, k, v, cumulative([7]), backend=backend), expected[0].transpose(0, 1))
 
 
-def test_gradcheck():
+def test_gradcheck() -> None:
     lengths = [40, 1, 3]
     tensors = inputs(lengths, 1, 2, 2)
     assert torch.autograd.gradcheck(
@@ -60,7 +65,7 @@ def test_gradcheck():
     )
 
 
-def test_nothing_crosses_a_boundary_not_even_nan():
+def test_nothing_crosses_a_boundary_not_even_nan() -> None:
     lengths = [40, 5, 38]
     for options in ({}, {"window": 4}, {"causal": False}):
         tensors = inputs(lengths, 2, 2, dtype=torch.float32)
@@ -73,7 +78,7 @@ def test_nothing_crosses_a_boundary_not_even_nan():
         assert torch.equal(before[45:], after[45:])
 
 
-def test_autocast_casts_as_it_does_for_torch_attention():
+def test_autocast_casts_as_it_does_for_torch_attention() -> None:
     lengths = [40, 3]
     q, k, v = inputs(lengths, 2, 2, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -85,7 +90,7 @@ def test_autocast_casts_as_it_does_for_torch_attention():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 5000), max_size=40))
-def test_buckets_hold_every_sequence_once_and_waste_little(lengths):
+def test_buckets_hold_every_sequence_once_and_waste_little(lengths: list[int]) -> None:
     groups = buckets(lengths)
     assert sorted(i for g in groups for i in g) == [i for i, n in enumerate(lengths) if n]
     for group in groups:
@@ -106,7 +111,7 @@ def test_buckets_hold_every_sequence_once_and_waste_little(lengths):
         ({"backend": "flash"}, "no backend 'flash'; choose from auto, varlen, torch, naive"),
     ],
 )
-def test_bad_calls_are_named(change, text):
+def test_bad_calls_are_named(change: dict[str, Any], text: str) -> None:
     call = {
         "q": torch.randn(5, 4, 8),
         "k": torch.randn(5, 2, 8),

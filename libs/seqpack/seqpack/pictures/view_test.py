@@ -8,10 +8,10 @@ import pytest
 
 from seqpack.__main__ import main
 from seqpack.pictures.view import render
-from seqpack.planning.balancing import balance
-from seqpack.planning.micro_batches import plan_micro_batches
+from seqpack.planning.balancing import BalancePlan, balance
+from seqpack.planning.micro_batches import MicroBatchPlan, plan_micro_batches
 from seqpack.planning.mixes import bimodal
-from seqpack.planning.packing import pack
+from seqpack.planning.packing import PackPlan, pack
 
 LENGTHS = bimodal(300, 16384).tolist()
 
@@ -78,7 +78,7 @@ def test_large_plans_say_what_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("plan", [pack([], 8), plan_micro_batches([], 8, 2), balance([], 2), balance([0.0], 1)])
-def test_empty_plans(plan) -> None:
+def test_empty_plans(plan: PackPlan | MicroBatchPlan | BalancePlan) -> None:
     assert "<h1>" in render(plan.to_json())
 
 

@@ -13,6 +13,7 @@ from seqpack.planning.balancing_capped import (
     costliest_first,
     even_out,
 )
+from seqpack.planning.bounds import Ints
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import pack
 
@@ -109,7 +110,12 @@ def test_slots_that_run_together_are_evened_out() -> None:
 def test_the_rounds_do_not_grow_with_the_slots(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
     choose = capped._choose
-    monkeypatch.setattr(capped, "_choose", lambda *given: (rounds.append(len(given[1])), choose(*given))[1])
+
+    def counted(slots: Slots, heavy: Ints, partners: Ints) -> tuple[Ints, Ints]:
+        rounds.append(len(heavy))
+        return choose(slots, heavy, partners)
+
+    monkeypatch.setattr(capped, "_choose", counted)
     for ranks in (64, 256, 1024):
         lengths = MIXES[mix](16 * ranks, 16384).tolist()
         packed = pack(lengths, 32768).bins

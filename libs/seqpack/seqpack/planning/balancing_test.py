@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -114,6 +116,6 @@ def test_best_exchange_equals_trying_all(heavy: list[int], light: list[int], dif
         (None, 2, "costs must be a sequence of numbers, got NoneType"),
     ],
 )
-def test_bad_input_is_named(costs, parts, words: str) -> None:
+def test_bad_input_is_named(costs: Any, parts: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         balance(costs, parts)

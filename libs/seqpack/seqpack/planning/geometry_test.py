@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +99,6 @@ def test_what_fits_the_usable_capacity_is_laid_out_within_the_capacity(
         (lambda: alignment(layout="striped"), "'zigzag' or 'contiguous', got 'striped'"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_input_is_named(call, words: str) -> None:
+def test_bad_input_is_named(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()

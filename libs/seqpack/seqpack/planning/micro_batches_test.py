@@ -1,12 +1,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpack.planning.geometry import packed_geometry, usable_capacity
+from seqpack.planning.geometry import Bucket, packed_geometry, usable_capacity
 from seqpack.planning.micro_batches import MicroBatchPlan, plan_micro_batches
 from seqpack.planning.mixes import MIXES
 from seqpack.planning.packing import pack
@@ -26,14 +28,23 @@ def quadratic(length: int) -> float:
     st.integers(1, 3),
     st.data(),
 )
-def test_cap_counts_and_every_sample_once(lengths, cap, dp, cost, grouping, padding, multiple, data) -> None:
+def test_cap_counts_and_every_sample_once(
+    lengths: list[int],
+    cap: int,
+    dp: int,
+    cost: Callable[[int], float] | None,
+    grouping: str,
+    padding: tuple[int, Bucket],
+    multiple: int,
+    data: st.DataObject,
+) -> None:
     align, bucket = padding
     usable = usable_capacity(cap, align, bucket)
     lengths = [min(length, usable) for length in lengths]
     groups = [i // 4 for i in range(len(lengths))] if grouping == "siblings" else None
     if grouping == "any":
         groups = data.draw(st.lists(st.integers(-3, 3), min_size=len(lengths), max_size=len(lengths)))
-    options = {"groups": groups, "align": align, "bucket": bucket, "count_multiple": multiple}
+    options: dict[str, Any] = {"groups": groups, "align": align, "bucket": bucket, "count_multiple": multiple}
     plan = plan_micro_batches(lengths, cap, dp, cost, **options)
     assert len(plan.ranks) == dp
     assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
@@ -150,6 +161,6 @@ def test_ranks_wait_little_for_one_another(mix: str, most: float) -> None:
         (lambda: MicroBatchPlan.from_json('{"kind":"MicroBatchPlan","ranks":[]}'), "not a whole MicroBatchPlan"),
     ],
 )
-def test_bad_input_is_named(call, words: str) -> None:
+def test_bad_input_is_named(call: Callable[[], MicroBatchPlan], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()

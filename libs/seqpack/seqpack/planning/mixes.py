@@ -1,5 +1,7 @@
 """Length mixes that reinforcement learning and fine-tuning produce: seeded, for tests and benchmarks."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from seqpack.planning.bounds import Ints
@@ -28,7 +30,7 @@ def truncated(count: int, longest: int, seed: int = 0, limit: float = 0.5) -> In
     return np.clip(np.where(rng.random(count) < 0.6, short, long), 16, int(limit * longest)).astype(np.int64)
 
 
-MIXES = {"lognormal": lognormal, "bimodal": bimodal, "truncated": truncated}
+MIXES: dict[str, Callable[..., Ints]] = {"lognormal": lognormal, "bimodal": bimodal, "truncated": truncated}
 
 
 def _count(count: int) -> int:

@@ -1,4 +1,7 @@
 import random
+from collections.abc import Callable
+from heapq import heappush
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,9 +10,9 @@ from hypothesis import strategies as st
 
 import seqpack.planning.packing
 from seqpack.planning.exact import fewest_bins
-from seqpack.planning.geometry import packed_geometry, usable_capacity
+from seqpack.planning.geometry import Bucket, packed_geometry, usable_capacity
 from seqpack.planning.mixes import MIXES
-from seqpack.planning.packing import CLOSE_ENOUGH, PackPlan, best_fit, exact_fit, pack
+from seqpack.planning.packing import CLOSE_ENOUGH, Bins, PackPlan, best_fit, exact_fit, pack
 
 CAPACITY = 120
 SHAPES = {
@@ -61,7 +64,9 @@ def test_valid_and_no_worse_than_best_fit_decreasing(shape: str) -> None:
     st.integers(112, 300),
     st.sampled_from([(1, None), (8, None), (1, 16), (8, 16), (4, (100, 112, 48))]),
 )
-def test_the_capacity_holds_after_padding_and_the_bound_counts_it(lengths, capacity, padding) -> None:
+def test_the_capacity_holds_after_padding_and_the_bound_counts_it(
+    lengths: list[int], capacity: int, padding: tuple[int, Bucket]
+) -> None:
     align, bucket = padding
     plan = pack(lengths, capacity, align, bucket)
     assert sorted(i for items in plan.bins for i in items) == list(range(len(lengths)))
@@ -154,11 +159,13 @@ def test_the_unit_does_not_matter(unit: int) -> None:
 
 
 def test_work_is_linear_but_for_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushes = []
-    push = seqpack.planning.packing.heappush
-    monkeypatch.setattr(
-        seqpack.planning.packing, "heappush", lambda heap, item: (pushes.append(item), push(heap, item))
-    )
+    pushes: list[int] = []
+
+    def counted(heap: list[int], item: int) -> None:
+        pushes.append(item)
+        heappush(heap, item)
+
+    monkeypatch.setattr(seqpack.planning.packing, "heappush", counted)
     for mix in MIXES.values():
         pushes.clear()
         lengths = mix(8192, 16384)
@@ -200,13 +207,13 @@ def test_inputs_of_every_kind_give_the_same_plan_and_survive_json() -> None:
         (3, 8, "lengths must be a sequence of numbers, got int"),
     ],
 )
-def test_bad_input_is_named(lengths, capacity, words: str) -> None:
+def test_bad_input_is_named(lengths: Any, capacity: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pack(lengths, capacity)
 
 
 @pytest.mark.parametrize("padding", [{"align": 8}, {"bucket": 16}, {"align": 4, "bucket": (8, 16)}])
-def test_a_length_over_the_capacity_is_named_as_it_was_given(padding) -> None:
+def test_a_length_over_the_capacity_is_named_as_it_was_given(padding: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^lengths\[1\] = 21 does not fit in 20:"):
         pack([3, 21], 20, **padding)
 
@@ -232,8 +239,8 @@ def test_exact_fit_comes_first_where_hardly_any_length_is_short(monkeypatch: pyt
     """Short: under an eighth of the capacity, here 10; hardly any: under a tenth of all tokens."""
     called: list[str] = []
 
-    def recorded(way):
-        def call(*arguments):
+    def recorded(way: Callable[..., Bins]) -> Callable[..., Bins]:
+        def call(*arguments: Any) -> Bins:
             called.append(way.__name__)
             return way(*arguments)
 

@@ -23,7 +23,7 @@ def test_tensors_give_the_plans_of_their_numbers() -> None:
         (torch.tensor(3), "lengths must be a sequence of numbers, got int"),
     ],
 )
-def test_bad_tensors_are_named(lengths, words: str) -> None:
+def test_bad_tensors_are_named(lengths: torch.Tensor, words: str) -> None:
     for plan in (pack, plan_micro_batches):
         with pytest.raises(ValueError, match=words):
             plan(lengths, 8)
