@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from apps.common.plan.buffers import Buffer, cache_bytes, sampler_buffers, state_bytes, train_buffers, vllm_weights
 from apps.common.plan.grid import Grid
+from apps.common.plan.logits import Head, fsdp_head, megatron_head
 from apps.common.plan.memory import GIB, States, fsdp_states, held_by_stage, megatron_states
 from apps.common.plan.model_shape import ModelShape, tower_parameters
 from apps.common.plan.peak import Peak, activation_bytes, peak_of, width_of
@@ -49,6 +50,22 @@ def states_of(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) 
     return max(each, key=lambda states: states.device)
 
 
+def head_of(work: Work, shape: ModelShape, grid: Grid) -> Head:
+    """Of a full micro-batch every token of which trains."""
+    engine, tokens, width = work.engine, work.engine.max_tokens_per_rank, width_of(work.engine)
+    if engine.backend == "megatron":
+        return megatron_head(shape, engine, tokens, width, grid.tp)
+    return fsdp_head(shape, engine, tokens, width)
+
+
+def _logits(head: Head, tokens: int, grid: Grid) -> str:
+    """How many tokens have theirs at a time, and what these take."""
+    at_a_time = f"{head.rows} of {tokens} tokens at a time" if head.rows < tokens else f"all {tokens} tokens at once"
+    where = " on the last stage" if grid.pp > 1 else ""
+    line = f"logits and what is made of them{where}: {at_a_time}, {_gib(head.logits)}"
+    return f"{line}; gradients of the head beside them {_gib(head.gradients)}"
+
+
 def _device(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int], states: States, peak: Peak) -> list[str]:
     engine, memory = work.engine, work.cluster.pools.device_memory_gib
     line = f"{_gib(states.device)} of {_named(states)} on the fullest rank"
@@ -64,6 +81,7 @@ def _device(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int], st
         line,
         parts + where,
         f"activations of a full micro-batch: {asked} ({other})",
+        _logits(head_of(work, shape, grid), tokens, grid),
         f"{_gib(peak.bytes)} at the fullest moment of a step ({peak.when})",
     ]
 
