@@ -38,6 +38,16 @@ dense models under Megatron has changed since):
 | Megatron | 32 experts, 12 layers, vocabulary 16,384 | 1 | 2541.1 | 2473.1 | +2.7% |
 | Megatron | 16 wide experts, 8 layers, vocabulary 32,768 | 1 | 2816.4 | 2729.0 | +3.2% |
 
+Layers were recomputed in all of these runs, those of the stand-in too: what a plan says of activations that are "all
+kept" was measured on no GPU.
+
+Seconds of a step are operations, as `seqpack` counts them, at the share of the peak that one small model with layers of
+its kind reached (`apps/common/plan/rates.py`; a test holds each share to the tables of [speed](engines-speed.md) and
+[Megatron](engines-megatron.md#speed), 8,192 tokens a device): dense hybrids 47 % compiled, 37 % with sharded weights,
+25 % not compiled; with experts 20 % (1.0B, 141 ms); under Megatron 33 % with fused pieces and 24 % without, its experts
+not measured. Larger models may reach more, devices that talk over a network less. No NPU was measured: there a plan
+has the operations and the division.
+
 This page is what `python -m apps.grpo.plans` prints, and a test holds it to that; `--recipe NAME --plan` also says what
 a run still lacks.
 """
