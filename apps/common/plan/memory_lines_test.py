@@ -6,7 +6,7 @@ import pytest
 
 from apps.common.plan.cluster import Cluster, Pools
 from apps.common.plan.logits import megatron_head
-from apps.common.plan.memory_lines import head_of, memory_lines, states_of
+from apps.common.plan.memory_lines import head_of, memory_lines, states_by_stage, states_of
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.peak import peak_of
 from apps.common.plan.work import Work
@@ -65,3 +65,38 @@ def test_the_line_says_what_the_peak_counts():
     moments = peak_of(SHAPE, single.engine, single.grid, [12], single.shards).moments
     held = states_of(single, SHAPE, single.grid, [12]).device
     assert moments["head"] - held > head_of(single, SHAPE, single.grid).bytes > 0.5 * (moments["head"] - held)
+
+
+def test_each_pipeline_stage_has_a_line():
+    """The first has the embedding, the last the head, those between layers alone; the fullest is the headline's."""
+    work, layers = piped(), [4, 3, 3, 2]
+    lines = [line for line in planned(work, layers) if line.startswith("stage ")]
+    states = states_by_stage(work, SHAPE, work.grid, layers)
+    for stage, (line, held) in enumerate(zip(lines, states, strict=True)):
+        parts = (held.weights, held.gradients, held.optimizer)
+        weights, gradients, optimizer = (f"{part / GIB:.1f} GiB" for part in parts)
+        assert line == (
+            f"stage {stage}, {layers[stage]} layers: weights {weights} + gradients {gradients} + optimizer {optimizer} "
+            f"= {sum(parts) / GIB:.1f} GiB"
+        )
+    first, second, third, last = (one.device for one in states)
+    matrix = 18 * SHAPE.vocab * SHAPE.hidden
+    assert second == third
+    assert first - second * 4 / 3 == pytest.approx(matrix)
+    assert last - second * 2 / 3 == pytest.approx(matrix)
+    assert states_of(work, SHAPE, work.grid, layers).device == first == max(one.device for one in states)
+
+
+def test_a_stage_says_what_of_it_is_on_the_host():
+    lines = planned(piped(optimizer_on_host=True), [3] * 4)
+    states = states_by_stage(piped(optimizer_on_host=True), SHAPE, piped().grid, [3] * 4)
+    said = [line for line in lines if line.startswith("stage ")]
+    assert len(said) == 4
+    assert all(
+        f"optimizer {one.host / GIB:.1f} GiB (on the host) = " in line for line, one in zip(said, states, strict=True)
+    )
+
+
+def test_one_stage_needs_no_line():
+    assert not any(line.startswith("stage ") for line in planned(WORK, [12]))
+    assert not any(line.startswith("stage ") for line in planned(piped(pipeline_parallel=1), [12]))
