@@ -12,10 +12,10 @@ HEAD = """# Plans of the full-size runs
 What each recipe that restates a launch script would be, from its settings alone: no weights, no device. None of them
 has run in full ([status](status.md)). Memory is counted by `apps/common/plan/peak.py`, with full micro-batches in which
 every token trains; on small runs it is held to within a tenth of what the stand-in for NPUs counts
-(`//apps/grpo:npu_memory_test`, by hand), and of what GPUs held (`python -m apps.common.plan.plan_vs_memory --ranks N`,
-torch 2.11, megatron-core 0.19.2; one H100 and two H200, 2026-11-26; packed lengths 12 to 1,090, in the last two 5 to
-3,000, layers recomputed, bfloat16; the runs below the line were chosen after the arithmetic, of which only the head of
-dense models under Megatron has changed since):
+(`//apps/grpo:npu_memory_test`, by hand, passed on 2026-11-26), and of what GPUs held
+(`python -m apps.common.plan.plan_vs_memory --ranks N`, torch 2.11, megatron-core 0.19.2; one H100 and two H200,
+2026-11-26; packed lengths 12 to 1,090, in the last two 5 to 3,000, layers recomputed, bfloat16; the runs below the line
+were chosen after the arithmetic, of which only the head of dense models under Megatron has changed since):
 
 | backend | model | GPUs | planned MiB | measured MiB | |
 | --- | --- | --- | --- | --- | --- |
