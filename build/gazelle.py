@@ -27,6 +27,7 @@ DISTRIBUTIONS = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "tensorboardX": "tensorboardx",
+    "yaml": "pyyaml",
 }
 LOCKS = {"pypi": "cpu"}
 

@@ -12,10 +12,10 @@ HEAD = """# Plans of the full-size runs
 What each recipe that restates a launch script would be, from its settings alone: no weights, no device. None of them
 has run in full ([status](status.md)). Memory is counted by `apps/common/plan/peak.py`, with full micro-batches in which
 every token trains; on small runs it is held to within a tenth of what the stand-in for NPUs counts
-(`//apps/grpo:npu_memory_test`, by hand), and of what GPUs held (`python -m apps.common.plan.plan_vs_memory --ranks N`,
-torch 2.11, megatron-core 0.19.2; one H100 and two H200, 2026-11-26; packed lengths 12 to 1,090, in the last two 5 to
-3,000, layers recomputed, bfloat16; the runs below the line were chosen after the arithmetic, of which only the head of
-dense models under Megatron has changed since):
+(`//apps/grpo:npu_memory_test`, by hand, passed on 2026-11-26), and of what GPUs held
+(`python -m apps.common.plan.plan_vs_memory --ranks N`, torch 2.11, megatron-core 0.19.2; one H100 and two H200,
+2026-11-26; packed lengths 12 to 1,090, in the last two 5 to 3,000, layers recomputed, bfloat16; the runs below the line
+were chosen after the arithmetic, of which only the head of dense models under Megatron has changed since):
 
 | backend | model | GPUs | planned MiB | measured MiB | |
 | --- | --- | --- | --- | --- | --- |
@@ -37,6 +37,16 @@ dense models under Megatron has changed since):
 | Megatron, EP 2 | 64 experts, 16 layers | 2 | 1402.3 | 1402.8 | -0.0% |
 | Megatron | 32 experts, 12 layers, vocabulary 16,384 | 1 | 2541.1 | 2473.1 | +2.7% |
 | Megatron | 16 wide experts, 8 layers, vocabulary 32,768 | 1 | 2816.4 | 2729.0 | +3.2% |
+
+Layers were recomputed in all of these runs, those of the stand-in too: what a plan says of activations that are "all
+kept" was measured on no GPU.
+
+Seconds of a step are operations, as `seqpack` counts them, at the share of the peak that one small model with layers of
+its kind reached (`apps/common/plan/rates.py`; a test holds each share to the tables of [speed](engines-speed.md) and
+[Megatron](engines-megatron.md#speed), 8,192 tokens a device): dense hybrids 47 % compiled, 37 % with sharded weights,
+25 % not compiled; with experts 20 % (1.0B, 141 ms); under Megatron 33 % with fused pieces and 24 % without, its experts
+not measured. Larger models may reach more, devices that talk over a network less. No NPU was measured: there a plan
+has the operations and the division.
 
 This page is what `python -m apps.grpo.plans` prints, and a test holds it to that; `--recipe NAME --plan` also says what
 a run still lacks.

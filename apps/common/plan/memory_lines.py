@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from apps.common.plan.buffers import Buffer, cache_bytes, sampler_buffers, state_bytes, train_buffers, vllm_weights
 from apps.common.plan.grid import Grid
+from apps.common.plan.logits import Head, fsdp_head, megatron_head
 from apps.common.plan.memory import GIB, States, fsdp_states, held_by_stage, megatron_states
 from apps.common.plan.model_shape import ModelShape, tower_parameters
 from apps.common.plan.peak import Peak, activation_bytes, peak_of, width_of
@@ -40,13 +41,47 @@ def memory_lines(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int
 
 def states_of(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> States:
     """Of the rank whose device has most."""
+    return max(states_by_stage(work, shape, grid, layers), key=lambda states: states.device)
+
+
+def states_by_stage(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[States]:
+    """Of a rank of each pipeline stage; FSDP2 has one."""
     engine, width = work.engine, width_of(work.engine)
     if engine.backend != "megatron":
-        return fsdp_states(shape, engine, work.shards)
+        return [fsdp_states(shape, engine, work.shards)]
     tower = tower_parameters(shape) if engine.vision != "off" else 0
     stages = enumerate(held_by_stage(shape, grid, layers))
-    each = (megatron_states(engine, grid, held, width, 0 if stage else tower) for stage, held in stages)
-    return max(each, key=lambda states: states.device)
+    return [megatron_states(engine, grid, held, width, 0 if stage else tower) for stage, held in stages]
+
+
+def _stages(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[str]:
+    """A line for each of several stages, what each of its ranks holds."""
+    found, lines = states_by_stage(work, shape, grid, layers), []
+    for stage, (count, states) in enumerate(zip(layers, found, strict=True) if len(found) > 1 else ()):
+        held = f"weights {_gib(states.weights)} + gradients {_gib(states.gradients)}"
+        held += f" + optimizer {_gib(states.optimizer)}{_where(states)}"
+        lines.append(f"stage {stage}, {count} layers: {held} = {_gib(states.device + states.host)}")
+    return lines
+
+
+def _where(states: States) -> str:
+    return " (all on the host)" if states.all_on_host else " (on the host)" if states.on_host else ""
+
+
+def head_of(work: Work, shape: ModelShape, grid: Grid) -> Head:
+    """Of a full micro-batch every token of which trains."""
+    engine, tokens, width = work.engine, work.engine.max_tokens_per_rank, width_of(work.engine)
+    if engine.backend == "megatron":
+        return megatron_head(shape, engine, tokens, width, grid.tp)
+    return fsdp_head(shape, engine, tokens, width)
+
+
+def _logits(head: Head, tokens: int, grid: Grid) -> str:
+    """How many tokens have theirs at a time, and what these take."""
+    at_a_time = f"{head.rows} of {tokens} tokens at a time" if head.rows < tokens else f"all {tokens} tokens at once"
+    where = " on the last stage" if grid.pp > 1 else ""
+    line = f"logits and what is made of them{where}: {at_a_time}, {_gib(head.logits)}"
+    return f"{line}; gradients of the head beside them {_gib(head.gradients)}"
 
 
 def _device(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int], states: States, peak: Peak) -> list[str]:
@@ -54,7 +89,6 @@ def _device(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int], st
     line = f"{_gib(states.device)} of {_named(states)} on the fullest rank"
     if memory is not None:
         line += f"; the device has {memory:g}"
-    where = " (all on the host)" if states.all_on_host else " (on the host)" if states.on_host else ""
     parts = f"weights {_gib(states.weights)}, gradients {_gib(states.gradients)}, optimizer {_gib(states.optimizer)}"
     tokens, width = engine.max_tokens_per_rank, width_of(engine)
     kept, again = (_gib(activation_bytes(shape, max(layers), tokens, how, width, grid.tp)) for how in (False, True))
@@ -62,8 +96,10 @@ def _device(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int], st
     other = f"{kept} were all kept" if engine.gradient_checkpointing else f"{again} by --engine.gradient-checkpointing"
     return [
         line,
-        parts + where,
+        parts + _where(states),
+        *_stages(work, shape, grid, layers),
         f"activations of a full micro-batch: {asked} ({other})",
+        _logits(head_of(work, shape, grid), tokens, grid),
         f"{_gib(peak.bytes)} at the fullest moment of a step ({peak.when})",
     ]
 

@@ -8,9 +8,7 @@
 
 The peak is the largest of these moments, not their sum. Every figure counts elements that the code keeps; nothing is
 fitted. Not counted: libraries' workspaces (cuBLAS: some 32 MiB a process), what torch's allocator cannot use, what a
-compiler saves or fuses within a layer, and activations of a vision tower (its weights and their states are). Where
-layers and head are compiled (`engines.fast`), the head's logits stay in the compute dtype and are overwritten by their
-gradient.
+compiler saves or fuses within a layer, and activations of a vision tower (its weights and their states are).
 """
 
 import math
@@ -18,14 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apps.common.plan.grid import Grid
+from apps.common.plan.logits import WIDE, fsdp_head, megatron_head
 from apps.common.plan.memory import Held, fsdp_states, held_by_stage, megatron_states
 from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from engines import EngineConfig
-from engines.fast.log_probs import KEPT_BYTES
-from engines.fast.support import settings_refusal
-
-WIDE = 4
-"""Bytes of a float32."""
 
 
 @dataclass(frozen=True)
@@ -92,35 +86,6 @@ def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: boo
     return width * tokens * sum(each) * layers / shape.layers
 
 
-def logit_bytes(shape: ModelShape, rows: int, width: int, tp: int = 1) -> float:
-    """Of the head's backward pass: logits of a chunk, four float32 matrices made of them, gradients of the head."""
-    vocabulary = shape.vocab / tp
-    return rows * vocabulary * (width + 4 * WIDE) + vocabulary * shape.hidden * (WIDE + width)
-
-
-def is_compiled(shape: ModelShape, engine: EngineConfig, width: int) -> bool:
-    """Whether layers and head run compiled: dense hybrids in bfloat16 on CUDA (taken to be a Hopper)."""
-    dense = shape.linear_layers > 0 and not shape.experts and shape.linear_head_dim == 128
-    fits = engine.device == "cuda" and width < WIDE and settings_refusal(engine) is None
-    return dense and fits and engine.compile != "off"
-
-
-def has_fused_head(shape: ModelShape, engine: EngineConfig, width: int, tp: int) -> bool:
-    """Whether a Megatron stage takes log-probs by the compiled head: see `engines.megatron.gpu.layers`."""
-    dense = shape.linear_layers > 0 and not shape.experts
-    plain = engine.vision == "off" and not engine.lora.rank and engine.compile != "off"
-    return dense and plain and engine.device == "cuda" and width < WIDE and tp == 1
-
-
-def compiled_logit_bytes(shape: ModelShape, trained: int, chunk: int, width: int) -> float:
-    """Of the compiled head: all logits where they are few enough to be kept, else a chunk; gradients of the head."""
-    head = shape.vocab * shape.hidden
-    every = trained * shape.vocab * width
-    if every <= KEPT_BYTES:
-        return every + head * width
-    return min(trained, chunk) * shape.vocab * width + head * (WIDE + width)
-
-
 def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
     """Of FSDP2 with sharded weights, of which a rank has one of `shards`; `width`: bytes of what layers compute in."""
     count = count_parameters(shape)
@@ -135,10 +100,7 @@ def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: To
     root = count.embeddings + shape.hidden
     held = width * root  # gathered from the first layer on, until the last gradient is there
     kept = activation_bytes(shape, shape.layers, tokens.all, engine.gradient_checkpointing, width)
-    rows = min(tokens.trained, engine.logit_chunk)
-    logits = logit_bytes(shape, rows, width)
-    if is_compiled(shape, engine, width):
-        logits = compiled_logit_bytes(shape, tokens.trained, engine.logit_chunk, width)
+    logits = fsdp_head(shape, engine, tokens.trained, width).bytes
     backward = max(_backward(shape, engine, shards, tokens.all, width, master, left) for left in (1, 2, shape.layers))
     return Peak(
         states,
@@ -212,10 +174,7 @@ def _stage_peak(
     if recompute:
         others = width * tokens.all * layers[stage] * shape.hidden / grid.tp
     kept += (flying - 1) * others
-    rows = min(tokens.trained, engine.logit_chunk)
     last = stage == len(layers) - 1
-    head = logit_bytes(shape, rows, width, grid.tp) if last else 0.0
-    if last and has_fused_head(shape, engine, width, grid.tp):
-        head = compiled_logit_bytes(shape, tokens.trained, engine.logit_chunk, width)
+    head = megatron_head(shape, engine, tokens.trained, width, grid.tp).bytes if last else 0.0
     layer = (held.dense + held.experts) / max(1, layers[stage])
     return Peak(states, {"head": states + kept + head, "layers": states + kept + width * layer, "update": states})

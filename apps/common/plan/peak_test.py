@@ -3,27 +3,13 @@
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.common.plan.grid import make_grid
 from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
-from apps.common.plan.peak import (
-    Peak,
-    Tokens,
-    compiled_logit_bytes,
-    fsdp_peak,
-    has_fused_head,
-    is_compiled,
-    logit_bytes,
-    megatron_peak,
-)
-from engines import EngineConfig, LoraConfig
-from engines.capability import Yes
-from engines.fast.log_probs import KEPT_BYTES
-from engines.loading import DTYPES
-from engines.megatron.gpu import layers
+from apps.common.plan.peak import Peak, Tokens, fsdp_peak, megatron_peak
+from engines import EngineConfig
 from engines.tiny import tiny_config, tiny_model
 
 SHAPE = ModelShape(
@@ -75,63 +61,3 @@ def test_recomputing_takes_less_and_tensor_parallelism_divides(tokens: int, pp: 
 
     assert peak(True, tp).bytes <= peak(False, tp).bytes
     assert peak(True, 2 * tp).bytes < peak(True, tp).bytes
-
-
-DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head_dim=128), "dense")
-
-
-@pytest.mark.parametrize(
-    ("shape", "settings", "width", "answer"),
-    [
-        (DENSE, {}, 2, True),
-        (DENSE, {"dtype": "float32"}, 4, False),
-        (DENSE, {"device": "npu"}, 2, False),
-        (DENSE, {"compile": "off"}, 2, False),
-        (DENSE, {"batching": "padded"}, 2, False),
-        (DENSE, {"context_parallel": "dynamic"}, 2, False),
-        (DENSE, {"lora": LoraConfig(rank=4)}, 2, True),
-        (SHAPE, {}, 2, False),
-        (shape_of(tiny_config("attention"), "attention"), {}, 2, False),
-        (shape_of(tiny_config("dense"), "dense"), {}, 2, False),
-    ],
-)
-def test_what_is_compiled(shape: ModelShape, settings: dict[str, Any], width: int, answer: bool) -> None:
-    """As `engines.fast.support` decides on a Hopper that has the packages."""
-    assert is_compiled(shape, EngineConfig(**{"device": "cuda", **settings}), width) is answer
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"context_parallel": "dynamic"},
-        {"dtype": "float32"},
-        {"compile": "off"},
-        {"device": "cpu"},
-        {"vision": "frozen"},
-        {"lora": LoraConfig(rank=4)},
-    ],
-    ids=str,
-)
-def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(
-    monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
-) -> None:
-    """What the backend itself decides, on a machine with Triton; tensor-parallel ranks share the vocabulary."""
-    monkeypatch.setattr(layers, "find_spec", lambda name: name)
-    config = EngineConfig(**{"backend": "megatron", "device": "cuda", "dtype": "bfloat16", **settings})
-    device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    fused = isinstance(layers.fused_pieces(config, tiny_config(kind), device, dtype), Yes)
-    assert fused is (kind == "dense" and settings in ({}, {"context_parallel": "dynamic"}))
-    shape = shape_of(tiny_config(kind), kind)
-    assert has_fused_head(shape, config, dtype.itemsize, 1) is fused
-    assert not has_fused_head(shape, config, dtype.itemsize, 2)
-
-
-@given(st.integers(1, 10**6), st.integers(1, 8192))
-def test_a_compiled_head_takes_less_and_is_bounded(trained: int, chunk: int) -> None:
-    head = DENSE.vocab * DENSE.hidden * 6
-    compiled = compiled_logit_bytes(DENSE, trained, chunk, 2)
-    assert compiled <= max(KEPT_BYTES, chunk * DENSE.vocab * 2) + head
-    if trained <= chunk:
-        assert compiled < logit_bytes(DENSE, trained, 2)

@@ -8,7 +8,7 @@ from apps.common.plan.launch_lines import launch_lines
 from apps.common.plan.memory_lines import memory_lines
 from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from apps.common.plan.needs import Need, has_experts, needs_of
-from apps.common.plan.step_time import PEAK, SHARE, StepWork, training_seconds
+from apps.common.plan.time_lines import time_lines
 from apps.common.plan.widths import head_counts, width_problems
 from apps.common.plan.work import Work
 from engines.capability import No
@@ -66,11 +66,11 @@ def make_plan(work: Work) -> Plan:
     if shape is not None and (grid is None or layers is None):
         plan.sections["Memory"] = ["not derived: the ranks and the layers must divide first, see the problems"]
     if shape is not None and grid is not None and layers is not None:
-        lines, problems = memory_lines(work, shape, grid, layers)
-        plan.sections |= lines
+        sections, problems = memory_lines(work, shape, grid, layers)
+        plan.sections |= sections
         plan.problems += problems
-        if batches is not None:
-            _time(plan, work, shape, grid, batches)
+        if batches is not None and (lines := time_lines(work, shape, grid, batches)):
+            plan.sections["Time"] = lines
     if work.app == "grpo":
         _rollout(plan, work, shape)
         _schedule(plan, work)
@@ -207,32 +207,6 @@ def _stages(plan: Plan, work: Work, grid: Grid, layers: list[int] | None, batche
             "another batch size, or virtual_pipeline_parallel 1"
         )
     plan.sections["Stages"] = lines
-
-
-def _time(plan: Plan, work: Work, shape: ModelShape, grid: Grid, batches: BatchPlan) -> None:
-    if work.engine.device not in PEAK:
-        if work.engine.device == "npu":
-            plan.sections["Time"] = ["not estimated: nothing was measured on an NPU"]
-        return
-    again = work.app == "grpo" and work.mini_batches * work.epochs > 1
-    step = StepWork(
-        sequences=batches.sequences,
-        length=work.longest,
-        ranks=work.ranks,
-        epochs=work.epochs,
-        forwards=again + work.reference_policy,
-        recompute=work.engine.gradient_checkpointing,
-        stages=grid.pp,
-        chunks=work.engine.virtual_pipeline_parallel,
-        micro_batches=min(batches.micro_batches),
-    )
-    seconds = training_seconds(shape, step, work.engine.device)
-    reached = f"{SHARE:.0%} of {PEAK[work.engine.device] / 1e12:.0f} TFLOPS a device"
-    plan.sections["Time"] = [
-        f"{seconds:.0f} s of training's arithmetic a step, were all sequences at full length",
-        f"at {reached}, as a dense 0.67B model reached on one H200; experts were not measured",
-        "not counted: communication, offloading, sampling, the hand-over of weights",
-    ]
 
 
 def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:

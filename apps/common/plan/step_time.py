@@ -1,9 +1,9 @@
 """Seconds that a step's training computes, from seqpack's count of operations; nothing else of a step is estimated.
 
-Seconds = operations / (ranks x peak x share), and a pipeline waits besides. `SHARE` was chosen on one row of
-docs/engines-speed.md (0.67 B hybrid, one H200, 8,192 tokens, replicated weights) and held to the others: +4 % at 32,768
-tokens, +6 % with layers recomputed, -8 % on two GPUs, -21 % where FSDP2 shards the weights. Experts, Megatron and
-machines that talk over a network were not measured: there it is a lower bound at best.
+Seconds = operations / (ranks x what a device reaches), and a pipeline waits besides. What a device reaches is measured
+(`rates`). Shares were chosen on one row each, and held to others: dense and compiled +4 % at 32,768 tokens, +6 % with
+layers recomputed, -8 % on two GPUs. Machines that talk over a network were not measured: there it is a lower bound at
+best.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,6 @@ from apps.common.plan.batches import bubble_share
 from apps.common.plan.model_shape import ModelShape
 from seqpack.planning.costs import SequenceCost
 from seqpack.planning.flops import LayerFlops, ModelFlops, delta_net, experts, full_attention, mlp
-
-PEAK = {"cuda": 989e12}
-"""Operations a second in bfloat16, dense: NVIDIA's data sheet of H100 SXM and H200. NPUs: no figure of ours."""
-SHARE = 0.47
 
 
 @dataclass(frozen=True)
@@ -68,9 +64,7 @@ def training_flops(shape: ModelShape, work: StepWork) -> float:
     return work.sequences * (work.epochs * each + work.forwards * whole)
 
 
-def training_seconds(shape: ModelShape, work: StepWork, device: str) -> float | None:
-    """None where no peak of the device is known."""
-    if device not in PEAK:
-        return None
+def training_seconds(shape: ModelShape, work: StepWork, reached: float) -> float:
+    """`reached`: operations a second of each rank, while it does not wait for another stage."""
     waits = bubble_share(work.micro_batches, work.stages, work.chunks)
-    return training_flops(shape, work) / (work.ranks * PEAK[device] * SHARE) / (1 - waits)
+    return training_flops(shape, work) / (work.ranks * reached) / (1 - waits)

@@ -54,19 +54,7 @@ def samples_of(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.randint(1, 512, (n,), generator=rng)} for n in lengths]
 
 
-<<<<<<< HEAD
 class Clock(TrainerCallback):
-=======
-def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A padded batch, as stock collators make it."""
-    ids = [torch.as_tensor(sample["input_ids"]) for sample in samples]
-    rows = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-    return {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
-
-
-class Clock(TrainerCallback):  # type: ignore[misc]
->>>>>>> annotate2
     """CPU seconds of the steps, without the first, which warms up."""
 
     def __init__(self) -> None:
@@ -82,7 +70,7 @@ def rate(base: type[Trainer], packed: bool, samples: list[Any], arguments: dict[
     """True tokens a CPU second of one epoch."""
     loaders = []
 
-    class Ours(base):  # type: ignore[misc]
+    class Ours(base):  # type: ignore[misc, valid-type]
         """The trainer with packed rows, or with its own loader over padded batches."""
 
         def get_train_dataloader(self) -> Any:

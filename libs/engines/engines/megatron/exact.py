@@ -1,6 +1,7 @@
 """Steps in float64: megatron-core's layers beside stock transformers, one sequence at a time."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,8 +70,8 @@ def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]
         return _run(Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), weights), objective)
 
 
-def _module(model: str) -> torch.nn.Module:
-    module = cast_parameters(model_of(model), torch.float64)
+def _module(model: str) -> Any:
+    module: Any = cast_parameters(model_of(model), torch.float64)
     module.config._experts_implementation = "eager"  # transformers' default has no float64
     return module
 

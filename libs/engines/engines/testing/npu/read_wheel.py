@@ -2,7 +2,7 @@
 
 Three sources in the wheel: the Python of `torch_npu.npu` (what `__all__` lists, followed through its imports to the
 definition), the operators that `npu_native_functions_by_codegen.yaml` defines, and the names of backward nodes in the
-library, which tell operators that autograd knows.
+library (`at_npu::autograd::generated`), which tell operators that autograd knows.
 """
 
 import ast
@@ -35,7 +35,7 @@ def read_surface(wheel: Path) -> dict[str, Any]:
             else:
                 variables.append(name)  # assigned, or made when the module is imported
         described = yaml.safe_load(archive.read(OPERATORS))
-        nodes = set(re.findall(rb"Npu(\w+?)Backward0", archive.read(LIBRARY)))
+        nodes = set(_nodes(archive.read(LIBRARY)))
         operators = sorted({entry["func"] for entry in described["custom"]})
         names = {re.split(r"[.(]", operator)[0] for operator in operators}
     return {
@@ -44,7 +44,7 @@ def read_surface(wheel: Path) -> dict[str, Any]:
         "classes": classes,
         "variables": variables,
         "operators": operators,
-        "differentiable": sorted(names & {_snake(node.decode()) for node in nodes}),
+        "differentiable": sorted(name for name in names if _node_of(name) in nodes),
     }
 
 
@@ -115,9 +115,17 @@ def _initializer(node: ast.ClassDef) -> str | None:
     return None
 
 
-def _snake(name: str) -> str:
-    """npu_rms_norm for RmsNorm."""
-    return "npu_" + re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+def _nodes(library: bytes) -> Iterator[str]:
+    """NpuRmsNorm for a class NpuRmsNormBackward0, from mangled names, which begin with their length."""
+    for found in re.finditer(rb"at_npu8autograd9generated(\d+)", library):
+        name = library[found.end() : found.end() + int(found[1])].decode(errors="replace")
+        if whole := re.fullmatch(r"(\w+)Backward\d+", name):
+            yield whole[1]
+
+
+def _node_of(operator: str) -> str:
+    """NpuRmsNorm for npu_rms_norm, as torch's generator names a backward node; in place or not, private or not."""
+    return "".join(part.title() for part in operator.split("_"))
 
 
 if __name__ == "__main__":

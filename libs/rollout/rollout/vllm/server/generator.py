@@ -19,7 +19,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rollout.vllm.arguments import Known, check_arguments
 from rollout.vllm.cpu import refusal
 from rollout.vllm.server import cpu_copies
-from rollout.vllm.server.ascend import ascend_arguments, installed
+from rollout.vllm.server.ascend import installed
+from rollout.vllm.server.platforms import settle
 from rollout.vllm.server.routes import Told as ToldExperts
 from rollout.vllm.server.text_models import register_text_models
 from rollout.vllm.spread import spread_refusal
@@ -50,12 +51,9 @@ class Generator:
         together = start["together"]
         if why := _refusal(start["config"], arguments, together):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
-        if current_platform.is_cpu():
-            _refuse_accelerator_arguments(arguments)
-            os.environ |= {} if together is None else cpu_copies.variables(together)
-        elif current_platform.device_type == "npu":
-            arguments, variables = ascend_arguments(arguments, os.environ, installed())
-            os.environ |= variables  # its workers' too
+        platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
+        arguments, variables = settle(platform, arguments, os.environ, together, installed())
+        os.environ |= variables  # its workers' too
         register_text_models()
         self._sight = start["sight"]
         seeing = {}
@@ -237,11 +235,3 @@ def _worker(rank: int, answers: Sequence[Any]) -> str:
 def _seen_by_workers(path: str) -> str:
     """A descriptor of this process, as its children find it."""
     return path.replace("/proc/self/fd/", f"/proc/{os.getpid()}/fd/")
-
-
-def _refuse_accelerator_arguments(arguments: dict[str, Any]) -> None:
-    """ValueError: settings of an accelerator, where vLLM runs on a CPU."""
-    if "gpu_memory_utilization" in arguments:
-        raise ValueError("memory_share is of an accelerator's memory and this vLLM runs on a CPU: use kv_cache_gib")
-    if not arguments["enforce_eager"]:
-        raise ValueError("graph_sizes are of CUDA graphs and this vLLM runs on a CPU: leave them out")
