@@ -90,14 +90,13 @@ class Preview:
             match = head.pattern.match(text)
             if match is None:
                 continue
-            name = (match["name"] or "").strip()
+            name = match["name"]
             certain = head.sure or match["mark"] or self.tools.get(name) is not None
             # An object of the answer is a call only if it has arguments, or the name of a declared tool.
             if name and not certain and head.arguments and not head.arguments.match(text, match.end()):
                 return self._wait(len(text) - match.end(), _LONGEST_BETWEEN)
             if name:
-                identifier = (match["id"] or "").strip() or None if "id" in head.pattern.groupindex else None
-                self._told.start(name, identifier)
+                self._told.start(name, head.identifier(match))
                 self._steps = self._arguments(head)
                 return match.end()
             return self._wait(1, 0)

@@ -41,6 +41,13 @@ class Head(NamedTuple):
     arguments: re.Pattern[str] | None = None
     sure: bool = True
 
+    def identifier(self, match: re.Match[str]) -> str | None:
+        """The call's id, if it has one; in a header white space may stand around it."""
+        if "id" not in self.pattern.groupindex:
+            return None
+        found: str = match["id"] or ""
+        return (found if self.arguments is not None else found.strip()) or None
+
 
 _JSON = Spelling("{", re.compile(r'"(?P<key>[^"\\\x00-\x1f\ud800-\udfff]*+)"\s*+:\s*+(?=\S)'), ('"', "'"), is_json=True)
 _PYTHON = Spelling("(", re.compile(r"(?P<key>[A-Za-z_]\w*+)\s*+=\s*+(?=\S)"), ('"""', "'''", '"', "'"))
