@@ -57,6 +57,7 @@ _AFTER_CALL = r"[\s,;]*+"  # what may stand before a further call of a list
 _OBJECT = (
     r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?+'
     r'(?:"(?:tool_call_)?+id"\s*+:\s*+"(?P<id>[^"\\\x00-\x1f]*+)"\s*+,\s*+)?+'
+    r'(?:"function"\s*+:\s*+\{\s*+)?+'
     r'"(?:tool_)?+name"\s*+:\s*+"(?P<name>[^"\\\x00-\x1f]++)"\s*+,'
 )
 _KEYED_OBJECT = r'\{\s*+"(?P<name>[^"\\\x00-\x1f]++)"\s*+:\s*+(?=\{)'

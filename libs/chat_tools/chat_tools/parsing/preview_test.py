@@ -134,6 +134,11 @@ SPELLED = [
     ("gemma", f'<|tool_call>call:f{{count:3,items:[1,<|"|>a,b<|"|>],text:"{LONG}"}}<tool_call|>'),
     ("gemma", f'call:f{{text:<|"|>{LONG}<|"|>}}'),
     ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"text": "{LONG}"}}}}]'),
+    (
+        "hermes",
+        f'<tool_call>{{"id": "a", "function": {{"name": "f", "arguments": {{"text": "{LONG}"}}}}}}</tool_call>',
+    ),
+    ("llama3_json", f'{{"type": "function", "function": {{"name": "f", "parameters": {{"text": "{LONG}"}}}}}}'),
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"text": \'{LONG}\'}}}}</tool_call>'),
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"text": "{LONG[:90]}\n\\d{LONG[90:]}"}}}}</tool_call>'),
 ]
