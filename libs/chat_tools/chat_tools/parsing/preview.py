@@ -6,7 +6,9 @@ Strategy
 2. Only the usual spelling is followed: a section's marker, a call's, a name (preview_tables.py), and then arguments one
    after another (tag_steps.py, bracket_steps.py). At the first thing that could be read in two ways (a tag inside a
    value) the preview waits for the parser, so that what was said holds.
-3. What is said is JSON text in the parser's own spelling (told.py).
+3. What is said is JSON text in the parser's own spelling (told.py). A string is said as it comes; what is nested, or
+   may still be a number or JSON, at its own end; so is a string whose schema asks for more than types (an enum). A call
+   whose arguments stand before its name, a key with an escape, or a string without quotes (Gemma) waits for the parser.
 4. When the parser has the call, the rest is said. A call that the parser refuses, or reads in another way (a key given
    twice), is dropped by an event of its own; in the second case it is told again as a new one.
 
