@@ -298,11 +298,11 @@ def _item_mismatches(value: list[Any], schema: Schema, root: Schema, path: str, 
 
 def _all_of_types(values: Sequence[Any], schema: Any) -> bool:
     """Say whether a schema asks for nothing but types, and all the values are of these: the usual case, fast."""
-    names = _only_types(schema)
+    names = only_types(schema)
     return names is not None and set(map(type, values)) <= {kind for name in names for kind in _TYPES[name]}
 
 
-def _only_types(schema: Any) -> set[str] | None:
+def only_types(schema: Any) -> set[str] | None:
     """Return the types of a schema that says nothing else, None for others."""
     plain = _plain_type(schema)
     if plain is not None:
@@ -315,7 +315,7 @@ def _only_types(schema: Any) -> set[str] | None:
         return None
     if key == "type":
         return set(parts) if all(isinstance(part, str) and part in _TYPES for part in parts) else None
-    found = [_only_types(part) for part in parts] if key in ("anyOf", "oneOf") else [None]
+    found = [only_types(part) for part in parts] if key in ("anyOf", "oneOf") else [None]
     return None if None in found else set().union(*(part for part in found if part))
 
 

@@ -65,7 +65,7 @@ class BracketTables:
 class BracketReader:
     """Read one block of calls; the position is after its opening marker."""
 
-    __slots__ = ("no_plain_object_before", "notes", "reader", "recorder", "tables", "tools")
+    __slots__ = ("in_list", "no_plain_object_before", "notes", "reader", "recorder", "tables", "tools")
 
     def __init__(self, reader: Reader, recorder: Recorder, tables: BracketTables, tools: ToolSet) -> None:
         self.reader = reader
@@ -73,6 +73,7 @@ class BracketReader:
         self.tables = tables
         self.tools = tools
         self.notes: list[str] = []
+        self.in_list = False  # whether calls of the list that is read went before
         self.no_plain_object_before = 0  # up to here all text was looked at in vain: never twice
 
     def read(self, close: str, bare: bool = False) -> Wait[str | None]:
@@ -100,6 +101,7 @@ class BracketReader:
             reason = yield from self._headed(bare)
         else:
             reason = yield from self._nothing(first)
+        self.in_list = False
         if reason is not None:
             if reader.may_reread() or reason == NOT_A_CALL:
                 reader.rewind(
@@ -273,6 +275,7 @@ class BracketReader:
             if reason is not None:
                 return reason
             found += 1
+            self.in_list = True
 
     def _list_end(self, first: str, bare: bool) -> str:
         if bare:

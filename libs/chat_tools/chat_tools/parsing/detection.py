@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chat_tools.parsing.formats import FORMATS
+from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import parse
 from chat_tools.rendering.masks import find_regions
 from chat_tools.rendering.template import ChatTemplate, Message, template_errors
@@ -39,21 +40,26 @@ _SIGNS = (
 def detect_format(tokenizer: Any) -> str:
     """Name the format of a tokenizer's chat template.
 
-    A call is rendered with the template and read back: the format that gives the same call is the one. For a template
-    that refuses the call, its text decides. ValueError if neither tells.
+    A call is rendered with the template and read back: the format that gives the same call is the one; of several that
+    write the same (hermes and ernie45), the one whose own sign stands in the template. For a template that refuses the
+    call, its text decides. ValueError if neither tells.
     """
     template = ChatTemplate(tokenizer, [{"type": "function", "function": _TOOL}], {})
-    for text in _written_calls(template):
-        for name in FORMATS:
-            message = parse(text, name, [_TOOL])
-            calls = [(c.name, c.arguments_dict()) for c in message.tool_calls]
-            if calls == [(_NAME, _ARGUMENTS)] and not message.malformed and not message.content:
-                return name
     source = template.source
+    for text in _written_calls(template):
+        if found := [fmt for fmt in FORMATS.values() if _reads(fmt, text)]:
+            return next((fmt for fmt in found if fmt.sign and fmt.sign in source), found[0]).name
     for sign, name in (*_own_signs(), *_SIGNS):
         if sign in source:
             return name
     raise ValueError(f"the chat template writes calls in no known format; choose one of: {', '.join(sorted(FORMATS))}")
+
+
+def _reads(fmt: Format, text: str) -> bool:
+    """Whether a turn is the call and nothing else."""
+    message = parse(text, fmt, [_TOOL])
+    calls = [(call.name, call.arguments_dict()) for call in message.tool_calls]
+    return calls == [(_NAME, _ARGUMENTS)] and not message.malformed and not message.content
 
 
 def _own_signs() -> list[tuple[str, str]]:

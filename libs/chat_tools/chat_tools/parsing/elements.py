@@ -47,7 +47,9 @@ class ElementTables:
         self.after = (*(fmt.section or ()), *fmt.ends)
         prefix = re.escape(fmt.body.prefix)
         after = "|".join(map(re.escape, (self.opening, *self.after)))
-        tag = rf"{prefix}<(?P<shut>/?)(?P<name>[^<>\n/][^<>\n]{{0,{_NAME}}})>"
+        # No name holds one of these, or which came first would depend on how the text was cut.
+        letter = rf"(?!{after})[^<>\n]"
+        tag = rf"{prefix}<(?P<shut>/?)(?P<name>(?!/){letter}(?:{letter}){{0,{_NAME}}})>"
         literals = Marks.of([fmt.body.prefix, *fmt.ends])
         longest = max(len(fmt.body.prefix) + _NAME + 5, *map(len, (self.opening, *self.after)))
         self.marks = Marks(re.compile(f"(?P<after>{after})|{tag}"), longest, literals.first)

@@ -118,3 +118,13 @@ def test_a_stream_says_what_is_certain_of_the_arguments() -> None:
     assert said[0] == '{"n": 3'
     assert said[-1] == ', "l": []}'
     assert not any(isinstance(event, CallDropped) for event in events)
+
+
+def test_a_tag_that_holds_the_end_of_the_turn_is_none_however_it_is_cut() -> None:
+    text = f'{NS}<invoke name="f">{tag("a", "1")}{NS}<[e~[b>2{NS}</b>{NS}</invoke>'
+    whole = parse(text, "minimax_m3")
+    parser = StreamParser("minimax_m3")
+    for character in text:
+        parser.feed(character)
+    assert parser.finish() == whole
+    assert whole.tool_calls[0].diagnostics[-1] == "the call's closing tag is missing"

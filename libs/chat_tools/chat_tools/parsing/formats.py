@@ -306,7 +306,7 @@ _ALL = (
         writer=writing.objects,
         calls=(("<tool_call>", "</tool_call>"),),
         body=Json(),
-        ends=("<response>", "</response>", "</s>"),
+        ends=("<response>", "</response>", "</s>", "<|im_end|>"),
         sign="<response>",
     ),
     Format(

@@ -6,10 +6,8 @@ import pytest
 
 from chat_tools import Format, Json, find_format, formats, parse
 from chat_tools.__main__ import main
-from chat_tools.parsing.detection import detect_format
 from chat_tools.parsing.formats import ALIASES, FORMATS
 from chat_tools.parsing.writing import objects
-from chat_tools.testing.tokenizer import tiny_tokenizer
 
 TOOLS = [
     {
@@ -168,28 +166,6 @@ def test_every_format_shows_itself(name):
 def test_names_are_not_given_twice():
     assert not ALIASES.keys() & FORMATS.keys()
     assert len(ALIASES) == sum(len(fmt.aliases) for fmt in FORMATS.values())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "olmo3",
-        "lfm2",
-        "kimi_k3",
-        "minimax_m3",
-        "deepseek_v3.2",
-        "deepseek_v4",
-        "step3",
-        "hunyuan",
-        "longcat",
-        "apertus",
-    ],
-)
-def test_a_template_with_the_formats_marker_is_known_by_it(name):
-    fmt = find_format(name)
-    sign = (fmt.section or fmt.calls[0])[0]
-    template = "{{ raise_exception('no') }}{# " + sign + " #}"
-    assert detect_format(tiny_tokenizer("chatml", template=template)) == name
 
 
 def test_a_format_of_ones_own():

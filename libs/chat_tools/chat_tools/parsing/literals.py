@@ -64,6 +64,11 @@ def loads_noting(text: str, notes: list[str]) -> Any:
     return value
 
 
+def is_no_value(begun: str) -> bool:
+    """Say whether text that begins so is neither JSON nor a literal, however it goes on."""
+    return _NO_VALUE.match(begun) is not None
+
+
 def literal_cost(text: str) -> int:
     """Return about what reading a literal costs (`Reader.charge`): it is read value by value."""
     return 3 * sum(map(text.count, ",[{(")) + len(text) // 50
@@ -159,7 +164,17 @@ _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.
 _BARE = re.compile(r"""[^\s,{}\[\]()"'<][^,{}\[\]]*""")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(\r\n|[\s\S]))")
+_NO_VALUE = re.compile(
+    r"""\s*+(?:[^\s\w{\[("'+\-.]|[^\W\dA-Za-z_]"""  # no value begins with such a character
+    r"|[A-Za-z_][\w.\-]{5}"  # nor with so long a word
+    r"""|(?!(?:true|false|null|True|False|None)\b)[A-Za-z_][\w.\-]{0,4}+(?=[^\w.\-"'])"""
+    r"|(?:true|false|null|True|False|None)\s*+\S"  # these are values alone
+    r"|[+\-.\d][\d_.eE+\-\s]*+[^\d_.eE+\-\s])"  # and a number is nothing but one
+)
+ESCAPE = re.compile(
+    r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"  # a pair of surrogates is one character
+    r"|u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(\r\n|[\s\S]))"
+)
 _ESCAPES = {
     "n": "\n",
     "t": "\t",
@@ -178,14 +193,17 @@ def unescape(text: str) -> str:
     r"""Replace the backslash escapes of JSON and Python strings; an unknown one stays as it is written."""
     if "\\" not in text:
         return text
-    return _ESCAPE.sub(_unescape_one, text)
+    return ESCAPE.sub(_unescape_one, text)
 
 
 def _unescape_one(match: re.Match[str]) -> str:
-    for code in match.group(1, 2, 3):
+    high, low = match.group(1, 2)
+    if high:
+        return chr(0x10000 + (int(high, 16) - 0xD800) * 0x400 + int(low, 16) - 0xDC00)
+    for code in match.group(3, 4, 5):
         if code:
             return chr(int(code, 16)) if int(code, 16) <= 0x10FFFF else match.group()
-    letter = match.group(4)
+    letter = match.group(6)
     if letter in "\"'\\/":
         return letter
     return _ESCAPES.get(letter, match.group())

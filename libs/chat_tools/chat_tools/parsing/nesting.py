@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 from chat_tools.parsing.cursor import Reader, Wait
 from chat_tools.parsing.literals import MAX_DEPTH
@@ -33,22 +34,13 @@ class Brackets:
         self.stops = tuple(stops)
         self.plain_quotes = tuple(quotes)
         self.quotes = (*self.plain_quotes, *(('"""', "'''") if triple else ()), '"', "'")
-        self.inside = {q: re.compile(self._inside(q)) for q in self.quotes}
+        self.inside = {q: string_inside(q, q in self.plain_quotes) for q in self.quotes}
         self.longest = max(map(len, [*self.stops, *self.quotes]))
         atoms = self._atoms()
         small = "|".join(rf"{re.escape(a)}(?:{atoms})*+{re.escape(b)}" for a, b in _PAIRS.items())
         small = "|".join(rf"{re.escape(a)}(?:{atoms}|{small})*+{re.escape(b)}" for a, b in _PAIRS.items())
         self.skip = re.compile(rf"(?:{atoms}|{small})*+")
         self.skip_flat = re.compile(rf"(?:{atoms})*+")
-
-    def _inside(self, quote: str) -> str:
-        """Match what stands in a string, as far as it is sure not to be its end."""
-        first, rest = quote[0], quote[1:]
-        other = "" if quote in self.plain_quotes else "\\\\"
-        parts = [rf"[^{first}{other}]++", *([r"\\[\s\S]"] if other else [])]
-        if rest:
-            parts.append(rf"{first}(?!{re.escape(rest)})(?=[\s\S]{{{len(rest)}}})")
-        return f"(?:{'|'.join(parts)})*+"
 
     def _atoms(self) -> str:
         """Match at one go: plain characters, and whole strings behind which something follows that may."""
@@ -58,8 +50,20 @@ class Brackets:
         for first in sorted({mark[0] for mark in marks} - {"["}):  # the beginning of a marker that is none
             rest = "|".join(re.escape(mark[1:]) for mark in marks if mark[0] == first)
             atoms.append(rf"{re.escape(first)}(?!{rest})(?=[\s\S]{{{self.longest}}})")
-        atoms += [re.escape(q) + self._inside(q) + re.escape(q) + _FOLLOWS for q in (*self.plain_quotes, '"', "'")]
+        strings = [(re.escape(q), self.inside[q].pattern) for q in (*self.plain_quotes, '"', "'")]
+        atoms += [quote + inside + quote + _FOLLOWS for quote, inside in strings]
         return "|".join(atoms)
+
+
+@cache
+def string_inside(quote: str, verbatim: bool) -> re.Pattern[str]:
+    """Match what stands in a string, as far as it is sure not to be its end; `verbatim` ones know no escapes."""
+    first, rest = quote[0], quote[1:]
+    escape = "" if verbatim else "\\\\"
+    parts = [rf"[^{first}{escape}]++", *([] if verbatim else [r"\\[\s\S]"])]
+    if rest:
+        parts.append(rf"{first}(?!{re.escape(rest)})(?=[\s\S]{{{len(rest)}}})")
+    return re.compile(f"(?:{'|'.join(parts)})*+")
 
 
 class _State:

@@ -1,4 +1,4 @@
-"""Both ways between chat messages and the API's lose nothing; a stream's deltas add up to the message."""
+"""Both ways between chat messages and the API's lose nothing; a stream's deltas have the API's shape."""
 
 import copy
 import json
@@ -8,12 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_tools.parsing.formats import FORMATS, formats
 from chat_tools.parsing.openai import Arguments, delta_of, from_openai, to_openai
-from chat_tools.parsing.parser import StreamParser, parse
-from chat_tools.parsing.result import ArgumentsDelta, CallDropped, CallFinished, CallStarted, Retracted, TextDelta
-from chat_tools.testing.fuzzing import FRAGMENTS, TOOLS
-from chat_tools.testing.samples import write_turn
+from chat_tools.parsing.parser import StreamParser
+from chat_tools.parsing.result import TextDelta
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 scalars = st.one_of(words, st.integers(), st.booleans(), st.none(), st.floats(-1e9, 1e9))
@@ -88,108 +85,6 @@ def test_refusals():
             from_openai([{"role": "assistant", "tool_calls": wrong}])
     with pytest.raises(ValueError, match="message 0 is a tool's result"):
         to_openai([{"role": "tool", "content": "x"}])
-
-
-def told(parser, pieces):
-    """The calls as the events tell them: (name, arguments) of the finished ones, by index, and the number dropped."""
-    begun, finished, dropped = {}, {}, 0
-    pieces = iter(pieces)
-    done = False
-    while not done:
-        piece = next(pieces, None)
-        if piece is None:
-            message, done = parser.finish(), True
-        events = parser.last_events() if piece is None else parser.feed(piece)
-        for event in events:
-            if isinstance(event, CallStarted):
-                assert event.number not in begun
-                begun[event.number] = [event.name, "", event.id]
-            elif isinstance(event, ArgumentsDelta):
-                assert event.text
-                begun[event.number][1] += event.text
-            elif isinstance(event, CallDropped):
-                del begun[event.number]
-                dropped += 1
-            elif isinstance(event, CallFinished):
-                name, arguments, identifier = begun.pop(event.number)
-                finished[event.number] = (name, arguments, identifier)
-                assert (name, arguments) == (event.call.name, event.call.arguments)
-                assert identifier in (None, event.call.id)
-            elif isinstance(event, Retracted):
-                assert not finished, "what was told is never retracted"
-    assert not begun, "a call that was started is finished or dropped"
-    assert [finished[index][:2] for index in sorted(finished)] == [(c.name, c.arguments) for c in message.tool_calls]
-    return message, dropped
-
-
-names = st.from_regex(r"\A[a-z_][a-z0-9_]{0,12}\Z")
-usual = st.recursive(
-    st.one_of(st.text("abc\n\"\\<>{}é,:'", max_size=12), st.integers(), st.booleans(), st.none()),
-    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from("xyz"), v, max_size=2),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.sampled_from(formats()),
-    st.lists(st.tuples(names, st.dictionaries(st.from_regex(r"\A[a-z_]{1,8}\Z"), usual, max_size=4)), max_size=3),
-    st.integers(1, 7),
-    st.sampled_from([None, ""]),
-)
-def test_deltas_add_up_to_the_arguments(name, calls, size, prefill):
-    text = write_turn(name, calls)
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    message, dropped = told(StreamParser(name, prefill=prefill), pieces)
-    assert message == parse(text, name, prefill=prefill)
-    assert not dropped or not message.tool_calls or "\n" in text or "<" in text or "'" in text or message.malformed
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.sampled_from(formats()), st.integers(1, 5), st.sampled_from([None, "", "<think>\n"]))
-def test_whatever_a_model_writes_its_events_add_up(data, name, size, prefill):
-    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=25)))
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    message, _ = told(StreamParser(name, TOOLS, prefill=prefill), pieces)
-    assert message == parse(text, name, TOOLS, prefill=prefill)
-
-
-LONG = {"text": "word " * 2000, "count": 3}
-LATE = {"pythonic", "olmo3", "lfm2", "gemma"}
-"""Python calls, and strings in quotes of another kind, are told when they are complete."""
-
-
-@pytest.mark.parametrize("name", formats())
-def test_a_server_hears_of_a_long_argument_at_once(name):
-    text = write_turn(name, [("f", LONG)])
-    begins = text.index("word")
-    parser = StreamParser(name, TOOLS, prefill="")
-    first: dict[type, int] = {}
-    largest = 0
-    for place, character in enumerate(text):
-        for event in parser.feed(character):
-            first.setdefault(type(event), place)
-            largest = max(largest, len(event.text) if isinstance(event, ArgumentsDelta) else 0)
-    (call,) = parser.finish().tool_calls
-    assert call.arguments_dict() == LONG
-    if FORMATS[name].name not in LATE:
-        assert first[CallStarted] <= begins
-        assert first[ArgumentsDelta] <= begins + 64
-        assert largest <= 64
-
-
-def test_a_call_that_is_none_is_dropped():
-    parser = StreamParser("hermes", prefill="")
-    parser.feed('<tool_call>{"name": "f", "arguments": {"a": "x')
-    events = parser.feed('"} oops</tool_call>')
-    assert [type(event).__name__ for event in events] == ["CallDropped", "MalformedFound"]
-    twice = StreamParser("qwen3_xml", prefill="")
-    message, dropped = told(
-        twice,
-        ["<tool_call>\n<function=f>\n<parameter=a>\n1", "\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>"],
-    )
-    assert dropped == 1
-    assert message.tool_calls[0].arguments == '{"a": "2"}'
 
 
 def test_deltas_in_the_shape_of_the_api():

@@ -74,10 +74,11 @@ class StreamParser:
     """Take a model's output in pieces of any size.
 
     `prefill` is what the prompt already holds of this turn (Qwen3.5's ends in "<think>\\n", others' in nothing: ""):
-    read first, not reported. Without it (None) nobody knows whether the turn begins inside a block of reasoning: a
-    closing marker that nobody opened makes all before it reasoning, calls too, and the stream says so by `Retracted`.
-    So that no call is executed that is retracted later, calls are then reported when reasoning has been seen, or by
-    `last_events()` at the end; with a prefill, each as soon as it is complete. `tools` (dicts or typed functions) give
+    read first, not reported. **Servers pass it**: each call is then told as it comes, its name first. Without it (None)
+    nobody knows whether the turn begins inside a block of reasoning: a closing marker that nobody opened makes all
+    before it reasoning, calls too, and the stream says so by `Retracted`. So that no call is executed that is retracted
+    later, all events of calls then wait until reasoning has been seen, or for `last_events()` at the end; text does
+    not wait. A format whose reasoning is no block (harmony) needs no prefill. `tools` (dicts or typed functions) give
     the arguments their types. A `silent` parser reports no events, which is a little faster.
     """
 
@@ -111,7 +112,8 @@ class StreamParser:
             raise ValueError("this parser is finished: make a new StreamParser for the next turn")
         self._append(self._decoded(text))
         if self._recorder.preview is not None and self._run is not None:
-            self._recorder.preview.look(self._reader, self._recorder.cursor)
+            in_list = isinstance(self._body, BracketReader) and self._body.in_list
+            self._recorder.preview.look(self._reader, self._recorder.cursor, in_list)
         return self._events()
 
     def finish(self, text: str | bytes = "") -> ParsedMessage:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from chat_tools.parsing.formats import FORMATS
+
 PLUGIN = Path(__file__).with_name("vllm_plugin.py")
 PROGRAM = """
 import json, sys
@@ -68,4 +70,5 @@ def test_every_format_inside_vllm():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     deltas = dict(line.split() for line in done.stdout.splitlines() if line.count(" ") == 1)
-    assert int(deltas["hermes"]) > 50, "a long argument comes as it is written"
+    assert deltas.keys() == FORMATS.keys()
+    assert all(int(count) > 50 for count in deltas.values()), f"a long argument comes as it is written: {deltas}"
