@@ -5,7 +5,8 @@ Strategy
    them, are one piece (a Gemma 4 turn with calls has two: its results stand between its calls and its words).
 2. A region begins where the generation prompt ends (or as much of it as history keeps), looked for between the last
    character of anybody else and the turn's first. Where the prompt is not found (a model that goes on after a result
-   in the same turn), it begins where the rendering of the messages before it, prompt included, ends.
+   in the same turn), it begins where the rendering of the messages before it, prompt included, ends. Where that did
+   not tell it once, it is not rendered again for a turn of the same shape behind the same text.
 3. It ends with the first token that ends turns behind the piece's last character and before anybody else's. Without
    one it ends where the rendering of the conversation up to this message ends.
 4. A turn whose region cannot be told so is not trained, and a problem says so.
@@ -17,10 +18,11 @@ a turn that ends with a stop token holds it; an injected marker in anybody's tex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chat_tools.rendering.frames import Frame, added_tokens, find_frame, token_start
 from chat_tools.rendering.owners import (
+    WRITTEN_KEYS,
     Owners,
     Piece,
     common_prefix,
@@ -60,6 +62,20 @@ class Regions(NamedTuple):
 CALLS_LEFT_OUT = "the template leaves out some of its tool calls"
 
 
+_Shape = tuple[str, bool, tuple[tuple[Any, ...], ...]]
+
+
+class _Whole(NamedTuple):
+    """The rendering of all messages (with a generation prompt if `prompted`), and what did not tell a beginning in it.
+
+    `untold` holds the text before a turn, whether a user spoke before, and the shapes of the turn and its forerunner.
+    """
+
+    text: str
+    prompted: bool
+    untold: dict[_Shape, int | None]
+
+
 class _Bounds(NamedTuple):
     """A piece of a turn between what others own: nothing of it can lie outside `lower:upper`."""
 
@@ -79,12 +95,13 @@ def find_regions(
     regions: list[Region] = []
     problems: list[str] = []
     frame: Frame | None = None
+    untold: dict[_Shape, int | None] = {}
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         frame = frame or find_frame(template, message)
         own = bounds.get(index) or _found_alone(template, messages, index, text, prompted, owners)
-        found = _turn(template, messages, index, text, frame, owners, own)
+        found = _turn(template, messages, index, _Whole(text, prompted, untold), frame, owners, own)
         if isinstance(found, str):
             problems.append(found)
         else:
@@ -111,7 +128,7 @@ def _turn(
     template: ChatTemplate,
     messages: Sequence[Message],
     index: int,
-    text: str,
+    whole: _Whole,
     frame: Frame,
     owners: Owners,
     own: Sequence[_Bounds],
@@ -124,10 +141,10 @@ def _turn(
         return f"message {index}: the template does not render its content apart from what follows"
     regions: list[Region] = []
     for bounds in own:
-        start = _start(template, messages, index, text, frame, bounds)
+        start = _start(template, messages, index, whole, frame, bounds)
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
-        body_end, end = _end(template, messages, index, text, frame, bounds)
+        body_end, end = _end(template, messages, index, whole, frame, bounds)
         regions.append(Region(index, start, max(body_end, start), max(end, start)))
     return regions
 
@@ -156,10 +173,11 @@ def _bounded(pieces: Sequence[Piece], length: int) -> dict[int, list[_Bounds]]:
 
 
 def _start(
-    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, frame: Frame, bounds: _Bounds
+    template: ChatTemplate, messages: Sequence[Message], index: int, whole: _Whole, frame: Frame, bounds: _Bounds
 ) -> int | None:
     """Return where the generation prompt (or as much of it as history keeps) ends; None if that cannot be told."""
     piece, lower, _, first, _ = bounds
+    text = whole.text
     if not first or lower == piece.start:
         return piece.start
     if not frame.prompt and frame.opening and text.startswith(frame.opening, lower, piece.start):
@@ -170,34 +188,57 @@ def _start(
         at = text.rfind(frame.prompt[:length], lower, piece.start)
         if at >= 0:
             return at + length
-    untold = None if frame.prompt else piece.start
+    refused = None if frame.prompt else piece.start
     if index == 0:  # nothing comes before it, and templates are not applied to nothing
-        return untold
-    try:
-        before = template.text(messages[:index], add_generation_prompt=True)
-    except template_errors():
-        return untold
-    pieces = find_owners(template, messages[:index], before, True).pieces
-    tail = before[max((owned.end for owned in pieces), default=0) :]
+        return refused
     here = text[lower : piece.start]
-    shared = token_start(here, common_prefix(tail, here), added_tokens(template.tokenizer))
-    return lower + shared if shared else None
+    shape = _shape(messages, index, here)
+    if shape in whole.untold:
+        shared = whole.untold[shape]
+    else:
+        shared = _shared_with_prompt(template, messages[:index], here)
+    if shared:
+        return lower + shared
+    whole.untold[shape] = shared
+    return refused if shared is None else None
+
+
+def _shape(messages: Sequence[Message], index: int, here: str) -> _Shape:
+    """Return what decides whether the rendering of the messages before a turn tells where it begins."""
+    asked = any(message.get("role") == "user" for message in messages[:index])
+    near = messages[max(0, index - 2) : index + 1]
+    return here, asked, tuple((m.get("role"), *(key for key in WRITTEN_KEYS if m.get(key))) for m in near)
+
+
+def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here: str) -> int | None:
+    """Return how much of `here` the generation prompt behind the messages is; None if the template refuses them."""
+    try:
+        text = template.text(before, add_generation_prompt=True)
+    except template_errors():
+        return None
+    pieces = find_owners(template, before, text, True).pieces
+    tail = text[max((owned.end for owned in pieces), default=0) :]
+    return token_start(here, common_prefix(tail, here), added_tokens(template.tokenizer))
 
 
 def _end(
-    template: ChatTemplate, messages: Sequence[Message], index: int, text: str, frame: Frame, bounds: _Bounds
+    template: ChatTemplate, messages: Sequence[Message], index: int, whole: _Whole, frame: Frame, bounds: _Bounds
 ) -> tuple[int, int]:
     """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
     piece, _, upper, _, last = bounds
+    text = whole.text
     stop = frame.first_stop(text, piece.end, upper)
     if stop is not None:
         return stop
     if not last:
         return piece.end, piece.end
-    try:
-        shorter = template.text(messages[: index + 1])
-    except template_errors():
-        return piece.end, piece.end
+    if index == len(messages) - 1 and not whole.prompted:
+        shorter = text
+    else:
+        try:
+            shorter = template.text(messages[: index + 1])
+        except template_errors():
+            return piece.end, piece.end
     shared = token_start(text, common_prefix(shorter, text), added_tokens(template.tokenizer))
     end = len(text[: min(shared, upper)].rstrip())
     return max(end, piece.end), max(end, piece.end)

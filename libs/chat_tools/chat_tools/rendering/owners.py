@@ -257,7 +257,7 @@ def _marked(
             messages[index], marks.wrap(_Place(index)), partial(marks.wrap_call, index, False), name
         )
     try:
-        rendered = template.text(changed, prompted)
+        rendered = template.trial(changed, prompted)
     except rendering_errors():
         return None
     read = marks.read(rendered)
