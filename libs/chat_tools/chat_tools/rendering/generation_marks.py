@@ -20,8 +20,9 @@ def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, i
     A block's tokens are those from its first character's first one to its last character's first one.
     """
     mask = [0] * len(offsets)
+    starts = list(map(_start, offsets))
     for start, end in blocks:
-        first, last = _token_of(start, offsets), _token_of(end - 1, offsets)
+        first, last = _token_of(start, offsets, starts), _token_of(end - 1, offsets, starts)
         if first is None:
             break
         stop = last + 1 if last else len(mask)  # no token, or the very first: transformers marks all that follows
@@ -29,9 +30,9 @@ def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, i
     return mask
 
 
-def _token_of(position: int, offsets: Sequence[tuple[int, int]]) -> int | None:
+def _token_of(position: int, offsets: Sequence[tuple[int, int]], starts: Sequence[int]) -> int | None:
     """Return the first token that holds a character, None if none does."""
-    at = bisect_left(offsets, (position + 1,)) - 1
+    at = bisect_right(starts, position) - 1
     while at > 0 and offsets[at - 1][1] > position:
         at -= 1
     return at if at >= 0 and offsets[at][0] <= position < offsets[at][1] else None
@@ -69,28 +70,31 @@ def _regions_of_marks(
     proven = {region.message for region in found.regions}
     unproven = [i for i in assistants if i not in proven]
     foreign = [p for p in found.owners.pieces if messages[p.message].get("role") != "assistant"]
+    foreign_ends = [piece.end for piece in foreign]
+    ends_of_proven = [region.end for region in found.regions]
     regions: list[Region] = []
     for tokens in filter(None, _runs(mask, offsets)):
-        taken = [p.message for p in _overlapping(foreign, tokens[0][0], tokens[-1][1])]
+        taken = [p.message for p in _overlapping(foreign, foreign_ends, tokens[0][0], tokens[-1][1])]
         problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
-        inside = _inside(tokens, found.regions)
+        inside = _inside(tokens, found.regions, ends_of_proven)
         if not inside and unproven:
-            own = [token for token in tokens if not _overlapping(foreign, *token)]
+            own = [token for token in tokens if not _overlapping(foreign, foreign_ends, *token)]
             inside = [Region(unproven.pop(0), own[0][0], own[-1][1], own[-1][1])] if own else []
         regions += inside
     if found.stops_known:
         ends = {region.body_end: region.end for region in found.regions}
         regions = [r._replace(end=max(r.end, ends.get(r.end, r.end))) for r in regions]
     omitted = set(found.owners.without_calls)
-    unmarked = [i for i in assistants if i not in omitted | {region.message for region in regions}]
+    told = omitted | {region.message for region in regions}
+    unmarked = [i for i in assistants if i not in told]
     problems += [f"message {i}: the template marks nothing of it" for i in unmarked]
     return [region for region in regions if region.message not in omitted]
 
 
-def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region]) -> list[Region]:
-    """Return the parts of regions that a run of tokens touches."""
+def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: Sequence[int]) -> list[Region]:
+    """Return the parts of regions (whose `ends` these are) that a run of tokens touches."""
     parts: list[Region] = []
-    at = bisect_right(regions, tokens[0][0], key=lambda region: region.end)
+    at = bisect_right(ends, tokens[0][0])
     while at < len(regions) and regions[at].start < tokens[-1][1]:
         region = regions[at]
         first = bisect_right(tokens, region.start, key=_end)
@@ -101,9 +105,9 @@ def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region]) -> lis
     return parts
 
 
-def _overlapping(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
-    """Return the pieces, which are in order and do not overlap, that hold a character of `start:end`."""
-    at = bisect_right(pieces, start, key=lambda piece: piece.end)
+def _overlapping(pieces: Sequence[Piece], ends: Sequence[int], start: int, end: int) -> list[Piece]:
+    """Return the pieces (in order, without overlaps, whose `ends` these are) that hold a character of `start:end`."""
+    at = bisect_right(ends, start)
     found = []
     while at < len(pieces) and pieces[at].start < end:
         found.append(pieces[at])

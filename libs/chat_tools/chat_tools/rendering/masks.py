@@ -65,13 +65,12 @@ CALLS_LEFT_OUT = "the template leaves out some of its tool calls"
 _Shape = tuple[str, bool, tuple[tuple[Any, ...], ...]]
 
 
-class _Whole(NamedTuple):
-    """The rendering of all messages (with a generation prompt if `prompted`), and what did not tell a beginning in it.
+class _Seen(NamedTuple):
+    """What is known of a rendering: whether a generation prompt ends it, and where beginnings could not be told.
 
-    `untold` holds the text before a turn, whether a user spoke before, and the shapes of the turn and its forerunner.
+    `untold` is by the text before a turn, whether a user spoke before, and the shapes of the turn and those before it.
     """
 
-    text: str
     prompted: bool
     untold: dict[_Shape, int | None]
 
@@ -95,13 +94,13 @@ def find_regions(
     regions: list[Region] = []
     problems: list[str] = []
     frame: Frame | None = None
-    untold: dict[_Shape, int | None] = {}
+    seen = _Seen(prompted, {})
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         frame = frame or find_frame(template, message)
         own = bounds.get(index) or _found_alone(template, messages, index, text, prompted, owners)
-        found = _turn(template, messages, index, _Whole(text, prompted, untold), frame, owners, own)
+        found = _turn(template, messages, index, text, frame, owners, own, seen)
         if isinstance(found, str):
             problems.append(found)
         else:
@@ -128,10 +127,11 @@ def _turn(
     template: ChatTemplate,
     messages: Sequence[Message],
     index: int,
-    whole: _Whole,
+    text: str,
     frame: Frame,
     owners: Owners,
     own: Sequence[_Bounds],
+    seen: _Seen | None = None,
 ) -> list[Region] | str:
     """Find the regions of one assistant message; or say why they cannot be proven."""
     if index in owners.without_calls:
@@ -141,10 +141,10 @@ def _turn(
         return f"message {index}: the template does not render its content apart from what follows"
     regions: list[Region] = []
     for bounds in own:
-        start = _start(template, messages, index, whole, frame, bounds)
+        start = _start(template, messages, index, text, frame, bounds, seen)
         if start is None:
             return f"message {index}: its beginning cannot be told from the message before"
-        body_end, end = _end(template, messages, index, whole, frame, bounds)
+        body_end, end = _end(template, messages, index, text, frame, bounds, seen)
         regions.append(Region(index, start, max(body_end, start), max(end, start)))
     return regions
 
@@ -173,11 +173,16 @@ def _bounded(pieces: Sequence[Piece], length: int) -> dict[int, list[_Bounds]]:
 
 
 def _start(
-    template: ChatTemplate, messages: Sequence[Message], index: int, whole: _Whole, frame: Frame, bounds: _Bounds
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    frame: Frame,
+    bounds: _Bounds,
+    seen: _Seen | None = None,
 ) -> int | None:
     """Return where the generation prompt (or as much of it as history keeps) ends; None if that cannot be told."""
     piece, lower, _, first, _ = bounds
-    text = whole.text
     if not first or lower == piece.start:
         return piece.start
     if not frame.prompt and frame.opening and text.startswith(frame.opening, lower, piece.start):
@@ -193,13 +198,11 @@ def _start(
         return refused
     here = text[lower : piece.start]
     shape = _shape(messages, index, here)
-    if shape in whole.untold:
-        shared = whole.untold[shape]
-    else:
-        shared = _shared_with_prompt(template, messages[:index], here)
+    untold = {} if seen is None else seen.untold
+    shared = untold[shape] if shape in untold else _shared_with_prompt(template, messages[:index], here)
     if shared:
         return lower + shared
-    whole.untold[shape] = shared
+    untold[shape] = shared
     return refused if shared is None else None
 
 
@@ -222,17 +225,22 @@ def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here:
 
 
 def _end(
-    template: ChatTemplate, messages: Sequence[Message], index: int, whole: _Whole, frame: Frame, bounds: _Bounds
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    frame: Frame,
+    bounds: _Bounds,
+    seen: _Seen | None = None,
 ) -> tuple[int, int]:
     """Return where the end-of-turn token begins and ends; the separator after it is not the model's."""
     piece, _, upper, _, last = bounds
-    text = whole.text
     stop = frame.first_stop(text, piece.end, upper)
     if stop is not None:
         return stop
     if not last:
         return piece.end, piece.end
-    if index == len(messages) - 1 and not whole.prompted:
+    if seen is not None and not seen.prompted and index == len(messages) - 1:
         shorter = text
     else:
         try:

@@ -252,10 +252,12 @@ def _marked(
     changed = list(messages)
     marks.table.clear()
     for index in chosen:
-        name = partial(marks.wrap_call, index, True) if names else None
-        changed[index] = _rewritten(
-            messages[index], marks.wrap(_Place(index)), partial(marks.wrap_call, index, False), name
-        )
+        message, words = messages[index], marks.wrap(_Place(index))
+        if message.get("tool_calls"):
+            name = partial(marks.wrap_call, index, True) if names else None
+            changed[index] = _rewritten(message, words, partial(marks.wrap_call, index, False), name)
+        else:
+            changed[index] = _with_words(message, words)
     try:
         rendered = template.trial(changed, prompted)
     except rendering_errors():
@@ -279,9 +281,17 @@ def _rewritten(
     message: Message, text: Wrap, argument: Callable[[int], Wrap], name: Callable[[int], Wrap] | None
 ) -> Message:
     """Return the message with its texts, the arguments and (unless None) the names of its calls rewritten."""
+    changed = _with_words(message, text)
+    if calls := _calls(message):
+        changed["tool_calls"] = [_call(call, argument(i), name and name(i)) for i, call in enumerate(calls)]
+    return changed
+
+
+def _with_words(message: Message, text: Wrap) -> dict[str, Any]:
+    """Return the message with its texts rewritten, its calls as they are."""
     changed = dict(message)
     for key, value in message.items():
-        if value is None or key not in _TEXT_KEYS:
+        if key not in _TEXT_KEYS or value is None:
             continue
         if isinstance(value, str):
             changed[key] = text(value)
@@ -289,13 +299,11 @@ def _rewritten(
             changed[key] = [_part(part, text) for part in value]
         elif isinstance(value, Mapping):
             changed[key] = _value(value, text)
-    if calls := _calls(message):
-        changed["tool_calls"] = [_call(call, argument(i), name and name(i)) for i, call in enumerate(calls)]
     return changed
 
 
 def _calls(message: Message) -> Sequence[Any]:
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") or ()
     return calls if isinstance(calls, list | tuple) else ()
 
 

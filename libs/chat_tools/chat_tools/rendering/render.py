@@ -214,7 +214,13 @@ def _apart(template: ChatTemplate, messages: Sequence[Message], prompted: bool, 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Return ids and the characters of each token; ValueError for a tokenizer without offsets."""
     try:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
     except NotImplementedError as error:
         raise ValueError(_NO_OFFSETS) from error
     return list(encoded["input_ids"]), _pairs(encoded["offset_mapping"])

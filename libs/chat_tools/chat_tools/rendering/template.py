@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -100,6 +99,14 @@ class Cut(NamedTuple):
     end: int
 
 
+class _Trial(list[Message]):
+    """Messages to render with another source."""
+
+    def __init__(self, messages: Sequence[Message], source: str) -> None:
+        super().__init__(messages)
+        self.source = source
+
+
 class ChatTemplate:
     """Render messages with fixed tools and options (such as `enable_thinking`).
 
@@ -151,6 +158,7 @@ class ChatTemplate:
             [dict(m) for m in messages],
             tools=self.tools,
             add_generation_prompt=add_generation_prompt,
+            **({"chat_template": messages.source} if isinstance(messages, _Trial) else {}),
             **self.options,
             **options,
         )
@@ -183,11 +191,7 @@ class ChatTemplate:
     def trial(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render to text as `text` does, faster; to be held to what `text` gives."""
         source = quick_source(self.source) if self.tokenises_text else None
-        if source is None:
-            return self.text(messages, add_generation_prompt)
-        quick = copy(self)
-        quick.options = {**self.options, "chat_template": source}
-        return quick.text(messages, add_generation_prompt)
+        return self.text(messages if source is None else _Trial(messages, source), add_generation_prompt)
 
     def text_or_cut(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Cut | None]:
         """Render to text, or to a text with a stand-in and where it stands."""
