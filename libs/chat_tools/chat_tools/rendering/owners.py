@@ -64,15 +64,23 @@ class Marked(NamedTuple):
     owners: Owners
 
 
-def render_marked(template: ChatTemplate, messages: Sequence[Message], prompted: bool) -> Marked | None:
+def render_marked(
+    template: ChatTemplate, messages: Sequence[Message], prompted: bool, held: bool = False
+) -> Marked | None:
     """Render once, with all messages marked; None if the marks can't be read, or somebody else wrote such characters.
 
-    A template may write something else because of the marks: hold the text to another rendering before using it.
+    A template may write something else because of the marks: hold the text to another rendering before using it. Where
+    that is known to be a text (`held`), such characters of somebody else's are in that one and not in this: they are
+    not looked for here.
     """
-    given = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
-    if _PRIVATE_CHARACTER.search(given + template.source):
+    source = template.source
+    if _PRIVATE_CHARACTER.search(source):
         return None
-    return _marked(template, messages, prompted, _Marks(template.source, "", messages), range(len(messages)), True)
+    if not held:
+        given = json.dumps([messages, template.tools, template.options], ensure_ascii=False, default=_plain)
+        if _PRIVATE_CHARACTER.search(given):
+            return None
+    return _marked(template, messages, prompted, _Marks(source, "", messages), range(len(messages)), True)
 
 
 def _plain(value: Any) -> Any:
@@ -195,11 +203,16 @@ class _Marks:
         """Return what marks the segments of a text with a new mark that stands for the place."""
         opening = chr(self.base + len(self.table))
         self.table.append(place)
-        return partial(self._wrapped, opening)
+        is_cut, close = self.cut.search, self.close
 
-    def _wrapped(self, opening: str, text: str) -> str:
-        if self.cut.search(text) is None:
-            return self._segment(opening, text)
+        def wrapped(text: str) -> str:
+            if is_cut(text) is not None:
+                return self._in_segments(opening, text)
+            return opening + text + close if text and text == text.strip() else self._segment(opening, text)
+
+        return wrapped
+
+    def _in_segments(self, opening: str, text: str) -> str:
         parts, last = [], 0
         for cut in self.cuts.finditer(text):
             parts += [self._segment(opening, text[last : cut.start()]), cut.group()]
@@ -208,7 +221,7 @@ class _Marks:
 
     def _segment(self, opening: str, text: str) -> str:
         core = text.strip()
-        if len(core) == len(text):
+        if core == text:
             return f"{opening}{core}{self.close}" if core else ""
         at = text.index(core)
         return f"{text[:at]}{opening}{core}{self.close}{text[at + len(core) :]}" if core else text

@@ -172,7 +172,7 @@ def _twice(template: ChatTemplate, messages: Sequence[Message], prompted: bool) 
     """
     if not any(message.get("role") == "user" for message in messages):
         return None  # it may need a stand-in
-    found = render_marked(template, messages, prompted)
+    found = render_marked(template, messages, prompted, template.tokenises_text)
     if found is None:
         return None
     if template.tokenises_text:
@@ -278,8 +278,11 @@ def _spans(
     """Return the tokens of the regions, and those that reach over a border of one of them or of a proven one."""
     straddling: list[int] = []
     spans = tuple(_span(region, expanded, offsets, straddling) for region in regions)
-    for region in proven if proven is not regions else ():
-        _span(region, expanded, offsets, straddling)
+    if proven is not regions:
+        same = {(region.start, region.end) for region in regions}
+        for region in proven:
+            if (region.start, region.end) not in same:
+                _span(region, expanded, offsets, straddling)
     return spans, tuple(sorted(set(straddling)))
 
 
@@ -322,9 +325,13 @@ def owned_text(
         if at < 0 or piece.start - skip >= turns[at][1]:
             claims.append((piece.start - skip, piece.end - skip, piece.message))
     found: list[OwnedText] = []
+    moved = bool(expanded.moves)
     at = 0
     for start, end, message in sorted(claims):
-        start, end = max(expanded.move(max(start, 0)), at), expanded.move(max(end, 0))
+        if moved:
+            start, end = expanded.move(max(start, 0)), expanded.move(max(end, 0))
+        if start < at:
+            start = at
         if end <= start:
             continue
         if start > at:
