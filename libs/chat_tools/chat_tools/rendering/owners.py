@@ -265,12 +265,12 @@ def _marked(
     changed = list(messages)
     marks.table.clear()
     for index in chosen:
-        message, words = messages[index], marks.wrap(_Place(index))
-        if message.get("tool_calls"):
+        given, words = messages[index], marks.wrap(_Place(index))
+        if given.get("tool_calls"):
             name = partial(marks.wrap_call, index, True) if names else None
-            changed[index] = _rewritten(message, words, partial(marks.wrap_call, index, False), name)
+            changed[index] = _rewritten(given, words, partial(marks.wrap_call, index, False), name)
         else:
-            changed[index] = _with_words(message, words)
+            changed[index] = _with_words(given, words)
     try:
         rendered = template.trial(changed, prompted)
     except rendering_errors():
@@ -282,12 +282,15 @@ def _marked(
     pieces: list[Piece] = []
     written: set[_Place] = set()
     for start, end, place in spans:
-        if not (place.is_name and place in written):  # a name may come again, as that of the result
-            pieces.append(Piece(start, end, place.message))
-        written.add(place)
+        message, call, is_name = place
+        if call is not None:
+            if is_name and place in written:  # a name may come again, as that of the result
+                continue
+            written.add(place)
+        pieces.append(Piece(start, end, message))
     seen = {(place.message, place.call) for place in written}
-    calls = {(place.message, place.call) for place in marks.table if place.call is not None}
-    return Marked(text, Owners(pieces, (), sorted({message for message, call in calls - seen if names})))
+    calls = {(place.message, place.call) for place in marks.table if place.call is not None} if names else set()
+    return Marked(text, Owners(pieces, (), sorted({message for message, _ in calls - seen})))
 
 
 def _rewritten(

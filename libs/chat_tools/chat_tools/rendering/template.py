@@ -100,10 +100,10 @@ class Cut(NamedTuple):
 
 
 class _Trial(list[Message]):
-    """Messages to render with another source."""
+    """Copies of messages, to render with another source."""
 
     def __init__(self, messages: Sequence[Message], source: str) -> None:
-        super().__init__(messages)
+        super().__init__(map(dict, messages))
         self.source = source
 
 
@@ -155,7 +155,7 @@ class ChatTemplate:
     def apply(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: Any) -> Any:
         """Call the tokenizer's own `apply_chat_template`."""
         return self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
+            messages if isinstance(messages, _Trial) else [dict(m) for m in messages],
             tools=self.tools,
             add_generation_prompt=add_generation_prompt,
             **({"chat_template": messages.source} if isinstance(messages, _Trial) else {}),
