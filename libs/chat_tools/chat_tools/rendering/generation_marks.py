@@ -78,7 +78,7 @@ def _regions_of_marks(
         problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
         inside = _inside(tokens, found.regions, ends_of_proven)
         if not inside and unproven:
-            own = tokens if not taken else [token for token in tokens if not _overlapping(foreign, foreign_ends, *token)]
+            own = [token for token in tokens if not (taken and _overlapping(foreign, foreign_ends, *token))]
             inside = [Region(unproven.pop(0), own[0][0], own[-1][1], own[-1][1])] if own else []
         regions += inside
     if found.stops_known:

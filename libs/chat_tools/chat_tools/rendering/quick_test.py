@@ -1,4 +1,4 @@
-"""Trial renderings: the text is the template's, the refusals are the sandbox's, and nobody else's environment changes."""
+"""Trial renderings: the text is the template's, the refusals are the sandbox's, other people's environment stays."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from chat_tools.rendering.quick import quick_source
-from chat_tools.rendering.template import ChatTemplate, template_errors
+from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 NAMES = ["content", "role", "items", "keys", "get", "pop", "update", "clear", "upper", "format", "format_map", "nope"]
@@ -24,13 +24,14 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 expressions = st.builds("{}.{}".format, st.sampled_from(OBJECTS[:-2]), st.sampled_from(NAMES))
 expressions |= st.builds("({}){}".format, expressions, st.sampled_from(["()", "('x')", ".content", "|string"]))
+ERRORS: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError)
 
 
 def outcome(render: Any) -> str:
     """What comes out: a text, or which error."""
     try:
         return str(render(MESSAGES)).partition(" at 0x")[0]
-    except (*template_errors(), TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+    except ERRORS as error:
         return f"{type(error).__name__}: {error}".partition(" at 0x")[0]
 
 
@@ -51,12 +52,16 @@ def test_what_stands_before_the_source_writes_nothing(source: str) -> None:
 def test_the_environment_that_others_use_stays_as_it_is() -> None:
     source = "{{ messages[0].content }} {# of others #}"
     changed = quick_source(source)
-    assert changed is not None and changed != source and quick_source(source) is changed
+    assert changed is not None
+    assert changed != source
+    assert quick_source(source) is changed
     assert "getattr" not in vars(_compile_jinja_template(source).environment)
     assert "getattr" in vars(_compile_jinja_template(changed).environment)
 
 
-@pytest.mark.parametrize("body", ["{{ messages.append(1) }}", "{{ messages[0].update(a=1) }}", "{{ ''.__class__.mro() }}"])
+@pytest.mark.parametrize(
+    "body", ["{{ messages.append(1) }}", "{{ messages[0].update(a=1) }}", "{{ ''.__class__.mro() }}"]
+)
 def test_what_the_sandbox_forbids_stays_forbidden(body: str) -> None:
     template = ChatTemplate(tiny_tokenizer("chatml", template=body), None, {})
     with pytest.raises(jinja2.exceptions.SecurityError):

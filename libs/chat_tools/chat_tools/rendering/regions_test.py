@@ -327,3 +327,32 @@ def test_calls_left_out_are_listed():
     regions = find_regions(made, messages, made.text(messages), False)
     assert regions.left_out == [f"message 1: {masks.CALLS_LEFT_OUT}"]
     assert regions.owners.without_calls == [1]
+
+
+HEADLESS = (
+    "{% for m in messages %}{{ m.content if m.role == 'user' else MARK + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '@@@@' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "mark", "rendered"),
+    [(1, "'#'", 1), (9, "'#'", 2), (30, "'#'", 2), (9, "m.mark", 3), (30, "m.mark", 3), (9, "'@@#'", 0)],
+)
+def test_what_did_not_tell_a_beginning_is_not_rendered_again(
+    turns: int, mark: str, rendered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the first turn, before whose question nobody spoke, and once for each mark of the others."""
+    asked = []
+    shared = masks._shared_with_prompt
+    monkeypatch.setattr(masks, "_shared_with_prompt", lambda *given: asked.append(given) or shared(*given))
+    messages = [{**m, "mark": "#+"[turn % 2]} for turn in range(turns) for m in (USER, SAY)]
+    regions, problems = found(HEADLESS.replace("MARK", mark), messages)
+    assert (len(asked), len(problems)) == (rendered, turns if rendered else 0)
+    assert len(regions) + len(problems) == turns
+
+
+def test_a_beginning_that_is_told_by_rendering_is_told_every_time() -> None:
+    """Of the prompt history keeps less than what is looked for."""
+    regions, problems = found(HEADLESS.replace("MARK", "'@#'"), [USER, SAY] * 5)
+    assert (problems, regions) == ([], [(2 * n + 1, "#hello<|im_end|>") for n in range(5)])
