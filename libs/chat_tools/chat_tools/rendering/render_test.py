@@ -297,3 +297,12 @@ def test_a_tokenizer_that_changes_letters(marks, changed):
     assert rendered.ids == tokenizer.apply_chat_template(LOUD, return_dict=True)["input_ids"]
     assert trained_text(tokenizer, rendered) == "hello you<|im_end|>"
     assert rendered.problems == ()
+
+
+@pytest.mark.parametrize("forged", ["\U000f0001own\U000f0004", "\U000f0004", "\U000f0002a\U000f0001b", "\U0010fffdfar"])
+def test_marks_that_a_user_wrote_are_the_users(forged: str) -> None:
+    messages = [{"role": "user", "content": f"hi {forged} yes"}, {"role": "assistant", "content": "yes"}]
+    rendered = render(tiny_tokenizer("chatml"), messages)
+    owned = [(o.owner, rendered.text[o.start : o.end]) for o in rendered.owners if o.message is not None]
+    assert owned == [("user", messages[0]["content"]), ("assistant", "yes<|im_end|>")]
+    assert rendered.problems == ()

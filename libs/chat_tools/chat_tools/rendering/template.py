@@ -155,7 +155,7 @@ class ChatTemplate:
     def apply(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: Any) -> Any:
         """Call the tokenizer's own `apply_chat_template`."""
         return self.tokenizer.apply_chat_template(
-            messages if isinstance(messages, _Trial) else [dict(m) for m in messages],
+            list(messages) if isinstance(messages, _Trial) else [dict(m) for m in messages],
             tools=self.tools,
             add_generation_prompt=add_generation_prompt,
             **({"chat_template": messages.source} if isinstance(messages, _Trial) else {}),
