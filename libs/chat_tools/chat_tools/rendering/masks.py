@@ -216,7 +216,7 @@ def _shape(messages: Sequence[Message], index: int, here: str) -> _Shape:
 def _shared_with_prompt(template: ChatTemplate, before: Sequence[Message], here: str) -> int | None:
     """Return how much of `here` the generation prompt behind the messages is; None if the template refuses them."""
     try:
-        text = template.text(before, add_generation_prompt=True)
+        text = template.trial(before, add_generation_prompt=True)
     except template_errors():
         return None
     pieces = find_owners(template, before, text, True).pieces

@@ -189,7 +189,7 @@ class ChatTemplate:
         return plain if cut is None else cut.text[: cut.start] + cut.text[cut.end :]
 
     def trial(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Render to text as `text` does, faster; to be held to what `text` gives."""
+        """Render to text as `text` does, faster (chat_tools.rendering.quick); not for the text that is trained on."""
         source = quick_source(self.source) if self.tokenises_text else None
         return self.text(messages if source is None else _Trial(messages, source), add_generation_prompt)
 
