@@ -193,7 +193,11 @@ def test_logits_that_are_not_finite_fail_their_row_alone() -> None:
     play = Play()
     bad, good = play.ask([3], max_new_tokens=5), play.ask([4], max_new_tokens=5)
     step = play.batch.decoder.step
-    play.batch.decoder.step = lambda tokens: step(tokens).index_fill(0, torch.tensor([0]), float("nan"))  # type: ignore[method-assign]
+
+    def nan_first(tokens: torch.Tensor) -> torch.Tensor:
+        return step(tokens).index_fill(0, torch.tensor([0]), float("nan"))
+
+    play.batch.decoder.step = nan_first  # type: ignore[method-assign]
     play.step()
     play.batch.decoder.step = step  # type: ignore[method-assign]
     play.drain()
