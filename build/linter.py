@@ -18,7 +18,10 @@ def ruff(args: list[str]) -> None:
 
 
 # Where tests and benchmarks are annotated throughout and checked as strictly as the code; elsewhere TEST_FLAGS hold.
-STRICT_TESTS = ("libs/objectives", "libs/runlog", "libs/dyncp")
+STRICT_TESTS = (
+    *(f"libs/{name}" for name in ("objectives", "runlog", "dyncp", "seqpack", "engines", "rollout")),
+    *(f"apps/{name}" for name in ("common", "grpo", "sft", "quickstart")),
+)
 
 # What tests do on purpose and a type checker calls wrong: parametrised functions without annotations, a method
 # replaced, a lambda that appends, a name patched where it is imported, an attribute of what may be None.

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_presses = 0  # since the outermost `noted` began
+_presses = 0  # within the outermost `noted`
 _holds = 0
 _on_press: list[Callable[[], object]] = []
 
@@ -31,12 +31,16 @@ def noted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _presses = 0
+    outermost = signal.getsignal(signal.SIGINT) is not _note
+    if outermost:
+        _presses = 0
     before = signal.signal(signal.SIGINT, _note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        if outermost:
+            _presses = 0
 
 
 def pressed() -> bool:

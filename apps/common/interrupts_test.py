@@ -10,7 +10,7 @@ from typing import Never
 
 import pytest
 
-from apps.common.interrupts import Runner, check, held, noted
+from apps.common.interrupts import Runner, check, held, noted, pressed
 
 
 def press() -> None:
@@ -168,3 +168,25 @@ def test_a_loop_returns_what_its_coroutine_does() -> None:
 
     with noted(), Runner() as runner:
         assert runner.run(seven()) == 7
+
+
+def test_a_press_is_forgotten_where_nothing_is_noted_any_more() -> None:
+    with pytest.raises(KeyboardInterrupt), noted():
+        press()
+    assert not pressed()
+    check()
+    with held():
+        pass
+
+
+def test_an_inner_block_forgets_no_press_of_the_outer() -> None:
+    def press_within() -> None:
+        with noted():
+            with noted(), pytest.raises(KeyboardInterrupt):
+                press()
+            with noted():
+                assert pressed()
+            check()
+
+    with pytest.raises(KeyboardInterrupt):
+        press_within()

@@ -3,6 +3,10 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from apps.common.trained import assert_trained
 from apps.grpo.config import OwnConfig
@@ -37,7 +41,7 @@ agent = AgentTask(ask_twice)
 """
 
 
-def one_step(run_dir, *environments, eval_prompts):
+def one_step(run_dir: Path, *environments: str, eval_prompts: int) -> Any:
     """The episodes and the metrics that a step of two prompts leaves behind."""
     config = replace(
         RECIPE.config,
@@ -57,7 +61,7 @@ def one_step(run_dir, *environments, eval_prompts):
     return tuple([json.loads(line) for line in file.splitlines()] for file in files)
 
 
-def test_an_agent_is_trained(tmp_path, capsys) -> None:
+def test_an_agent_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of each group loses its connection and is played again; one fails, and a held-out one: the log says so."""
     (tmp_path / "mine.py").write_text(AGENT)
     episodes, metrics = one_step(tmp_path / "run", f"{tmp_path}/mine.py:agent", eval_prompts=2)
@@ -99,7 +103,7 @@ again = AgentTask(words)
 """
 
 
-def test_a_taskset_of_verifiers_is_trained_and_keeps_its_tasks_apart(tmp_path) -> None:
+def test_a_taskset_of_verifiers_is_trained_and_keeps_its_tasks_apart(tmp_path: Path) -> None:
     """Twice in one run, by itself and as an AgentTask: the taskset's own ids are what it is asked for."""
     place = tmp_path / "tasksets.py"
     place.write_text(TASKSET)

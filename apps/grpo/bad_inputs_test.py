@@ -6,6 +6,9 @@ Each row of a table is a name, what is given, and what the message must name (pa
 import json
 import re
 import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Never, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +20,13 @@ from apps.common.cli import main
 from apps.grpo.main import configure, run
 from apps.quickstart.model import save_tiny_model
 from rollout import NativeEngine
+
+
+class Refuse(Protocol):
+    """Runs a command line that must be refused; what it printed, in one line."""
+
+    def __call__(self, *argv: str, run_dir: Path | None = None) -> str: ...
+
 
 FLAGS = [
     ("--steps 0", ["--steps must be at least 1"]),
@@ -120,11 +130,11 @@ if not torch.cuda.is_available():
 GOOD = '{"question": "1+1=", "answer": "2"}\n'
 
 
-def ask(question):
+def ask(question: Any) -> bytes:
     return (GOOD + json.dumps({"question": question, "answer": "2"}) + "\n").encode()
 
 
-def answer(value):
+def answer(value: Any) -> bytes:
     return (GOOD + json.dumps({"question": "2+2=", "answer": value}) + "\n").encode()
 
 
@@ -189,51 +199,51 @@ MODELS = [
 ]  # fmt: skip
 
 
-def cut(path):
+def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def edit(directory, **changes):
+def edit(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def tensors(directory, changes):
+def tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
     path = directory / "model.safetensors"
     kept = {name: value for name, value in (load_file(path) | changes).items() if value is not None}
     save_file(kept, path, metadata={"format": "pt"})
 
 
-def grow(directory):
+def grow(directory: Path) -> None:
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
     content["added_tokens"].append({**content["added_tokens"][-1], "id": 300, "content": "<new>"})
     path.write_text(json.dumps(content))
 
 
-def gpt2(directory):
+def gpt2(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
 
 
-def index(directory, names):
+def index(directory: Path, names: Mapping[str, str]) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Refuse:
     """Run a command line that must be refused; what it printed, in one line."""
 
-    def sampled(*args, **kwargs):
+    def sampled(*args: Any, **kwargs: Any) -> Never:
         raise AssertionError("a token was sampled")
 
     monkeypatch.setattr(NativeEngine, "generate", sampled)
 
-    def refuse(*argv, run_dir=None):
+    def refuse(*argv: str, run_dir: Path | None = None) -> str:
         folder = run_dir or tmp_path / "run"
         with pytest.raises(SystemExit) as stop:
             main(lambda: run(configure([*argv, "--run-dir", str(folder)])))
@@ -245,23 +255,23 @@ def refused(monkeypatch, capsys, tmp_path):
     return refuse
 
 
-def on_a_file(model, path):
+def on_a_file(model: Path, path: Path) -> tuple[str, ...]:
     words = f"--model {model} --data {path} --engine.device cpu --max-episode-tokens 128 --max-prompt-tokens 64"
     return (*words.split(), "--sampling.max-new-tokens", "4")
 
 
-def assert_names(printed, patterns):
+def assert_names(printed: str, patterns: list[str]) -> None:
     for pattern in patterns:
         assert re.search(pattern, printed), printed
 
 
 @pytest.mark.parametrize(("line", "patterns"), FLAGS, ids=[line for line, _ in FLAGS])
-def test_flags(refused, line, patterns):
+def test_flags(refused: Refuse, line: str, patterns: list[str]) -> None:
     assert_names(refused(*line.split()), patterns)
 
 
 @pytest.mark.parametrize(("name", "content", "patterns"), [case[1:] for case in FILES], ids=[case[0] for case in FILES])
-def test_files(refused, model, tmp_path, name, content, patterns):
+def test_files(refused: Refuse, model: Path, tmp_path: Path, name: str, content: bytes, patterns: list[str]) -> None:
     (tmp_path / name).write_bytes(content)
     printed = refused(*on_a_file(model, tmp_path / name))
     assert_names(printed, patterns)
@@ -269,7 +279,9 @@ def test_files(refused, model, tmp_path, name, content, patterns):
 
 
 @pytest.mark.parametrize(("damage", "patterns"), [case[1:] for case in MODELS], ids=[case[0] for case in MODELS])
-def test_models(refused, model, tmp_path, damage, patterns):
+def test_models(
+    refused: Refuse, model: Path, tmp_path: Path, damage: Callable[[Path], object], patterns: list[str]
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     damage(broken)
@@ -279,7 +291,7 @@ def test_models(refused, model, tmp_path, damage, patterns):
     assert str(tmp_path) in printed
 
 
-def test_files_and_models_that_are_not_there(refused, model, tmp_path):
+def test_files_and_models_that_are_not_there(refused: Refuse, model: Path, tmp_path: Path) -> None:
     good = tmp_path / "train.jsonl"
     good.write_text("".join(GOOD.replace("1+1", f"1+{i}") for i in range(40)))
     assert_names(
@@ -302,7 +314,7 @@ def test_files_and_models_that_are_not_there(refused, model, tmp_path):
     assert_names(refused("--recipe", "quickstart", *on_a_file(model, good)), ["--data goes with --recipe math"])
 
 
-def test_a_truncated_parquet_file(refused, model, tmp_path):
+def test_a_truncated_parquet_file(refused: Refuse, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"question": ["1+1="] * 50, "answer": ["2"] * 50}), path)
     cut(path)
@@ -318,12 +330,12 @@ def test_a_truncated_parquet_file(refused, model, tmp_path):
         ("--engine.max-tokens-per-rank 100", ["128 tokens", "raise --engine.max-tokens-per-rank"]),
     ],
 )
-def test_lengths_that_cannot_fit(refused, model, tmp_path, line, patterns):
+def test_lengths_that_cannot_fit(refused: Refuse, model: Path, tmp_path: Path, line: str, patterns: list[str]) -> None:
     (tmp_path / "a.jsonl").write_text("".join(GOOD.replace("1+1", f"1+{i}") for i in range(40)))
     assert_names(refused(*on_a_file(model, tmp_path / "a.jsonl"), *line.split()), patterns)
 
 
-def test_runs_that_cannot_be_gone_on_with(refused, tmp_path):
+def test_runs_that_cannot_be_gone_on_with(refused: Refuse, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert_names(refused(run_dir=tmp_path / "file"), ["--run-dir", "can't be made"])
     assert_names(refused("--resume", run_dir=tmp_path / "empty"), ["nothing to resume"])

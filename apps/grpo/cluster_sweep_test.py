@@ -5,7 +5,9 @@ that the plan answers, tell it from the run without it. What whole runs do with 
 native_sampler_test, offload_test, schedule_ray_test and, for vLLM, in the tests of its own environment.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from apps.common.plan.cluster import Cluster, Pools
 from apps.common.plan.needs import needs_of
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.report import make_plan
+from apps.common.plan.work import Work
 from apps.common.sweep import Change, field_paths, put_all
+from apps.grpo.config import GrpoConfig
 from apps.grpo.recipes.qwen3_5_35b_a3b_fsdp2 import RECIPE as LARGE
 from apps.grpo.registry import work_of
 from apps.grpo.testing import RECIPE
@@ -63,17 +67,17 @@ APART = ("pools.placement", "pools.rollout_nodes")
 """They come together, and are obeyed where Ray samples."""
 
 
-def plan_of(changes, config=RECIPE.config):
+def plan_of(changes: Mapping[str, Any], config: GrpoConfig = RECIPE.config) -> Work:
     """The work of a run with these settings of the cluster."""
     return work_of(replace(config, cluster=put_all(Cluster(), changes)), RECIPE if config is RECIPE.config else None)
 
 
-def test_every_setting_is_in_one_of_the_tables():
+def test_every_setting_is_in_one_of_the_tables() -> None:
     assert sorted([*OBEYED, *SIZED, *REFUSED, *APART]) == sorted(field_paths(Cluster()))
 
 
 @pytest.mark.parametrize("path", OBEYED)
-def test_what_can_act_is_not_refused_and_is_known_to_the_plan(path):
+def test_what_can_act_is_not_refused_and_is_known_to_the_plan(path: str) -> None:
     change = OBEYED[path]
     without, changed = plan_of(change.both), plan_of({**change.both, path: change.value})
     refuse_unready(changed, {"NAME": "value"})
@@ -81,7 +85,7 @@ def test_what_can_act_is_not_refused_and_is_known_to_the_plan(path):
     assert told[0] != told[1]
 
 
-def test_pools_apart_are_obeyed_where_ray_samples_and_refused_elsewhere():
+def test_pools_apart_are_obeyed_where_ray_samples_and_refused_elsewhere() -> None:
     pools = {"pools": Pools(placement="separate", rollout_nodes=1)}
     without, changed = plan_of(RAY), plan_of(RAY | pools)
     refuse_unready(changed, {})
@@ -92,7 +96,7 @@ def test_pools_apart_are_obeyed_where_ray_samples_and_refused_elsewhere():
             refuse_unready(plan_of(pools), {})
 
 
-def test_memory_is_held_against_a_model_whose_sizes_are_known():
+def test_memory_is_held_against_a_model_whose_sizes_are_known() -> None:
     plans = [
         str(make_plan(work_of(replace(LARGE.config, cluster=put_all(Cluster(), changes)))))
         for changes in ({}, {path: change.value for path, change in SIZED.items()})
@@ -103,7 +107,7 @@ def test_memory_is_held_against_a_model_whose_sizes_are_known():
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_nothing_obeys_is_refused_by_name(path):
+def test_what_nothing_obeys_is_refused_by_name(path: str) -> None:
     change = REFUSED[path]
     name = path.rpartition(".")[2]
     with pytest.raises(ValueError, match=f"{name}|{name.replace('_', '-')}"):

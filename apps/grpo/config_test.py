@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ RECIPES = {name: recipe.config for name, recipe in recipes().items()}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_its_file(name, tmp_path):
+def test_every_recipe_survives_its_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(dump_config(RECIPES[name]))
     assert load_config(GrpoConfig, path) == RECIPES[name]
@@ -23,23 +24,23 @@ def test_every_recipe_survives_its_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-35b-a3b-megatron", "qwen3-5-122b-a10b-megatron"])
-def test_recipes_own_their_environment_and_the_runs_file_says_it(name):
+def test_recipes_own_their_environment_and_the_runs_file_says_it(name: str) -> None:
     saved = json.loads(dump_config(RECIPES[name]))
     assert saved["cluster"]["environment"] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"]
 
 
-def test_no_flags_mean_the_quickstart():
+def test_no_flags_mean_the_quickstart() -> None:
     assert configure([]) == RECIPES["quickstart"]
 
 
-def test_a_model_or_a_file_asks_for_the_settings_of_real_checkpoints():
+def test_a_model_or_a_file_asks_for_the_settings_of_real_checkpoints() -> None:
     assert configure(["--model", "dir", "--data", "file.jsonl"]) == replace(
         RECIPES["math"], model=Path("dir"), data=DataConfig(data=Path("file.jsonl"))
     )
     assert configure(["--model=dir", "--recipe", "quickstart"]).recipe == "quickstart"
 
 
-def test_flags_reach_into_every_group():
+def test_flags_reach_into_every_group() -> None:
     words = "--engine.lr 0.5 --epochs 2 --objective.clip-high 0.3 --sampling.temperature 0.7 --digits 3"
     config = configure(words.split())
     assert (config.engine.lr, config.objective.clip_high) == (0.5, 0.3)
@@ -58,7 +59,7 @@ def test_flags_reach_into_every_group():
         ({"mini_batches": 0}, "--mini-batches must be at least 1"),
     ],
 )
-def test_settings_without_effect_or_sense_are_refused(change, remedy):
+def test_settings_without_effect_or_sense_are_refused(change: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         replace(RECIPES["quickstart"], **change)
 
@@ -67,12 +68,12 @@ def test_settings_without_effect_or_sense_are_refused(change, remedy):
     ("change", "remedy"),
     [({"eval_data": Path("x")}, "--data"), ({"eval_share": 1.0}, "--eval-share"), ({"digits": 0}, "--digits")],
 )
-def test_data_settings_are_checked(change, remedy):
+def test_data_settings_are_checked(change: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         DataConfig(**change)
 
 
-def test_all_that_is_wrong_with_a_run_is_told_at_once():
+def test_all_that_is_wrong_with_a_run_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="--prompts must be at least 1, got 0") as refusal:
         GrpoConfig(prompts=0, keep_groups=-1, max_episode_seconds=0.0)
     assert [reason.split()[0] for reason in str(refusal.value).split("; ")] == [

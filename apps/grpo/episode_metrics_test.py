@@ -1,19 +1,30 @@
 """Metrics of episodes against sums by hand."""
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
 from apps.grpo.episode_metrics import environment_metrics, episode_metrics
 from rollout import Episode, Score, Segment
+from rollout.environments.environment import End
 
 
-def segment(*log_probs):
+def segment(*log_probs: float) -> Segment:
     count = len(log_probs)
     return Segment((5, *range(count)), (False, *[True] * count), (0.0, *log_probs), (-1, *[0] * count))
 
 
-def episode(reward, group=0, end="done", segments=(), parts=None, task="t", **metrics):
+def episode(
+    reward: float | None,
+    group: int = 0,
+    end: End = "done",
+    segments: Iterable[Segment] = (),
+    parts: Mapping[str, float] | None = None,
+    task: str = "t",
+    **metrics: float,
+) -> Episode:
     score = None if reward is None else Score(reward, parts or {})
     error = "boom" if reward is None else None
     end = "failed" if reward is None else end
@@ -28,7 +39,7 @@ EPISODES = [
 ]
 
 
-def test_metrics_by_hand():
+def test_metrics_by_hand() -> None:
     assert episode_metrics(EPISODES) == pytest.approx(
         {
             "response/failed": 1 / 4,
@@ -48,11 +59,11 @@ def test_metrics_by_hand():
     ("end", "truncated"),
     [("done", 0), ("abort", 0), ("limit", 1), ("length", 1), ("max_turns", 1), ("max_tokens", 1), ("deadline", 1)],
 )
-def test_what_a_limit_ended_is_truncated(end, truncated):
+def test_what_a_limit_ended_is_truncated(end: End, truncated: int) -> None:
     assert episode_metrics([episode(0.0, end=end, segments=[segment(-1.0)])])["response/truncated"] == truncated
 
 
-def test_the_entropy_is_that_of_the_policy():
+def test_the_entropy_is_that_of_the_policy() -> None:
     """Tokens drawn from a known distribution: the mean surprise is its entropy."""
     chances = [0.5, 0.25, 0.25]
     drawn = [math.log(p) for p in chances for _ in range(int(100 * p))]
@@ -60,16 +71,22 @@ def test_the_entropy_is_that_of_the_policy():
     assert found == pytest.approx(-sum(p * math.log(p) for p in chances))
 
 
-def test_nothing_but_failures():
+def test_nothing_but_failures() -> None:
     assert episode_metrics([episode(None)]) == {"response/failed": 1.0}
 
 
-def test_rates_of_tools():
-    first = {"tool/search/calls": 3, "tool/search/errors": 2, "tool/search/timeouts": 1, "tool_calls": 3}
+def test_rates_of_tools() -> None:
+    first: dict[str, Any] = {
+        "tool/search/calls": 3,
+        "tool/search/errors": 2,
+        "tool/search/timeouts": 1,
+        "tool_calls": 3,
+    }
+    second: dict[str, Any] = {"tool/search/calls": 1, "tool/run/calls": 2}
     found = episode_metrics(
         [
             episode(1.0, segments=[segment(-1.0)], **first),
-            episode(1.0, segments=[segment(-1.0)], **{"tool/search/calls": 1, "tool/run/calls": 2}),
+            episode(1.0, segments=[segment(-1.0)], **second),
         ]
     )
     assert {name: value for name, value in found.items() if name.startswith("tool/")} == {
@@ -82,7 +99,7 @@ def test_rates_of_tools():
     }
 
 
-def test_each_environment_has_its_reward_and_share():
+def test_each_environment_has_its_reward_and_share() -> None:
     played = [episode(r, task=f"{name}/1") for name, r in (("a", 1.0), ("a", 0.0), ("a", None), ("b", 0.25))]
     assert environment_metrics(played, lambda task: task[0]) == pytest.approx(
         {"reward/environment/a": 0.5, "reward/environment/b": 0.25}

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from apps.common.config_file import CONFIG_NAME, dump_config
 from apps.common.plan.cluster import Schedule
 from apps.grpo.config import GrpoConfig
-from apps.grpo.forecast import halves, main, sampling_seconds, step_ends, workload_of
+from apps.grpo.forecast import Compared, halves, main, sampling_seconds, step_ends, workload_of
 from rollout.control.settings import StalenessSettings
-from rollout.control.simulation import choose_pools
+from rollout.control.simulation import Workload, choose_pools
 from runlog import read_episodes, read_metrics
 from runlog.store import EPISODES, METRICS
 from runlog.timeline import LABEL, LANE, MOST_SPANS, TIMELINE, WIDTH, Span, read_timeline
@@ -21,7 +22,7 @@ STEPS, LENGTH, SAMPLE, TRAIN, SYNC = 8, 100, 2.0, 1.5, 0.25
 ASYNC = Schedule("fully_async", staleness_threshold=1.0)
 
 
-def written(run_dir, schedule, slower=1.0):
+def written(run_dir: Path, schedule: Schedule, slower: float = 1.0) -> GrpoConfig:
     """The files of a run whose answers all have `LENGTH` tokens; the second half takes `slower` times as long."""
     base = GrpoConfig()
     config = replace(base, steps=STEPS, prompts=4, group_size=4, cluster=replace(base.cluster, schedule=schedule))
@@ -53,12 +54,12 @@ def written(run_dir, schedule, slower=1.0):
     return config
 
 
-def forecast(run_dir, config):
+def forecast(run_dir: Path, config: GrpoConfig) -> tuple[Workload, Compared]:
     return halves(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule("one_step_off"), ASYNC], ids=lambda s: s.mode)
-def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path, schedule):
+def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path: Path, schedule: Schedule) -> None:
     workload, _ = forecast(tmp_path / "run", written(tmp_path / "run", schedule))
     assert workload.decode_s == pytest.approx(SAMPLE / LENGTH)
     assert workload.token_s == pytest.approx(TRAIN / (16 * LENGTH))
@@ -71,16 +72,20 @@ def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path, schedule)
     [(Schedule(), SAMPLE + TRAIN + SYNC), (Schedule("one_step_off"), max(SAMPLE, TRAIN) + SYNC)],
     ids=["in turn", "one step off"],
 )
-def test_a_run_is_held_to_the_half_that_the_figures_have_not_seen(tmp_path, schedule, seconds):
+def test_a_run_is_held_to_the_half_that_the_figures_have_not_seen(
+    tmp_path: Path, schedule: Schedule, seconds: float
+) -> None:
     steady = forecast(tmp_path / "a", written(tmp_path / "a", schedule))[1]
-    assert (steady.measured, steady.forecast) == (pytest.approx(seconds), pytest.approx(seconds, rel=0.1))
+    assert steady.measured == pytest.approx(seconds)
+    assert steady.forecast == pytest.approx(seconds, rel=0.1)
     slowed = forecast(tmp_path / "b", written(tmp_path / "b", schedule, slower=3.0))[1]
-    assert (slowed.measured, slowed.forecast) == (pytest.approx(3 * seconds), pytest.approx(steady.forecast))
+    assert slowed.measured == pytest.approx(3 * seconds)
+    assert slowed.forecast == pytest.approx(steady.forecast)
     assert "(-6" in slowed.text
 
 
 @pytest.mark.parametrize("train", [0.5, 5.0])
-def test_one_step_off_waits_for_the_longer_of_the_two(tmp_path, train):
+def test_one_step_off_waits_for_the_longer_of_the_two(tmp_path: Path, train: float) -> None:
     config = written(tmp_path / "run", Schedule("one_step_off"))
     workload, _ = forecast(tmp_path / "run", config)
     workload = replace(workload, token_s=train / (16 * LENGTH))
@@ -88,7 +93,7 @@ def test_one_step_off_waits_for_the_longer_of_the_two(tmp_path, train):
     assert ends == pytest.approx([SAMPLE + train + k * (max(SAMPLE, train) + SYNC) for k in range(STEPS)])
 
 
-def test_sampling_is_counted_once_and_between_the_same_points_of_two_steps():
+def test_sampling_is_counted_once_and_between_the_same_points_of_two_steps() -> None:
     """Two samplers side by side, one span over three steps, an evaluation that counts as nothing."""
     trains = [Span("trainer", "train", at, at + 1) for at in (3.0, 7.0, 11.0)]
     spans = [*trains, Span("trainer", "evaluate", 4.5, 6.5), Span("sampler", "sample", 0.0, 6.0)]
@@ -99,7 +104,9 @@ def test_sampling_is_counted_once_and_between_the_same_points_of_two_steps():
             sampling_seconds(given, 2)
 
 
-def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(tmp_path, monkeypatch, capsys):
+def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The page that the command writes: a bar for each span, where and as long as the span is, in its lane."""
     run_dir = tmp_path / "run"
     config = written(run_dir, ASYNC)
@@ -128,7 +135,7 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(tmp_path, monkeypatc
         assert bar == pytest.approx(span, abs=1e-3)
 
 
-def test_what_is_not_there_is_refused(tmp_path):
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     config = written(tmp_path / "run", Schedule("one_step_off"))
     metrics, episodes = read_metrics(tmp_path / "run"), read_episodes(tmp_path / "run")
     with pytest.raises(ValueError, match="at least two steps"):

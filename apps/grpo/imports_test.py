@@ -11,11 +11,11 @@ MODULES = ("rollout.environments.moves", "rollout.environments.blocking")
 
 
 @pytest.mark.parametrize("name", sorted(ROLLOUT._EXPORTS))
-def test_a_name_of_the_facade(name):
+def test_a_name_of_the_facade(name: str) -> None:
     assert own.__name__ == "apps.grpo.own"
     assert getattr(ROLLOUT, name) is not None
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_that_the_pages_name(name):
+def test_a_module_that_the_pages_name(name: str) -> None:
     importlib.import_module(name)

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,19 +17,23 @@ from apps.common.cli import main
 from apps.common.config_file import CONFIG_NAME
 from apps.common.kills import end_of, in_child, silence, start_child, wait_for_row, watch_renames
 from apps.common.trained import assert_trained
-from apps.grpo.config import WarmStart
+from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import run
 from apps.grpo.testing import RECIPE
+
+When = Literal["before", "after"]
+Whole = tuple[Path, list[str]]
+"""The folder of a run that nothing ended, and its renames."""
 
 WARM = WarmStart(steps=2, batch_size=4, eval_every=1, eval_prompts=4, until_accuracy=1.0)
 
 
-def small(run_dir, **changes):
+def small(run_dir: Path, **changes: Any) -> GrpoConfig:
     base = replace(RECIPE.config, steps=2, save_every=1, keep_checkpoints=0, eval_every=2, warm_start=WARM)
     return replace(base, run_dir=run_dir, data=replace(base.data, eval_prompts=4), **changes)
 
 
-def go(run_dir, kill_at=None, when="before", log=None):
+def go(run_dir: Path, kill_at: int | None = None, when: When = "before", log: Path | None = None) -> None:
     """The child: a run that kills itself at a rename, or counts its renames into `log`."""
     silence()
     seen = watch_renames(run_dir, kill_at, when)
@@ -37,19 +43,19 @@ def go(run_dir, kill_at=None, when="before", log=None):
         log.write_text(json.dumps(seen))
 
 
-def weights(run_dir):
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(run_dir / "export").named_parameters())
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
     assert in_child(go, folder / "run", log=folder / "renames.json") == 0
     assert_trained(folder / "run")
     return folder / "run", json.loads((folder / "renames.json").read_text())
 
 
-def assert_same_end(run_dir, whole_dir):
+def assert_same_end(run_dir: Path, whole_dir: Path) -> None:
     expected, found = weights(whole_dir), weights(run_dir)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -57,7 +63,7 @@ def assert_same_end(run_dir, whole_dir):
     assert not list(run_dir.rglob("*.writing"))
 
 
-def test_the_renames_are_those_that_matter(whole):
+def test_the_renames_are_those_that_matter(whole: Whole) -> None:
     _, renames = whole
     assert {"model", CONFIG_NAME, "export"} <= set(renames)
     assert any(name.startswith("checkpoints/step-000001") for name in renames)
@@ -65,7 +71,7 @@ def test_the_renames_are_those_that_matter(whole):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_kill_at_any_rename(whole, tmp_path, when):
+def test_a_kill_at_any_rename(whole: Whole, tmp_path: Path, when: When) -> None:
     whole_dir, renames = whole
     for number, name in enumerate(renames):
         run_dir = tmp_path / f"{number}-{when}"
@@ -74,7 +80,7 @@ def test_a_kill_at_any_rename(whole, tmp_path, when):
         assert_same_end(run_dir, whole_dir)
 
 
-def interrupted(run_dir, said, **changes):
+def interrupted(run_dir: Path, said: Path, **changes: Any) -> None:
     """The child: a run under the command line's own handling of Ctrl-C, which comes as a signal."""
     silence(said)
     main(lambda: run(small(run_dir, steps=2000, **changes), RECIPE))
@@ -87,7 +93,7 @@ def interrupted(run_dir, said, **changes):
         ("metrics.jsonl", "report.html", "goes on from "),
     ],
 )
-def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path, rows, report, says):
+def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path: Path, rows: str, report: str, says: str) -> None:
     warm = replace(WARM, steps=200) if rows.startswith("warm") else replace(WARM, steps=0)
     child = start_child(interrupted, tmp_path / "run", tmp_path / "said", warm_start=warm)
     wait_for_row(tmp_path / "run" / rows)
@@ -100,7 +106,7 @@ def test_ctrl_c_leaves_a_report_and_promises_what_there_is(tmp_path, rows, repor
     assert not (tmp_path / "run" / "export").exists()
 
 
-def test_a_kill_amid_the_warm_start(whole, tmp_path):
+def test_a_kill_amid_the_warm_start(whole: Whole, tmp_path: Path) -> None:
     whole_dir, _ = whole
     child = start_child(go, tmp_path / "run")
     wait_for_row(tmp_path / "run" / "warm-start" / "metrics.jsonl")

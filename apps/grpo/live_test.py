@@ -3,14 +3,15 @@
 import asyncio
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Never
 
 import pytest
 
 from apps.grpo import live as module
 from apps.grpo.live import CountedEngine, CountedFactory, Live, LoadElsewhere
-from rollout import Chat, Opening, Outcome, Sampling, Score, TaskRow, run_group
+from rollout import Chat, EpisodeContext, Opening, Outcome, Reply, Sampling, Score, TaskRow, run_group
 from rollout.engine import Load
+from rollout.environments.environment import End
 from rollout.episodes.playing import together
 from rollout.failure import EpisodeFailed
 from rollout.testing.chat import tiny_tokenizer
@@ -27,18 +28,18 @@ class Gated:
     opens: threading.Semaphore
     ends: threading.Semaphore
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         self.opens.acquire()
         return Opening([{"role": "user", "content": "x"}])
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         self.ends.acquire()
         return Outcome()
 
-    async def finish(self, end):
+    async def finish(self, end: End) -> Score:
         return Score(1.0)
 
-    async def close(self):
+    async def close(self) -> None:
         pass
 
 
@@ -47,22 +48,22 @@ class Busy(ScriptedEngine):
 
     now = Load(0, 0)
 
-    def load(self):
+    def load(self) -> Load:
         return self.now
 
 
-def test_the_line_follows_episodes_from_their_opening_to_their_close(monkeypatch) -> None:
+def test_the_line_follows_episodes_from_their_opening_to_their_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVERY", 0.001)
     Gated.opens, Gated.ends = threading.Semaphore(0), threading.Semaphore(0)
-    shown: list = []
+    shown: list[dict[str, Any]] = []
     live = Live(show=lambda values: shown.append(dict(values)))
     engine = Busy(lambda prompt, turn: [CHAT.end_of_turn_id])
 
-    async def until(text, requests="0 running, 0 waiting"):
+    async def until(text: str, requests: str = "0 running, 0 waiting") -> None:
         while not shown or shown[-1] != {"episodes": text, "requests": requests}:
             await asyncio.sleep(0.001)
 
-    async def main():
+    async def main() -> None:
         async with live.step(2):
             counted = CountedEngine(engine, live)
             made, sampling = CountedFactory(Gated, live), Sampling(max_new_tokens=4)
@@ -86,21 +87,21 @@ def test_the_line_follows_episodes_from_their_opening_to_their_close(monkeypatch
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_an_agents_group_is_counted_whatever_becomes_of_it(broken) -> None:
+def test_an_agents_group_is_counted_whatever_becomes_of_it(broken: bool) -> None:
     live = Live()
     seen = []
 
     class Agents:
-        async def run_group(self, *arguments, size, **options):
+        async def run_group(self, *arguments: Any, size: int, **options: Any) -> list[Any]:
             seen.append(live.values()["episodes"])
             if broken:
                 raise EpisodeFailed("gone", retryable=False)
             return []
 
-        def __call__(self):
+        def __call__(self) -> Never:
             raise AssertionError
 
-    async def main():
+    async def main() -> None:
         async with live.step(4):
             await run_group(CountedFactory(Agents(), live), ScriptedEngine(lambda p, t: []), CHAT, Sampling(), size=4)
 
@@ -128,7 +129,7 @@ def test_groups_that_overlap_are_counted_together() -> None:
     """As a process plays them for a fully asynchronous run."""
     live = Live()
 
-    async def main():
+    async def main() -> None:
         async with live.step(4):
             live.count(begun=4)
             async with live.step(4):
@@ -144,15 +145,16 @@ def test_groups_that_overlap_are_counted_together() -> None:
 class Elsewhere:
     """Samplers whose answers come when the test says so."""
 
-    def __init__(self, count):
-        self.count, self.asked = count, []
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked: list[list[Future[Any]]] = []
 
-    def call_all(self, name):
+    def call_all(self, name: str) -> list[Future[Any]]:
         assert name == "load"
         self.asked.append([Future() for _ in range(self.count)])
         return self.asked[-1]
 
-    def answer(self, index, **load):
+    def answer(self, index: int, **load: int) -> None:
         self.asked[-1][index].set_result(({"answer": load}, b""))
 
 

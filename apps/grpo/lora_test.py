@@ -3,6 +3,8 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from apps.common.interrupts import Runner
 from apps.common.trained import assert_trained
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.session import hand_over
 from apps.grpo.testing import RECIPE
@@ -22,18 +25,18 @@ from objectives import GRPO, SFT
 from rollout import NativeEngine, Sampling
 
 
-def small(run_dir, kl_coef, **changes):
+def small(run_dir: Path, kl_coef: float, **changes: Any) -> GrpoConfig:
     base = RECIPE.config
     engine = replace(base.engine, lora=LoraConfig(rank=4), lr=3e-2, warmup_steps=0)
     settings = {"steps": 2, "eval_every": 2, "engine": engine, "objective": GRPO(kl_coef=kl_coef), **changes}
     return replace(base, run_dir=run_dir, **settings)
 
 
-def rows_of(run_dir):
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-def test_the_policy_is_held_to_the_base(tmp_path):
+def test_the_policy_is_held_to_the_base(tmp_path: Path) -> None:
     for name, kl_coef in (("free", 1e-9), ("held", 100.0)):
         run(small(tmp_path / name, kl_coef), RECIPE)
         assert_trained(tmp_path / name, only="_proj|in_proj")
@@ -49,7 +52,7 @@ def test_the_policy_is_held_to_the_base(tmp_path):
     assert (tmp_path / "held" / "adapter" / "adapter_config.json").is_file()
 
 
-def test_the_policy_is_held_to_a_frozen_model_beside_it(tmp_path):
+def test_the_policy_is_held_to_a_frozen_model_beside_it(tmp_path: Path) -> None:
     """With all weights trained: the first step is the model itself, later ones are held back, also after a resume."""
     for name, kl_coef in (("free", 1e-9), ("held", 100.0)):
         config = small(tmp_path / name, kl_coef, save_every=1)
@@ -65,13 +68,13 @@ def test_the_policy_is_held_to_a_frozen_model_beside_it(tmp_path):
     assert held[2]["train/kl"] < free[2]["train/kl"]
 
 
-def test_the_sampler_is_handed_the_adapter_alone(tmp_path):
+def test_the_sampler_is_handed_the_adapter_alone(tmp_path: Path) -> None:
     """And samples as from the merged weights, by the same bits; after a second hand-over too."""
     path = save_tiny_model(tmp_path / "model", 0)
     lora = LoraConfig(rank=4, alpha=8.0)
     engine = build_engine(EngineConfig(model=str(path), device="cpu", lr=3e-2, max_tokens_per_rank=64, lora=lora))
 
-    def sampler():
+    def sampler() -> NativeEngine:
         return NativeEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
     alone, merged, untouched = sampler(), sampler(), sampler()

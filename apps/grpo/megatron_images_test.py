@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_script_runs_from_end_to_end_with_a_frozen_tower(name, tmp_path, capsys, monkeypatch):
+def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of it but vLLM. A random model is right about nothing, so the reward is one that varies."""
     config = RECIPES[name].config
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")

@@ -2,8 +2,11 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from apps.common.trained import assert_trained
@@ -14,19 +17,19 @@ FLAGS = "--processes 4 --engine.backend megatron --engine.tensor-parallel 2 --en
 LAYOUT = ("backend", "tensor_parallel", "pipeline_parallel")
 
 
-def rows(run_dir):
+def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def weights(directory):
+def weights(directory: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
 
 
-def largest(left, right):
+def largest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return max((value - right[name]).abs().max().item() for name, value in left.items())
 
 
-def test_four_processes_come_to_the_same_model(tmp_path):
+def test_four_processes_come_to_the_same_model(tmp_path: Path) -> None:
     """`eps` is large: else a gradient of nearly zero moves a weight by the sign of its rounding error."""
     engine = replace(RECIPE.config.engine, eps=1e-3)
     data = replace(RECIPE.config.data, eval_prompts=1)

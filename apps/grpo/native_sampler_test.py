@@ -2,42 +2,44 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
+from apps.common.plan.cluster import Admit, Cluster, Mode, RolloutLayout, Schedule
 from apps.common.tokens import load_tokenizer
 from apps.common.trained import assert_trained
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.native_sampler import admission, native_engine
 from apps.grpo.testing import RECIPE
 from apps.quickstart.model import ensure_tiny_model
-from rollout import Sampling
+from rollout import OnTokens, Sampling
 
 LONG, SHORT = Sampling(max_new_tokens=200, seed=0), Sampling(max_new_tokens=1, seed=0)
 
 
-def asking(admit=None, mode="sync"):
+def asking(admit: Admit | None = None, mode: Mode = "sync") -> GrpoConfig:
     return replace(RECIPE.config, cluster=Cluster(rollout=RolloutLayout(admit=admit), schedule=Schedule(mode)))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     ensure_tiny_model(folder, 0)
     return folder
 
 
 @pytest.mark.parametrize(("admit", "first"), [(None, "long"), ("rounds", "long"), ("any_step", "short")])
-def test_a_short_request_beside_a_long_one(model, admit, first):
+def test_a_short_request_beside_a_long_one(model: Path, admit: Admit | None, first: str) -> None:
     """It is asked when the long one has its first token, and in rounds begins when that has its last."""
     engine = native_engine(asking(admit), model, load_tokenizer(model), 0)
     ended = []
 
-    async def play():
+    async def play() -> None:
         under_way = asyncio.Event()
 
-        async def ask(name, sampling, told):
+        async def ask(name: str, sampling: Sampling, told: OnTokens | None) -> None:
             await engine.generate([5, 6, 7], sampling, on_tokens=told)
             ended.append(name)
 
@@ -59,17 +61,19 @@ def test_a_short_request_beside_a_long_one(model, admit, first):
         ("any_step", "fully_async", "any_step"),
     ],
 )
-def test_without_a_word_only_a_schedule_that_waits_for_nobody_lets_in_at_any_step(admit, mode, found):
+def test_without_a_word_only_a_schedule_that_waits_for_nobody_lets_in_at_any_step(
+    admit: Admit | None, mode: Mode, found: Admit
+) -> None:
     assert admission(asking(admit, mode)) == found
 
 
-def test_a_run_trains_with_requests_that_join_at_any_step(tmp_path):
+def test_a_run_trains_with_requests_that_join_at_any_step(tmp_path: Path) -> None:
     config = replace(asking("any_step"), steps=2, prompts=2, group_size=2, eval_every=2, save_every=2)
     assert run(replace(config, run_dir=tmp_path / "run"), RECIPE).steps == 2
     assert_trained(tmp_path / "run")
 
 
-def test_rounds_are_refused_where_nothing_is_sampled_in_them(tmp_path):
+def test_rounds_are_refused_where_nothing_is_sampled_in_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"admit rounds.*at any step"):
         run(replace(asking("rounds", "fully_async"), run_dir=tmp_path / "run"), RECIPE)
     vllm = Cluster(rollout=RolloutLayout(engine="vllm", admit="any_step"))

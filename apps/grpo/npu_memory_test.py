@@ -5,7 +5,7 @@ By hand, some minutes: `./bazelw test //apps/grpo:npu_memory_test`.
 
 import pytest
 
-from apps.common.plan.plan_vs_memory import BOUND, MemoryCase, measure
+from apps.common.plan.plan_vs_memory import BOUND, Compared, MemoryCase, measure
 from engines.megatron.groups import release
 from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
@@ -33,7 +33,7 @@ MEASURED = {
 }
 
 
-def measured(cases):
+def measured(cases: list[MemoryCase]) -> list[Compared]:
     found = []
     for case in cases:
         found.append(measure(case, "npu"))
@@ -43,7 +43,7 @@ def measured(cases):
 
 
 @pytest.mark.parametrize("ranks", MEASURED)
-def test_planned_memory_is_within_a_tenth_of_what_is_counted(ranks):
+def test_planned_memory_is_within_a_tenth_of_what_is_counted(ranks: int) -> None:
     """Layers as they are, not compiled; recomputed, so that what a kernel keeps inside weighs little."""
     with stand_in_on_path():
         found = launch_forked(measured, (MEASURED[ranks],), ranks, device="npu")

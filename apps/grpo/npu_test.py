@@ -7,7 +7,8 @@ and each weight is the CPU's.
 import json
 import os
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,13 +38,13 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def whole_runs(device, folder):
+def whole_runs(device: Literal["cpu", "npu"], folder: Path) -> None:
     for number, (app, options) in enumerate(CASES[dist.get_world_size()]):
         whole_run(app, device, folder / str(number) / device, options)
         release()
 
 
-def whole_run(app, device, run_dir, options):
+def whole_run(app: str, device: Literal["cpu", "npu"], run_dir: Path, options: dict[str, Any]) -> None:
     """What torchrun's ranks run; by the same attention everywhere, as the CPU has a kernel that no device has."""
     world = str(dist.get_world_size())
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -62,11 +63,11 @@ def whole_run(app, device, run_dir, options):
         function(replace(config, processes=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
 
 
-def rows_of(run_dir):
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-def figures(run_dir):
+def figures(run_dir: Path) -> list[dict[str, Any]]:
     """What every step told, but for times and memory."""
     timed = ("time", "seconds", "memory", "per_second")
     rows = rows_of(run_dir)
@@ -74,7 +75,7 @@ def figures(run_dir):
 
 
 @pytest.mark.parametrize("ranks", CASES)
-def test_runs_equal_the_cpus(ranks, tmp_path):
+def test_runs_equal_the_cpus(ranks: int, tmp_path: Path) -> None:
     launch_forked(whole_runs, ("cpu", tmp_path), ranks)
     with stand_in_on_path():
         launch_forked(whole_runs, ("npu", tmp_path), ranks, device="npu")
@@ -83,7 +84,7 @@ def test_runs_equal_the_cpus(ranks, tmp_path):
         same(tmp_path / str(number))
 
 
-def same(folder):
+def same(folder: Path) -> None:
     here, there = (figures(folder / device) for device in ("cpu", "npu"))
     for left, right in zip(here, there, strict=True):
         assert {name: (value, right.get(name)) for name, value in left.items() if right.get(name) != value} == {}

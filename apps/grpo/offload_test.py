@@ -1,6 +1,7 @@
 """`--cluster.offload`: training is in host memory while answers are sampled, and nothing else changes."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +15,23 @@ from apps.grpo.main import run
 from apps.grpo.resting import resting
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
-from engines import build_engine
+from engines import TrainEngine, build_engine
 from objectives import GRPO
 
 
-def test_training_is_on_the_host_while_answers_are_sampled(tmp_path, monkeypatch):
+def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine and its frozen reference, in steps and in evaluations; the run's weights are those without."""
     made: list[Any] = []
     seen: list[list[bool]] = []
 
-    def built(*args, **options):
-        made.append(build_engine(*args, **options))
-        return made[-1]
+    def built(*args: Any, **options: Any) -> TrainEngine:
+        engine = build_engine(*args, **options)
+        made.append(engine)
+        return engine
 
     plays = Session.playing
 
-    async def playing(self, *args):
+    async def playing(self: Session, *args: Any) -> Any:
         seen.append([one._offloaded for one in made])
         return await plays(self, *args)
 
@@ -52,19 +54,20 @@ class Held:
 
     reference = None
 
-    def __init__(self, fails=False):
-        self.calls, self.fails = [], fails
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.calls: list[str] = []
 
-    def offload(self):
+    def offload(self) -> None:
         self.calls.append("offload")
         if self.fails:
             raise MemoryError("the host is full")
 
-    def onload(self):
+    def onload(self) -> None:
         self.calls.append("onload")
 
 
-def test_it_comes_back_where_sampling_or_moving_fails():
+def test_it_comes_back_where_sampling_or_moving_fails() -> None:
     engine: Any = Held()
     other = Held(fails=True)
     with pytest.raises(RuntimeError, match="no answers"), resting(engine, True):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,28 @@ from apps.grpo.own import load_environment, load_reward, load_tools, template_op
 from apps.grpo.own_examples import Digits
 from apps.grpo.own_tasks import deal, own_tasks
 from apps.grpo.tasks import PromptTasks
-from rollout import EpisodeContext, Reply, Score
+from rollout import EpisodeContext, Reply, Score, TaskRow
+from rollout.environments.environment import End
 
 EXAMPLES = "apps.grpo.own_examples"
 FILE = str(Path(__file__).with_name("own_examples.py"))
 
 
 @pytest.mark.parametrize("place", [EXAMPLES, FILE])
-def test_things_are_found_by_module_and_by_file(place):
+def test_things_are_found_by_module_and_by_file(place: str) -> None:
     assert load_environment(f"{place}:Digits").__name__ == "Digits"
     assert load_reward(f"{place}:by_reference")(Reply("it is 18", ""), "18", {}, ()) == 1.0
     assert [tool.name for tool in load_tools([f"{place}:echo", f"{place}:SLOW"])] == ["echo", "slow"]
 
 
-def test_a_function_that_makes_a_tool_is_called_once():
+def test_a_function_that_makes_a_tool_is_called_once() -> None:
     """It may start a server; a step has a task a row, each with these tools."""
     first, second = (load_tools([f"{EXAMPLES}:echo"]) for _ in range(2))
     assert first[0] is second[0]
 
 
-def test_a_system_prompt_leaves_the_rest_of_a_factory_as_it_is():
-    def plain():
+def test_a_system_prompt_leaves_the_rest_of_a_factory_as_it_is() -> None:
+    def plain() -> Digits:
         return Digits()
 
     factory: Any = plain
@@ -50,7 +52,7 @@ def test_a_system_prompt_leaves_the_rest_of_a_factory_as_it_is():
         SystemPrompt("Be brief.")(factory)
 
 
-def test_a_reward_is_given_what_it_asks_for_and_can_be_sent_to_another_process():
+def test_a_reward_is_given_what_it_asks_for_and_can_be_sent_to_another_process() -> None:
     reward = pickle.loads(pickle.dumps(load_reward(f"{EXAMPLES}:by_everything")))
     found = asyncio.run(reward(Reply("four", ""), "x", {"a": 1, "b": 2}, ()))
     assert found == Score(4.0, {"row": 2.0, "results": 0.0})
@@ -66,15 +68,18 @@ def test_a_reward_is_given_what_it_asks_for_and_can_be_sent_to_another_process()
         ("by_reference", "length", 0.0),  # it holds the reference, and was cut off
     ],
 )
-def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked(name, end, earned):
+def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked(
+    name: str, end: End, earned: float
+) -> None:
     reward = pickle.loads(pickle.dumps(load_reward(f"{EXAMPLES}:{name}")))
     asked = [Prompt(({"role": "user", "content": "9+9"},), "18", 1)]
     tasks = pickle.loads(pickle.dumps(PromptTasks(asked, asked, reward, held_out_name="eval")))
 
-    async def play():
+    async def play() -> Score:
         environment = tasks.environment(tasks.held_out()[0])()
         await environment.step(Reply("it is 18", "it is 18", finished=end == "done"))
-        return await environment.finish(end)
+        score: Score = await environment.finish(end)
+        return score
 
     assert asyncio.run(play()) == Score(earned)
 
@@ -96,18 +101,18 @@ def test_a_reward_that_names_end_scores_cut_off_answers_and_others_are_not_asked
         (lambda spec: load_tools([spec, spec]), f"{EXAMPLES}:echo", "called 'echo' already"),
     ],
 )
-def test_what_cannot_be_used_is_refused(load, spec, text):
+def test_what_cannot_be_used_is_refused(load: Callable[[str], object], spec: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         load(spec)
 
 
-def test_a_tool_whose_sandbox_is_refused_is_refused_by_name(monkeypatch):
+def test_a_tool_whose_sandbox_is_refused_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"--tool .*:boxed: Python from a model is not run here"):
         load_tools([f"{EXAMPLES}:boxed"])
 
 
-def test_options_of_the_template():
+def test_options_of_the_template() -> None:
     words = ["enable_thinking=false", "depth=3", "style=plain text", 'name="3"']
     assert template_options(words) == {"enable_thinking": False, "depth": 3, "style": "plain text", "name": "3"}
     for bad in (["enable_thinking"], ["a b=1"], ["x=1", "x=2"], ["tools=[]"], ["add_generation_prompt=false"]):
@@ -115,29 +120,29 @@ def test_options_of_the_template():
             template_options(bad)
 
 
-def test_a_system_prompt_stands_before_the_environments_own_words():
+def test_a_system_prompt_stands_before_the_environments_own_words() -> None:
     opening = asyncio.run(SystemPrompt("Be brief.")(Digits)().open(EpisodeContext("t", data={"number": 7})))
     assert [m["content"] for m in opening.messages] == ["Be brief.", "say 7"]
     own = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1"}]
     assert [m["content"] for m in with_system_prompt(own, "Be brief.")] == ["Be brief.\n\nCount.", "1"]
 
 
-def settings(*names, tasks=None, seed=0, **more):
+def settings(*names: str, tasks: Path | None = None, seed: int = 0, **more: Any) -> GrpoConfig:
     own = OwnConfig(environment=tuple(f"{EXAMPLES}:{name}" for name in names), tasks=tasks, **more)
     return GrpoConfig(recipe="environment", own=own, seed=seed, data=DataConfig(eval_prompts=4, eval_share=0.05))
 
 
-def write(path, counts):
+def write(path: Path, counts: Mapping[str, int]) -> Path:
     rows = [{"environment": name, "number": i} for name, count in counts.items() for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def names_of(rows):
+def names_of(rows: Iterable[TaskRow]) -> Counter[str]:
     return Counter(row.environment for row in rows)
 
 
-def test_several_environments_share_a_file_by_a_column(tmp_path):
+def test_several_environments_share_a_file_by_a_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 60, "Letters": 20})
     tasks = own_tasks(settings("Digits", "Letters", tasks=path))
     assert names_of(tasks.held_out()) == {"Digits": 3, "Letters": 1}
@@ -151,7 +156,7 @@ def test_several_environments_share_a_file_by_a_column(tmp_path):
     assert names_of(own_tasks(by_words).tasks(0, 8)) == {"Digits": 2, "Letters": 6}
 
 
-def test_an_environment_that_brings_its_tasks_is_asked_for_them_by_its_own_ids(tmp_path):
+def test_an_environment_that_brings_its_tasks_is_asked_for_them_by_its_own_ids(tmp_path: Path) -> None:
     """Beside one that has its rows in a file."""
     path = write(tmp_path / "a.jsonl", {"Digits": 8})
     tasks = own_tasks(settings("Listed", "Digits", tasks=path))
@@ -166,12 +171,12 @@ def test_an_environment_that_brings_its_tasks_is_asked_for_them_by_its_own_ids(t
         own_tasks(settings("Listed", tasks=path))
 
 
-def test_shares_hold_over_steps_of_odd_counts():
+def test_shares_hold_over_steps_of_odd_counts() -> None:
     tasks = own_tasks(settings("Digits", "Letters"))
     assert names_of(row for step in range(4) for row in tasks.tasks(step, 3)) == {"Digits": 6, "Letters": 6}
 
 
-def test_tasks_without_a_file_are_numbered_and_held_out_ones_apart():
+def test_tasks_without_a_file_are_numbered_and_held_out_ones_apart() -> None:
     tasks = own_tasks(settings("Digits"))
     assert [row.data["number"] for row in tasks.held_out()] == [0, 1, 2, 3]
     assert [row.data["number"] for row in (*tasks.tasks(0, 3), *tasks.tasks(1, 2))] == [4, 5, 6, 7, 8]
@@ -179,7 +184,7 @@ def test_tasks_without_a_file_are_numbered_and_held_out_ones_apart():
 
 
 @pytest.mark.parametrize("with_file", [True, False])
-def test_a_resumed_run_asks_what_the_first_would_have_asked(with_file, tmp_path):
+def test_a_resumed_run_asks_what_the_first_would_have_asked(with_file: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 30, "Letters": 20}) if with_file else None
     first, again = (own_tasks(settings("Digits", "Letters", tasks=path)) for _ in range(2))
     for step in range(3):
@@ -193,7 +198,7 @@ def test_a_resumed_run_asks_what_the_first_would_have_asked(with_file, tmp_path)
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), st.lists(st.integers(0, 40), min_size=1, max_size=6))
-def test_every_environment_has_its_share_to_within_one(weights, counts):
+def test_every_environment_has_its_share_to_within_one(weights: list[float], counts: list[int]) -> None:
     shares = [weight / sum(weights) for weight in weights]
     dealt = [0] * len(shares)
     for count in counts:
@@ -219,7 +224,7 @@ def test_every_environment_has_its_share_to_within_one(weights, counts):
         (lambda path: settings("Digits", "Letters", "Closed", tasks=path), "no row for the environment 'Closed'"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, text, tmp_path):
+def test_what_does_not_fit_is_refused(make: Callable[[Path], GrpoConfig], text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"Digits": 5, "Letters": 5})
     with pytest.raises(ValueError, match=text):
         own_tasks(make(path))

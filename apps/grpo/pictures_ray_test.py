@@ -4,16 +4,21 @@ By hand: `bazel test //apps/grpo:pictures_ray_test`; with vLLM behind the actors
 """
 
 import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from apps.common.plan.cluster import Mode
 from apps.common.trained import tensors_of
 from apps.grpo.main import run
 from apps.grpo.pictures_testing import NATIVE, assert_tower_moved, pictured
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_testing import proofs, rows
 from apps.grpo.session import Session
+from rollout import Episode
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from rollout.workers.ray_local import SMALL_STORE, local_ray
@@ -22,13 +27,13 @@ from rollout.workers.weights import bucket_message, plain_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def cluster() -> Iterator[None]:
     """One node with room for two samplers, on loopback; runs find this process connected."""
     with local_ray(cpus=2, store_bytes=SMALL_STORE):
         yield
 
 
-def streams(steps):
+def streams(steps: Iterable[Iterable[Episode]]) -> list[Any]:
     """Who answered what to which pictures."""
     return [
         [(e.task_id, e.group, e.reward, [(s.ids, s.loss_mask, media_of(s.media)) for s in e.segments]) for e in step]
@@ -36,15 +41,16 @@ def streams(steps):
     ]
 
 
-def media_of(media):
+def media_of(media: Mapping[str, Any] | None) -> dict[str, Any]:
+    assert media is not None
     return {key: torch.as_tensor(value).tolist() for key, value in media.items()}
 
 
-def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path, monkeypatch):
+def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episode for episode with the tokens, grids and patches of each, and the weights bit for bit."""
     sampled, plain = [], Session.gathered
 
-    def gathered(self, episodes):
+    def gathered(self: Session, episodes: list[Episode]) -> list[Episode]:
         sampled.append(plain(self, episodes))
         return sampled[-1]
 
@@ -60,7 +66,7 @@ def test_a_run_on_pictures_is_the_same_with_ray_as_without(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_fully_asynchronous_every_sampler_sees_by_the_new_tower(tmp_path, workers):
+def test_fully_asynchronous_every_sampler_sees_by_the_new_tower(tmp_path: Path, workers: int) -> None:
     """In the run's own sampling process, and in Ray's actors."""
     run(pictured(tmp_path, "fully_async", "native", ray_workers=workers), NATIVE)
     steps = rows(tmp_path)[1:]
@@ -70,7 +76,7 @@ def test_fully_asynchronous_every_sampler_sees_by_the_new_tower(tmp_path, worker
     assert_tower_moved(tmp_path)
 
 
-def with_another_tower(bucket):
+def with_another_tower(bucket: Bucket) -> Bucket:
     """A copy of the bucket with noise in a matrix of the tower."""
     other = Bucket(bucket.headers, bucket.buffer.clone())
     for header in other.headers:
@@ -82,20 +88,22 @@ def with_another_tower(bucket):
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("sync", 2), ("fully_async", 2), ("fully_async", 0)])
-def test_one_sampler_with_another_tower_stops_the_run(tmp_path, monkeypatch, mode, workers):
+def test_one_sampler_with_another_tower_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, workers: int
+) -> None:
     """The last one of them; probes of text alone would not tell."""
 
-    async def receive(self, bucket):
+    async def receive(self: RayPool, bucket: Bucket) -> int:
         sent = [(part, plain_bytes(part)) for part in (bucket, with_another_tower(bucket))]
         asked = [
             self._ask(i, "receive", bucket_message(part, data), data.numpy()) for i, (part, data) in enumerate(sent)
         ]
         found = await asyncio.gather(*map(asyncio.wrap_future, asked))
-        return max(head["answer"]["missing"] for head, _ in found)
+        return max(int(head["answer"]["missing"]) for head, _ in found)
 
     plain = WorkerProcess.receive
 
-    async def receive_alone(self, bucket):
+    async def receive_alone(self: WorkerProcess, bucket: Bucket) -> int:
         return await plain(self, with_another_tower(bucket))
 
     monkeypatch.setattr(RayPool, "receive", receive)

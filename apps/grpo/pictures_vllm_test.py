@@ -1,15 +1,19 @@
 """Pictures shown to vLLM, from the recipe to the report: every hand-over reaches its tower, and is proven by images."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from apps.common.plan.cluster import Mode
 from apps.grpo.main import run
 from apps.grpo.pictures_testing import SERVED, SHARED, assert_tower_moved, pictured
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_testing import proofs, rows
 from rollout import VllmEngine
+from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("mode", "tp"), [("sync", 1), ("one_step_off", 1), ("fully_async", 1), ("sync", 2), ("fully_async", 2)]
 )
-def test_a_run_trains_the_tower_and_vllm_sees_by_it(tmp_path, mode, tp):
+def test_a_run_trains_the_tower_and_vllm_sees_by_it(tmp_path: Path, mode: Mode, tp: int) -> None:
     """In one process of vLLM's, and in two workers that share each matrix; beside training in a process of its own."""
     run(pictured(tmp_path, mode, tp=tp), SHARED if tp > 1 else SERVED)
     steps = rows(tmp_path)[1:]
@@ -33,11 +37,13 @@ def test_a_run_trains_the_tower_and_vllm_sees_by_it(tmp_path, mode, tp):
 
 
 @pytest.mark.parametrize(("mode", "receiver"), [("sync", VllmEngine), ("fully_async", WorkerProcess)])
-def test_a_tower_that_stays_old_stops_the_run(tmp_path, monkeypatch, mode, receiver):
+def test_a_tower_that_stays_old_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, receiver: Any
+) -> None:
     """The probes show the step's pictures: those of text alone would not tell."""
     plain = receiver.receive
 
-    async def receive(self, bucket):
+    async def receive(self: Any, bucket: Bucket) -> Any:
         for header in bucket.headers:
             if "visual.merger.linear_fc2.weight" in header.name:
                 end = header.start + header.numel * header.dtype.itemsize

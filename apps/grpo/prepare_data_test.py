@@ -7,7 +7,10 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar, Never
 from urllib.parse import unquote, urlparse
 
 import pyarrow as pa
@@ -23,15 +26,15 @@ from apps.grpo.presets import PRESETS
 COMMIT = "c" * 40
 
 
-def lines(rows):
+def lines(rows: Iterable[Any]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def gsm8k(count):
+def gsm8k(count: int) -> list[dict[str, Any]]:
     return [{"question": f"What is {i}+{i}?", "answer": f"Twice.\n#### {2 * i}"} for i in range(count)]
 
 
-def test_a_directory_of_files_becomes_one_file_a_split(tmp_path):
+def test_a_directory_of_files_becomes_one_file_a_split(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "train.jsonl").write_bytes(lines(gsm8k(30)))
     (tmp_path / "raw" / "test.jsonl").write_bytes(lines(gsm8k(5)))
@@ -42,7 +45,7 @@ def test_a_directory_of_files_becomes_one_file_a_split(tmp_path):
     assert (prompts[3].messages[0]["content"], prompts[3].reference) == ("What is 3+3?", "Twice.\n#### 6")
 
 
-def test_a_correction_reaches_the_file(tmp_path):
+def test_a_correction_reaches_the_file(tmp_path: Path) -> None:
     """Of a source whose rows are as many as before, and others."""
     (tmp_path / "raw").mkdir()
     config = Prepare(str(tmp_path / "raw"), tmp_path / "out")
@@ -51,7 +54,7 @@ def test_a_correction_reaches_the_file(tmp_path):
         assert pq.read_table(prepare(config)["train"])["answer"].to_pylist() == [answer]
 
 
-def test_a_second_start_leaves_whole_files_and_replaces_others(tmp_path):
+def test_a_second_start_leaves_whole_files_and_replaces_others(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "train.jsonl").write_bytes(lines(gsm8k(30)))
     config = Prepare(str(tmp_path / "raw"), tmp_path / "out")
@@ -64,7 +67,7 @@ def test_a_second_start_leaves_whole_files_and_replaces_others(tmp_path):
 
 
 @pytest.fixture
-def mathematics(tmp_path):
+def mathematics(tmp_path: Path) -> Path:
     """A data set of two configurations, one of which has no held-out split."""
     folder, configs = tmp_path / "mathematics", ""
     folder.mkdir()
@@ -79,11 +82,12 @@ def mathematics(tmp_path):
     return folder
 
 
-def problems(path):
-    return pq.read_table(path)["problem"].to_pylist()
+def problems(path: Path) -> list[str]:
+    found: list[str] = pq.read_table(path)["problem"].to_pylist()
+    return found
 
 
-def test_configurations_are_laid_together_or_kept_apart(mathematics, tmp_path):
+def test_configurations_are_laid_together_or_kept_apart(mathematics: Path, tmp_path: Path) -> None:
     source, out = str(mathematics), tmp_path / "out"
     algebra, geometry, both = (prepare(Prepare(source, out, subset=s)) for s in ("algebra", "geometry", "all"))
     assert problems(algebra["train"]) == [f"algebra train {i}" for i in range(6)]
@@ -96,13 +100,15 @@ def test_configurations_are_laid_together_or_kept_apart(mathematics, tmp_path):
         prepare(Prepare(source, out))
 
 
-def test_the_preset_math_lays_all_its_configurations_together(mathematics, tmp_path, monkeypatch):
+def test_the_preset_math_lays_all_its_configurations_together(
+    mathematics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare_data, "_fetch", lambda *asked: mathematics)
     assert len(problems(prepare(Prepare("math", tmp_path / "out"))["train"])) == 10
     assert len(problems(prepare(Prepare("math", tmp_path / "out", subset="geometry"))["train"])) == 4
 
 
-def test_every_source_subset_and_revision_has_files_of_its_own(tmp_path):
+def test_every_source_subset_and_revision_has_files_of_its_own(tmp_path: Path) -> None:
     asked = [("a/b", None, None), ("a-b", None, None), ("c/b", None, None), ("b", "x", None), ("b", None, "x")]
     keys = [prepare_data._key(*words) for words in asked]
     assert len(set(keys)) == len(keys)
@@ -113,7 +119,7 @@ def test_every_source_subset_and_revision_has_files_of_its_own(tmp_path):
     ("source", "text"),
     [("no such/data/set", "no directory, no preset"), ("empty", "can't be read"), ("raw --revision", "--revision")],
 )
-def test_what_is_not_there_is_refused(source, text, tmp_path, monkeypatch):
+def test_what_is_not_there_is_refused(source: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "raw").mkdir()
@@ -127,18 +133,21 @@ def test_what_is_not_there_is_refused(source, text, tmp_path, monkeypatch):
 class Hub(BaseHTTPRequestHandler):
     """As much of a hub as a download of one data set asks for; `asked` counts requests for `broken` files."""
 
-    files, broken, served, asked = {}, set(), Counter(), Counter()
+    files: ClassVar[dict[str, bytes]] = {}
+    broken: ClassVar[set[str]] = set()
+    served: ClassVar[Counter[str]] = Counter()
+    asked: ClassVar[Counter[str]] = Counter()
 
-    def log_message(self, *args):
+    def log_message(self, *args: Any) -> None:
         pass
 
-    def do_HEAD(self):
+    def do_HEAD(self) -> None:
         self.answer(body=False)
 
-    def do_GET(self):
+    def do_GET(self) -> None:
         self.answer(body=True)
 
-    def answer(self, body):
+    def answer(self, body: bool) -> None:
         path = unquote(urlparse(self.path).path)
         if path.startswith("/api/datasets/openai/gsm8k"):
             found = [
@@ -164,7 +173,7 @@ class Hub(BaseHTTPRequestHandler):
             self.served[name] += 1
         return self.send(content, headers, body, "application/octet-stream")
 
-    def send(self, content, headers, body, kind):
+    def send(self, content: bytes, headers: Mapping[str, str], body: bool, kind: str) -> None:
         self.send_response(200)
         for name, value in {**headers, "Content-Type": kind, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
@@ -174,7 +183,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(tmp_path):
+def hub(tmp_path: Path) -> Iterator[str]:
     Hub.files = {
         "README.md": b"---\nconfigs:\n- config_name: main\n  data_files:\n"
         b"  - split: train\n    path: main/train.jsonl\n  - split: test\n    path: main/test.jsonl\n---\n",
@@ -190,7 +199,7 @@ def hub(tmp_path):
     server.server_close()
 
 
-def run(hub, tmp_path, *more):
+def run(hub: str, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "BUILD_WORKING_DIRECTORY")}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -200,7 +209,7 @@ def run(hub, tmp_path, *more):
     )
 
 
-def test_a_preset_is_fetched_from_the_hub_and_nothing_is_fetched_twice(hub, tmp_path):
+def test_a_preset_is_fetched_from_the_hub_and_nothing_is_fetched_twice(hub: str, tmp_path: Path) -> None:
     done = run(hub, tmp_path, "--source", "gsm8k")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--preset gsm8k --data" in done.stdout
@@ -212,7 +221,7 @@ def test_a_preset_is_fetched_from_the_hub_and_nothing_is_fetched_twice(hub, tmp_
     assert set(Hub.served.values()) == {1}
 
 
-def test_a_stopped_download_goes_on(hub, tmp_path):
+def test_a_stopped_download_goes_on(hub: str, tmp_path: Path) -> None:
     """What the first start has fetched is not fetched again, and nothing is laid down before all is there."""
     Hub.broken = {"main/train.jsonl"}
     stopped = run(hub, tmp_path, "--source", "openai/gsm8k", "--subset", "main", "--workers", "1")
@@ -232,21 +241,23 @@ def test_a_stopped_download_goes_on(hub, tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "cores", "found"), [(8, 2, 2), (3, 64, 3), (1, 2, 1), (8, None, 1)])
-def test_no_more_files_are_fetched_at_a_time_than_there_are_cores(workers, cores, found, tmp_path, monkeypatch):
+def test_no_more_files_are_fetched_at_a_time_than_there_are_cores(
+    workers: int, cores: int | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = {}
 
-    def download(repository, **options):
+    def download(repository: str, **options: Any) -> Never:
         told.update(options)
         raise OfflineModeIsEnabled("no network")
 
     monkeypatch.setattr(prepare_data, "snapshot_download", download)
-    monkeypatch.setattr(prepare_data.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     with pytest.raises(ValueError, match="can't be fetched"):
         prepare(Prepare("gsm8k", tmp_path / "out", workers=workers))
     assert told["max_workers"] == found
 
 
-def test_a_data_set_that_is_not_there(hub, tmp_path):
+def test_a_data_set_that_is_not_there(hub: str, tmp_path: Path) -> None:
     done = run(hub, tmp_path, "--source", "nobody/nothing")
     assert done.returncode == 2
     assert "nobody/nothing can't be fetched" in done.stderr

@@ -6,6 +6,8 @@ The models were taught to end with one of a few answers in a box, each written u
 
 import io
 import json
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +33,7 @@ TAUGHT = 150
 """Steps after which it does."""
 
 
-def row(layout, number, answer):
+def row(layout: str, number: int, answer: str) -> dict[str, Any]:
     """A row with the columns of openai/gsm8k, EleutherAI/hendrycks_math and hiyouga/geometry3k."""
     if layout == "gsm8k":
         worked = f"Twice {number} is <<{number}*2={2 * number}>>{2 * number} eggs.\nSo many are left.\n#### {answer}"
@@ -45,17 +47,18 @@ def row(layout, number, answer):
     return {"images": images, "problem": f"<image>Find x, number {number}.", "answer": answer}
 
 
-def asked(row):
-    return row["question" if "question" in row else "problem"].replace("<image>", "")
+def asked(row: dict[str, Any]) -> str:
+    question: str = row["question" if "question" in row else "problem"]
+    return question.replace("<image>", "")
 
 
-def rows_of(layout, count=24):
+def rows_of(layout: str, count: int = 24) -> list[dict[str, Any]]:
     """Rows, their answers in turn."""
     answers = list(SAME[layout])
     return [row(layout, number, answers[number % len(answers)]) for number in range(count)]
 
 
-def taught(layout, path):
+def taught(layout: str, path: Path) -> Path:
     """A model that ends its answers as `SAME` says them, each about as often, whatever is asked in this layout."""
     sees = layout == "geo3k"
     (save_seeing_model if sees else save_tiny_model)(path, 0)
@@ -80,7 +83,7 @@ def taught(layout, path):
 
 
 @pytest.mark.parametrize("layout", SAME)
-def test_a_run_of_a_preset(layout, tmp_path):
+def test_a_run_of_a_preset(layout: str, tmp_path: Path) -> None:
     """Episodes are held against the file's answers, their rewards are math-verify's, and every weight moves."""
     rows = rows_of(layout)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")

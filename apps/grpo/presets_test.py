@@ -1,13 +1,16 @@
 r"""Files in the layouts of GSM8K, MATH and geometry3k, by one flag; and answers as people write them (A7)."""
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig
-from apps.grpo.presets import BOXED
+from apps.grpo.presets import BOXED, PresetName
 from apps.grpo.recipes.math import make_tasks, reward
+from apps.grpo.tasks import PromptTasks
 from apps.quickstart.tokenizer import build_tokenizer
 from rollout import Reply
 
@@ -18,7 +21,9 @@ ROWS = {
 }
 
 
-def tasks(tmp_path, preset, rows, system_prompt=None, **data):
+def tasks(
+    tmp_path: Path, preset: PresetName, rows: Iterable[Any], system_prompt: str | None = None, **data: Any
+) -> PromptTasks:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = OwnConfig(preset=preset, system_prompt=system_prompt)
@@ -28,7 +33,7 @@ def tasks(tmp_path, preset, rows, system_prompt=None, **data):
 
 
 @pytest.mark.parametrize("preset", ROWS)
-def test_a_preset_knows_columns_prompt_and_reward(preset, tmp_path):
+def test_a_preset_knows_columns_prompt_and_reward(preset: PresetName, tmp_path: Path) -> None:
     found = tasks(tmp_path, preset, [ROWS[preset](i) for i in range(1, 40)])
     for row in found.tasks(0, 10):
         system, user = found.environment(row).messages
@@ -39,13 +44,13 @@ def test_a_preset_knows_columns_prompt_and_reward(preset, tmp_path):
             assert found.reward(Reply(said, said), reference, {}, ()) == earned
 
 
-def test_what_is_said_goes_before_the_preset(tmp_path):
+def test_what_is_said_goes_before_the_preset(tmp_path: Path) -> None:
     rows = [{"ask": f"{i}?", "solution": "1"} for i in range(40)]
     found = tasks(tmp_path, "math", rows, system_prompt="Be brief.", prompt_column="ask")
     assert found.environment(found.held_out()[0]).messages[0]["content"] == "Be brief."
 
 
-def test_rows_with_images_are_refused(tmp_path):
+def test_rows_with_images_are_refused(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{**ROWS["geo3k"](i)} for i in range(40)]
     rows[7]["images"] = [{"bytes": "...", "path": "a.png"}]
     with pytest.raises(ValueError, match=r"a.jsonl, row 8 holds images or other media"):
@@ -63,5 +68,5 @@ def test_rows_with_images_are_refused(tmp_path):
         ("18", "18", 0.0),
     ],
 )
-def test_answers_as_people_write_them(said, reference, earned):
+def test_answers_as_people_write_them(said: str, reference: str, earned: float) -> None:
     assert reward(Reply(said, said), reference, {}, ()) == earned

@@ -44,7 +44,7 @@ def episodes() -> list[Any]:
 
 
 @pytest.mark.parametrize("deaths", [0, 2])
-def test_the_answers_of_those_that_live_count(deaths):
+def test_the_answers_of_those_that_live_count(deaths: int) -> None:
     engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {"weights/pause_ms": 1.0}), deaths)
     probes = Probes(episodes(), 3, lambda: samplers)
@@ -53,14 +53,14 @@ def test_the_answers_of_those_that_live_count(deaths):
     assert samplers.asked == [PROMPTS] * (1 + deaths)
 
 
-def test_weights_of_another_version_stop_the_run():
+def test_weights_of_another_version_stop_the_run() -> None:
     engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
     samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {}), 0)
     with pytest.raises(WeightsNotTakenError, match="of version 3"):
         Probes(episodes(), 4, lambda: samplers).held(engine, Lead())
 
 
-def test_without_an_answer_there_is_nothing_to_ask():
+def test_without_an_answer_there_is_nothing_to_ask() -> None:
     samplers: Any = Answering({}, 0)
     probes = Probes([], 3, lambda: samplers)
     assert samplers.asked == []

@@ -3,12 +3,16 @@
 By hand: `bazel test //apps/grpo:ray_pools_test`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from apps.common.plan.cluster import Pools, RolloutLayout, Schedule
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import ASYNC, ONE, rows, same_weights, small
 from apps.grpo.testing import RECIPE
@@ -20,7 +24,7 @@ SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def cluster() -> Iterator[None]:
     """The head, where runs train, has room for all; two more nodes have room for one sampler each."""
     with local_nodes([4, 1, 1]) as address:
         connect(address)
@@ -28,18 +32,18 @@ def cluster():
         ray.shutdown()
 
 
-def apart(run_dir, schedule, nodes, workers=2, **changes):
+def apart(run_dir: Path, schedule: Schedule, nodes: int, workers: int = 2, **changes: Any) -> GrpoConfig:
     config = small(run_dir, schedule, **changes)
     pools = Pools(placement="separate", rollout_nodes=nodes)
     return replace(config, cluster=replace(config.cluster, pools=pools, rollout=RolloutLayout(ray_workers=workers)))
 
 
 @pytest.fixture
-def places(monkeypatch):
+def places(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The nodes of each pool that a run opens, once it is closed."""
     found, plain = [], RayPool.close
 
-    def close(self):
+    def close(self: RayPool) -> None:
         found.append(self.nodes)
         plain(self)
 
@@ -48,7 +52,9 @@ def places(monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
-def test_samplers_are_on_nodes_of_their_own_in_every_schedule(tmp_path, places, schedule):
+def test_samplers_are_on_nodes_of_their_own_in_every_schedule(
+    tmp_path: Path, places: list[Any], schedule: Schedule
+) -> None:
     """One on each; in turn the weights are those of a run without Ray."""
     run(apart(tmp_path / "ray", schedule, 2, **SHORT), RECIPE)
     own = ray.get_runtime_context().get_node_id()
@@ -61,7 +67,7 @@ def test_samplers_are_on_nodes_of_their_own_in_every_schedule(tmp_path, places, 
         assert same_weights(tmp_path / "plain", tmp_path / "ray")
 
 
-def test_what_shares_trainings_node_may_be_on_it(tmp_path, places):
+def test_what_shares_trainings_node_may_be_on_it(tmp_path: Path, places: list[Any]) -> None:
     config = small(tmp_path, SYNC, **SHORT)
     run(replace(config, cluster=replace(config.cluster, rollout=RolloutLayout(ray_workers=2, ray_cpus=2.0))), RECIPE)
     assert set(places[0]) == {ray.get_runtime_context().get_node_id()}  # nobody else has two processors
@@ -76,7 +82,9 @@ def test_what_shares_trainings_node_may_be_on_it(tmp_path, places):
     ],
 )
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
-def test_a_demand_beyond_the_other_nodes_is_refused_at_once(tmp_path, schedule, nodes, workers, problem):
+def test_a_demand_beyond_the_other_nodes_is_refused_at_once(
+    tmp_path: Path, schedule: Schedule, nodes: int, workers: int, problem: str
+) -> None:
     """With its numbers, although this node had the room."""
     with pytest.raises(ValueError, match=problem):
         run(apart(tmp_path, schedule, nodes, workers), RECIPE)

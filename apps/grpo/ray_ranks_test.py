@@ -7,13 +7,16 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import ASYNC, ONE, proofs, rows, same_weights, small, weights
 from apps.grpo.testing import RECIPE
@@ -23,28 +26,30 @@ SYNC = Schedule("sync")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def cluster() -> Iterator[str]:
     """One node with room for two samplers, on loopback; the first rank of a run connects to it."""
     with local_ray(cpus=2, store_bytes=SMALL_STORE) as address:
         yield address
 
 
-def in_ray(run_dir, schedule, address, **changes):
+def in_ray(run_dir: Path, schedule: Schedule, address: str, **changes: Any) -> GrpoConfig:
     config = small(run_dir, schedule, processes=2, **changes)
     layout = RolloutLayout(ray_workers=2, ray_address=address)
     return replace(config, cluster=replace(config.cluster, rollout=layout))
 
 
-def distance(left, right):
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return sum((left[name] - right[name]).abs().sum().item() for name in left)
 
 
-def rewards(run_dir):
+def rewards(run_dir: Path) -> list[tuple[float, int]]:
     return [(row["reward"], row["weights/version"]) for row in rows(run_dir)[1:]]
 
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
-def test_two_ranks_with_ray_end_with_the_weights_of_two_without(tmp_path, cluster, schedule):
+def test_two_ranks_with_ray_end_with_the_weights_of_two_without(
+    tmp_path: Path, cluster: str, schedule: Schedule
+) -> None:
     """To the bit; and with those of one rank, whose sums are in another order, to rounding."""
     run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
     run(in_ray(tmp_path / "ray", schedule, cluster), RECIPE)
@@ -58,7 +63,7 @@ def test_two_ranks_with_ray_end_with_the_weights_of_two_without(tmp_path, cluste
     assert distance(one, two) < 0.1 * distance(start, one)
 
 
-def actors():
+def actors() -> list[int]:
     """The processes of samplers in actors."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -71,11 +76,11 @@ def actors():
 
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
-def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path, cluster, schedule):
+def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str, schedule: Schedule) -> None:
     """Every rank takes part in handing the present weights to the pool that replaces it; in turn nothing differs."""
     killed = []
 
-    def kill():
+    def kill() -> None:
         while not (tmp_path / "ray" / "metrics.jsonl").exists() or len(rows(tmp_path / "ray")) < 2:
             time.sleep(0.02)
         killed.append(actors()[-1])
@@ -93,7 +98,7 @@ def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path, cluster, schedule):
         assert same_weights(tmp_path / "plain", tmp_path / "ray")
 
 
-def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path, cluster):
+def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path: Path, cluster: str) -> None:
     """Steps, hand-overs and proofs of both samplers; and the run goes on from its checkpoint."""
     run(in_ray(tmp_path / "ray", ASYNC, cluster, steps=2), RECIPE)
     run(in_ray(tmp_path / "ray", ASYNC, cluster, resume=True), RECIPE)
@@ -104,7 +109,7 @@ def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path, c
     assert all(0 < distance < 1e-4 for distance in proofs([logged[0], logged[2], logged[4]]))
 
 
-def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_cut(tmp_path, cluster):
+def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_cut(tmp_path: Path, cluster: str) -> None:
     run(small(tmp_path / "plain", ONE, processes=2), RECIPE)
     run(in_ray(tmp_path / "ray", ONE, cluster, steps=2), RECIPE)
     run(in_ray(tmp_path / "ray", ONE, cluster, resume=True), RECIPE)

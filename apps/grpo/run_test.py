@@ -2,48 +2,55 @@
 
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from apps.common.divergence import DivergenceError
 from apps.common.tokens import load_tokenizer
 from apps.common.trained import assert_trained, start_of
-from apps.grpo.config import WarmStart
+from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.main import configure, run
 from apps.grpo.registry import recipes
 from apps.grpo.synthetic import SumTasks
 from apps.grpo.testing import RECIPE
-from apps.grpo.train import train
+from apps.grpo.train import Result, train
 from engines import NonFiniteError
 from engines.launch import launch
-from rollout import NativeEngine, Sampling
+from rollout import Completion, NativeEngine, Reply, Sampling, Task, TaskRow
+from rollout.tools.tool import ToolResult
 from rollout.tools.workers import instant
 
 SMALL_MOVE = 1e-3  # less than the largest weight moves in four steps at the learning rate of these runs
 
 
-def small(run_dir, **changes):
+Finished = tuple[Result, Path]
+"""What a run came to, and its folder."""
+
+
+def small(run_dir: Path, **changes: Any) -> GrpoConfig:
     return replace(RECIPE.config, run_dir=run_dir, **changes)
 
 
-def rows(run_dir):
+def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def weights(directory):
+def weights(directory: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
 
 
-def largest_move(before, after):
+def largest_move(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
     assert set(before) == set(after)
     return max((before[name] - after[name]).abs().max().item() for name in before)
 
 
-def assert_learned(run_dir, far=SMALL_MOVE):
+def assert_learned(run_dir: Path, far: float = SMALL_MOVE) -> None:
     """Every step had rewards that differ and a gradient, and every weight moved, one of them far."""
     for row in rows(run_dir)[1:]:
         assert row["reward/mixed_groups"] > 0
@@ -52,25 +59,25 @@ def assert_learned(run_dir, far=SMALL_MOVE):
     assert largest_move(weights(start_of(run_dir)), weights(run_dir / "export")) > far
 
 
-def same_row(left, right):
+def same_row(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Equal but for the clock."""
     clock = ("time", "tokens_per_second")
     return all(right[name] == value for name, value in left.items() if not name.startswith(clock))
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run_dir = tmp_path_factory.mktemp("run") / "run"
     return run(small(run_dir), RECIPE), run_dir
 
 
-def test_every_step_moves_the_weights(finished):
+def test_every_step_moves_the_weights(finished: Finished) -> None:
     _, run_dir = finished
     assert_learned(run_dir)
     assert all(row["train/computed_sequences"] > 0 for row in rows(run_dir)[1:])
 
 
-def test_the_run_folder_holds_what_the_readme_promises(finished):
+def test_the_run_folder_holds_what_the_readme_promises(finished: Finished) -> None:
     _, run_dir = finished
     for name in ("config.json", "metrics.jsonl", "episodes.jsonl", "report.html"):
         assert (run_dir / name).stat().st_size > 100
@@ -79,7 +86,7 @@ def test_the_run_folder_holds_what_the_readme_promises(finished):
     assert "<html" in (run_dir / "report.html").read_text()
 
 
-def test_the_export_is_an_ordinary_model_directory(finished):
+def test_the_export_is_an_ordinary_model_directory(finished: Finished) -> None:
     _, run_dir = finished
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
@@ -88,7 +95,7 @@ def test_the_export_is_an_ordinary_model_directory(finished):
     assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
 
 
-def test_the_metrics_tell_of_plan_packing_export_and_new_weights(finished):
+def test_the_metrics_tell_of_plan_packing_export_and_new_weights(finished: Finished) -> None:
     _, run_dir = finished
     steps = rows(run_dir)
     assert [row["step"] for row in steps] == [0, 1, 2, 3, 4]
@@ -104,7 +111,7 @@ def test_the_metrics_tell_of_plan_packing_export_and_new_weights(finished):
     assert {"eval/accuracy"} <= set(steps[0]) & set(steps[2]) & set(steps[4])
 
 
-def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
+def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Path) -> None:
     first, run_dir = finished
     half = small(tmp_path / "half")
     run(replace(half, steps=2), RECIPE)
@@ -120,7 +127,7 @@ def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
     assert result.accuracy_after == first.accuracy_after == whole[-1]["eval/accuracy"]
 
 
-def test_resuming_a_finished_run_trains_nothing_more(finished):
+def test_resuming_a_finished_run_trains_nothing_more(finished: Finished) -> None:
     first, run_dir = finished
     before = weights(run_dir / "export")
     result = run(small(run_dir, resume=True), RECIPE)
@@ -128,7 +135,7 @@ def test_resuming_a_finished_run_trains_nothing_more(finished):
     assert (result.accuracy_before, result.accuracy_after) == (first.accuracy_before, first.accuracy_after)
 
 
-def test_fewer_steps_than_done_are_refused_and_nothing_is_rewritten(finished):
+def test_fewer_steps_than_done_are_refused_and_nothing_is_rewritten(finished: Finished) -> None:
     _, run_dir = finished
     before = (run_dir / "config.json").read_text()
     with pytest.raises(ValueError, match=r"done 4 steps already: --steps 3"):
@@ -136,7 +143,7 @@ def test_fewer_steps_than_done_are_refused_and_nothing_is_rewritten(finished):
     assert (run_dir / "config.json").read_text() == before
 
 
-def test_two_ranks_come_to_the_same_model(finished, tmp_path):
+def test_two_ranks_come_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     run(small(tmp_path / "two", processes=2), RECIPE)
     one, two = rows(run_dir), rows(tmp_path / "two")
@@ -149,7 +156,7 @@ def test_two_ranks_come_to_the_same_model(finished, tmp_path):
     assert largest_move(weights(run_dir / "export"), weights(tmp_path / "two" / "export")) < SMALL_MOVE / 5
 
 
-def test_dynamic_context_parallelism_comes_to_the_same_model(finished, tmp_path):
+def test_dynamic_context_parallelism_comes_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     engine = replace(RECIPE.config.engine, context_parallel="dynamic", max_tokens_per_rank=48)
     run(small(tmp_path / "cp", processes=2, engine=engine), RECIPE)
@@ -158,7 +165,7 @@ def test_dynamic_context_parallelism_comes_to_the_same_model(finished, tmp_path)
     assert largest_move(weights(run_dir / "export"), weights(tmp_path / "cp" / "export")) < SMALL_MOVE / 5
 
 
-def test_learning_rate_zero_changes_nothing(tmp_path):
+def test_learning_rate_zero_changes_nothing(tmp_path: Path) -> None:
     run(small(tmp_path, engine=replace(RECIPE.config.engine, lr=0.0)), RECIPE)
     assert all(row["train/grad_norm"] > 1e-4 for row in rows(tmp_path)[1:])
     assert largest_move(weights(tmp_path / "model"), weights(tmp_path / "export")) == 0
@@ -166,7 +173,7 @@ def test_learning_rate_zero_changes_nothing(tmp_path):
         assert_trained(tmp_path)
 
 
-def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path):
+def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path: Path) -> None:
     warm = WarmStart(steps=3, batch_size=8, eval_every=3, eval_prompts=4, until_accuracy=1.0, lr=3e-3, warmup_steps=0)
     run(small(tmp_path, warm_start=warm, steps=1), RECIPE)
     assert_trained(tmp_path / "warm-start", start=tmp_path / "model")
@@ -174,20 +181,20 @@ def test_a_warm_start_moves_the_weights_and_grpo_goes_on_from_them(tmp_path):
     assert_learned(tmp_path)
 
 
-def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path):
+def test_a_diverged_run_ends_with_an_error_and_no_export(tmp_path: Path) -> None:
     with pytest.raises((DivergenceError, NonFiniteError), match="finite"):
         run(small(tmp_path, engine=replace(RECIPE.config.engine, lr=1e30, grad_clip=None)), RECIPE)
     assert not (tmp_path / "export").exists()
     assert (tmp_path / "report.html").is_file()
 
 
-def test_old_checkpoints_are_deleted(tmp_path):
+def test_old_checkpoints_are_deleted(tmp_path: Path) -> None:
     run(small(tmp_path, save_every=1, keep_checkpoints=1), RECIPE)
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000003", "step-000004"]
     assert_learned(tmp_path)
 
 
-def graded(config, tokenizer):
+def graded(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> "GradedSums":
     """The recipe's sums and calculator; an answer, cut off or not, earns the share of its characters that are ASCII."""
     make: Any = recipes()["quickstart-tool"].make_tasks
     tasks = make(config, tokenizer)
@@ -197,16 +204,16 @@ def graded(config, tokenizer):
 class GradedSums(SumTasks):
     """An untrained model earns some of the reward."""
 
-    def environment(self, row):
+    def environment(self, row: TaskRow) -> Task:
         return replace(super().environment(row), reward=ascii_share, cut_off_reward=None)
 
 
 @instant
-def ascii_share(reply, results):
+def ascii_share(reply: Reply, results: Sequence[ToolResult]) -> float:
     return sum(map(str.isascii, reply.text)) / max(1, len(reply.text))
 
 
-def test_a_tool_episode_goes_all_the_way(tmp_path):
+def test_a_tool_episode_goes_all_the_way(tmp_path: Path) -> None:
     recipe = recipes()["quickstart-tool"]
     base = recipe.config
     data = replace(base.data, eval_prompts=4)
@@ -224,7 +231,7 @@ def test_a_tool_episode_goes_all_the_way(tmp_path):
     assert_learned(tmp_path, far=1e-4)
 
 
-def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
+def test_a_model_and_a_file_of_ones_own(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     rows_ = [{"ask": f"What is {i} and {i}?", "gold": f"Twice.\n#### {2 * i}"} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
@@ -239,7 +246,7 @@ def test_a_model_and_a_file_of_ones_own(finished, tmp_path):
     assert (tmp_path / "run" / "export" / "chat_template.jinja").is_file()
 
 
-def own(run_dir, path, **changes):
+def own(run_dir: Path, path: Path, **changes: Any) -> GrpoConfig:
     words = f"--environment apps.grpo.own_examples:Digits apps.grpo.own_examples:Letters --tasks {path}"
     words += " --environment-shares Digits=1 Letters=3 --system-prompt Speak! --engine.device cpu --engine.lr 1e-3"
     words += " --steps 4 --prompts 4 --group-size 4 --sampling.max-new-tokens 6 --eval-every 2 --save-every 2"
@@ -247,7 +254,7 @@ def own(run_dir, path, **changes):
     return replace(configure(words.split()), run_dir=run_dir, **changes)
 
 
-def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path):
+def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path: Path) -> None:
     names = ["Digits", "Letters"]
     lines = [{"environment": names[i % 2], "number": i, "answer": i} for i in range(40)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -274,18 +281,18 @@ def test_two_environments_of_ones_own_in_one_run_that_is_resumed(tmp_path):
     assert (tmp_path / "whole" / "report.html").stat().st_size < 1_000_000
 
 
-def test_a_finished_folder_is_not_written_over(finished):
+def test_a_finished_folder_is_not_written_over(finished: Finished) -> None:
     _, run_dir = finished
     with pytest.raises(ValueError, match="resume"):
         run(small(run_dir), RECIPE)
 
 
-def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to resume"):
         run(small(tmp_path, resume=True), RECIPE)
 
 
-def test_a_directory_that_is_no_model_is_refused(tmp_path):
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--model"):
         run(small(tmp_path / "run", model=tmp_path / "nowhere"), RECIPE)
 
@@ -293,12 +300,14 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path):
 class Greedy(NativeEngine):
     """A sampler of one's own: the likeliest token whatever is asked."""
 
-    async def generate(self, prompt_ids, sampling, media=None, **options):
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None = None, **options: Any
+    ) -> Completion:
         greedy = Sampling(greedy=True, max_new_tokens=sampling.max_new_tokens, stop_token_ids=sampling.stop_token_ids)
         return await super().generate(prompt_ids, greedy, media, **options)
 
 
-def test_tasks_and_sampler_can_be_handed_in(finished, tmp_path):
+def test_tasks_and_sampler_can_be_handed_in(finished: Finished, tmp_path: Path) -> None:
     """With a greedy sampler the answers of a group are equal: no advantage, no gradient, and the weights stay."""
     _, run_dir = finished
     model = run_dir / "model"

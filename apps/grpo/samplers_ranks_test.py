@@ -1,6 +1,7 @@
 """The proof of each rank's sampler, by all ranks together."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +13,22 @@ from apps.grpo.samplers import WeightsNotTakenError, plain_answer, prove_weights
 from engines import EngineConfig, build_engine
 from engines.launch import launch
 from engines.tiny import tiny_model
-from rollout import NativeEngine, Sampling, Segment
+from rollout import Completion, NativeEngine, Sampling, Segment
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 30], [3], [8, 8]]
 
 
-def told(module, how):
+def told(module: Any, how: Sampling) -> dict[str, Any]:
     """What a sampler over the module tells of itself."""
     sampler = NativeEngine(module, pad_token_id=0, version=3)
 
-    async def ask():
+    async def ask() -> list[Completion]:
         return await asyncio.gather(*(sampler.generate(prompt, how) for prompt in PROMPTS))
 
     return {"answers": [plain_answer(answer) for answer in asyncio.run(ask())], "dtype": "float32", "metrics": {}}
 
 
-def prove_on_a_rank(scales):
+def prove_on_a_rank(scales: tuple[float, ...]) -> list[Any]:
     """On each rank a sampler of its own, with weights scaled so; their answers differ in length. What came of it."""
     engine: Any = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model("dense", scale=2.0))
     rank, module = rank_and_world()[0], tiny_model("dense", scale=2.0)
@@ -45,13 +46,13 @@ def prove_on_a_rank(scales):
         return gather_lists([str(error)])
 
 
-def segment_of(prompt):
+def segment_of(prompt: Sequence[int]) -> Segment:
     return Segment(
         (*prompt, 1), (*(False for _ in prompt), True), (0.0,) * (len(prompt) + 1), (-1,) * len(prompt) + (3,)
     )
 
 
-def test_every_rank_proves_the_samplers_of_all():
+def test_every_rank_proves_the_samplers_of_all() -> None:
     """Ranks agree on what they score, and all of them stop where one's sampler has other weights."""
     good = launch(prove_on_a_rank, ((1.0, 1.0),), 2, "cpu", 1)
     assert len(good) == 2

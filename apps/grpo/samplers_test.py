@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -10,36 +11,36 @@ import torch
 from apps.grpo.samplers import WeightsNotTakenError, hold_samplers, plain_answer, read_answer
 from engines import EngineConfig, build_engine
 from engines.tiny import tiny_model
-from rollout import NativeEngine, Sampling
+from rollout import Completion, NativeEngine, Sampling
 from rollout.experts import ROUTED_EXPERTS
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 30], [3], [8, 8]]
 
 
-def answers_of(module, experts):
+def answers_of(module: Any, experts: bool) -> list[Completion]:
     sampler = NativeEngine(module, pad_token_id=0, version=3, routed_experts=experts)
 
     how = Sampling(max_new_tokens=6, seed=0)
 
-    async def ask():
+    async def ask() -> list[Completion]:
         return await asyncio.gather(*(sampler.generate(prompt, how) for prompt in PROMPTS))
 
     return asyncio.run(ask())
 
 
-def move(module):
+def move(module: Any) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "embed_tokens" not in name:
                 parameter.mul_(1.05)
 
 
-def told(answers, metrics):
+def told(answers: Iterable[Completion], metrics: Mapping[str, float]) -> dict[str, Any]:
     return {"answers": [plain_answer(answer) for answer in answers], "dtype": "float32", "metrics": metrics}
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_the_trainers_own_weights_pass_and_others_do_not(kind):
+def test_the_trainers_own_weights_pass_and_others_do_not(kind: str) -> None:
     """Also after the answers' way between processes, as JSON."""
     replay = kind == "moe"
     config = EngineConfig(device="cpu", routing_replay=replay, max_tokens_per_rank=64)

@@ -6,27 +6,30 @@ They have a file of their own: a build of torch for CUDA forks no process that h
 import os
 import shutil
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from apps.common.kills import in_child, kill_at_call
 from apps.common.plan.cluster import Schedule
-from apps.grpo import schedule_async, schedule_one_step
+from apps.grpo import schedule_one_step
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, proofs, rows, same_weights, small
 from apps.grpo.testing import RECIPE
+from rollout import RolloutLedger
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import read_timeline
 
 
 @pytest.fixture(scope="module")
-def one_step(tmp_path_factory):
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("one") / "run"
     assert in_child(go, run_dir, ONE) == 0
     return run_dir
 
 
-def test_one_step_off_resumed_ends_with_the_same_bits(one_step, tmp_path):
+def test_one_step_off_resumed_ends_with_the_same_bits(one_step: Path, tmp_path: Path) -> None:
     """Also after a kill amid a step, with answers in the ledger that no checkpoint goes with."""
     child = in_child(
         go, tmp_path / "run", ONE, prepare=lambda: kill_at_call(schedule_one_step, "train_on", 4, "before")
@@ -38,21 +41,21 @@ def test_one_step_off_resumed_ends_with_the_same_bits(one_step, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def asynchronous(tmp_path_factory):
+def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("async") / "run"
     assert in_child(go, run_dir, ASYNC) == 0
     return run_dir
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), ONE], ids=lambda schedule: schedule.mode)
-def test_no_other_schedule_takes_over_from_fully_async(schedule, asynchronous, tmp_path):
+def test_no_other_schedule_takes_over_from_fully_async(schedule: Schedule, asynchronous: Path, tmp_path: Path) -> None:
     """Its tasks were asked ahead: another schedule would skip those that wait in the ledger, without a word."""
     shutil.copytree(asynchronous, tmp_path / "run")
     with pytest.raises(ValueError, match=r"go on with --cluster.schedule.mode fully_async"):
         run(small(tmp_path / "run", schedule, resume=True, steps=6), RECIPE)
 
 
-def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
+def test_fully_async_trains_every_task_once_within_the_bound(asynchronous: Path) -> None:
     config = small(asynchronous, ASYNC)
     assert_nothing_lost(asynchronous, config)
     logged = rows(asynchronous)
@@ -66,63 +69,65 @@ def test_fully_async_trains_every_task_once_within_the_bound(asynchronous):
     assert all(0 < distance < 1e-5 for distance in proofs(logged[1:]))
 
 
-def test_a_kill_of_the_driver_loses_nothing(tmp_path):
+def test_a_kill_of_the_driver_loses_nothing(tmp_path: Path) -> None:
     """Before a finished group is recorded; more moments are `schedule_kills_test`'s. Its sampler ends with it."""
     run_dir = tmp_path / "run"
-    kill = lambda: kill_at_call(schedule_async.RolloutLedger, "finished", 7, "before")  # noqa: E731
+    kill = lambda: kill_at_call(RolloutLedger, "finished", 7, "before")  # noqa: E731
     assert in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL
     assert in_child(go, run_dir, ASYNC) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
-def kill_worker(which):
+def kill_worker(which: int) -> None:
     """The sampling process ends, by SIGKILL, when it is asked for its `which`-th group."""
     real, calls = WorkerProcess.call, 0
 
-    def call(self, name, **arguments):
+    def call(self: WorkerProcess, name: str, **arguments: Any) -> Any:
         nonlocal calls
         calls += name == "play"
         found = real(self, name, **arguments)
         if name == "play" and calls == which:
+            assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGKILL)
         return found
 
-    WorkerProcess.call = call
+    WorkerProcess.call = call  # type: ignore[method-assign]
 
 
-def test_engine_death_in_mid_generation(tmp_path):
+def test_engine_death_in_mid_generation(tmp_path: Path) -> None:
     """Another process takes over; the groups that were lost begin again."""
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_worker(10)) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
-def kill_when_handed(*which):
+def kill_when_handed(*which: int) -> None:
     """SIGKILL for the first sampling process at its 10th group, and for those numbered `which` at their hand-over."""
     real, workers = WorkerProcess.call, []
     kill_worker(10)
     counted = WorkerProcess.call
 
-    def call(self, name, **arguments):
+    def call(self: WorkerProcess, name: str, **arguments: Any) -> Any:
         if self not in workers:
             workers.append(self)
         if name != "prepare" or workers.index(self) not in which:
             return counted(self, name, **arguments)
         found = real(self, name, **arguments)
+        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         return found
 
-    WorkerProcess.call = call
+    WorkerProcess.call = call  # type: ignore[method-assign]
 
 
-def test_death_of_a_replacement_while_it_is_handed_the_weights(tmp_path):
+def test_death_of_a_replacement_while_it_is_handed_the_weights(tmp_path: Path) -> None:
     """Two in a row: another one takes over, and the groups that the first one lost begin again."""
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2)) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
-def test_a_sampler_that_dies_again_and_again_ends_the_run(tmp_path):
+def test_a_sampler_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_when_handed(1, 2, 3, 4)) not in (0, -signal.SIGKILL)
     assert "the sampling process died 4 times in a row" in (tmp_path / "run.err").read_text()

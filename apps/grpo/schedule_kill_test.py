@@ -6,6 +6,8 @@ import errno
 import functools
 import os
 import signal
+from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -17,10 +19,11 @@ from apps.grpo.schedule_testing import ASYNC, assert_nothing_lost, go, note, row
 from apps.grpo.testing import RECIPE
 from engines.storage import checkpoint
 from rollout import RolloutLedger
+from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 
 
-def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path):
+def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path: Path) -> None:
     """What the ledger holds by then is not sampled again."""
     run_dir = tmp_path / "run"
     child = start_child(full, run_dir)
@@ -30,22 +33,22 @@ def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
-def full(run_dir):
+def full(run_dir: Path) -> None:
     """The child: a disk that has no room for the ledger's third group; a limit of the kernel would stop the report."""
     silence(run_dir.parent / "err")
-    real, calls = schedule_async.RolloutLedger.finished, 0
+    real, calls = RolloutLedger.finished, 0
 
-    def no_room(file, data, at):
+    def no_room(file: int, data: bytes, at: int) -> Never:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def finished(self, group, payload=b""):
+    def finished(self: RolloutLedger, group: int, payload: bytes = b"") -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
-            os.pwrite = no_room
+            os.pwrite = no_room  # type: ignore[assignment]
         real(self, group, payload)
 
-    schedule_async.RolloutLedger.finished = finished
+    RolloutLedger.finished = finished  # type: ignore[method-assign]
     watched(run_dir)
     note(run_dir, {"from": 0})
     with pytest.raises(ValueError, match="No space left") as stopped:
@@ -53,35 +56,36 @@ def full(run_dir):
     (run_dir.parent / "said").write_text(str(stopped.value))
 
 
-def break_sync():
+def break_sync() -> None:
     """The sampling process dies half-way through its second transfer of weights."""
     real, calls = WorkerProcess.receive, 0
 
-    async def receive(self, bucket):
+    async def receive(self: WorkerProcess, bucket: Bucket) -> int:
         nonlocal calls
         calls += 1
         if calls == 2:
+            assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGKILL)
         return await real(self, bucket)
 
-    WorkerProcess.receive = receive
+    WorkerProcess.receive = receive  # type: ignore[method-assign]
 
 
-def test_sync_failure_half_way(tmp_path):
+def test_sync_failure_half_way(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=break_sync) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
 
 
-def overtake():
+def overtake() -> None:
     """The first checkpoint never gets its manifest; the driver is killed when the step after it is trained."""
     stand_still(checkpoint, "write_manifest")
     kill_at_call(schedule_async, "train_on", 2, "after")
-    kill_at_call(schedule_async.RolloutLedger, "saved", 1, "before")  # it would come too soon
+    kill_at_call(RolloutLedger, "saved", 1, "before")  # it would come too soon
 
 
-def test_a_checkpoint_that_was_being_written_at_the_kill_has_marked_nothing(tmp_path):
+def test_a_checkpoint_that_was_being_written_at_the_kill_has_marked_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=overtake, save_every=1) == -signal.SIGKILL
     assert last_checkpoint(run_dir) is None
@@ -93,12 +97,12 @@ def test_a_checkpoint_that_was_being_written_at_the_kill_has_marked_nothing(tmp_
 
 
 KILLS = (
-    functools.partial(kill_at_call, schedule_async.RolloutLedger, "finished", 7, "before"),
+    functools.partial(kill_at_call, RolloutLedger, "finished", 7, "before"),
     functools.partial(kill_at_call, schedule_async, "train_on", 2, "after"),
 )
 
 
-def test_a_driver_that_is_killed_twice_loses_nothing(tmp_path):
+def test_a_driver_that_is_killed_twice_loses_nothing(tmp_path: Path) -> None:
     """Before a group is recorded; then, gone on with, after a step that is trained and not told."""
     run_dir = tmp_path / "run"
     for kill in KILLS:

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,20 +18,21 @@ from apps.common.kills import end_of, in_child, kill_at_call, silence, start_chi
 from apps.grpo import schedule_async
 from apps.grpo.schedule_ranks_testing import go_on_ranks, on_ranks
 from apps.grpo.schedule_testing import ASYNC, assert_nothing_lost, go, small
+from rollout import RolloutLedger
 from rollout.workers.process import WorkerProcess
 
 KILLS = {
     "a step before it is trained": lambda: kill_at_call(schedule_async, "train_on", 3, "before"),
     "a step after it is trained": lambda: kill_at_call(schedule_async, "train_on", 3, "after"),
-    "a group before it is recorded": lambda: kill_at_call(schedule_async.RolloutLedger, "finished", 7, "before"),
-    "a group after it is recorded": lambda: kill_at_call(schedule_async.RolloutLedger, "finished", 10, "after"),
-    "a checkpoint before it is recorded": lambda: kill_at_call(schedule_async.RolloutLedger, "saved", 1, "before"),
+    "a group before it is recorded": lambda: kill_at_call(RolloutLedger, "finished", 7, "before"),
+    "a group after it is recorded": lambda: kill_at_call(RolloutLedger, "finished", 10, "after"),
+    "a checkpoint before it is recorded": lambda: kill_at_call(RolloutLedger, "saved", 1, "before"),
     "amid a transfer of weights": lambda: kill_at_call(WorkerProcess, "receive", 2, "before"),
 }
 
 
 @pytest.mark.parametrize("point", KILLS)
-def test_a_kill_of_the_driver_loses_nothing(tmp_path, point):
+def test_a_kill_of_the_driver_loses_nothing(tmp_path: Path, point: str) -> None:
     """The driver trains too; its sampling process ends with it."""
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=KILLS[point]) == -signal.SIGKILL
@@ -38,7 +40,7 @@ def test_a_kill_of_the_driver_loses_nothing(tmp_path, point):
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 
-def test_kills_at_twenty_random_moments(tmp_path):
+def test_kills_at_twenty_random_moments(tmp_path: Path) -> None:
     """Of the driver or of its sampling process, by a seed; the run is gone on with until it is whole."""
     draw = random.Random(11)
     run_dir = tmp_path / "run"
@@ -46,6 +48,7 @@ def test_kills_at_twenty_random_moments(tmp_path):
     changes = {"steps": 400, "save_every": 10, "eval_every": 400}
     for _ in range(20):
         child = start_child(go, run_dir, ASYNC, **changes)
+        assert child.pid is not None
         time.sleep(draw.uniform(4, 15))
         if child.is_alive():
             victim = child.pid if draw.random() < 0.7 else _worker_of(child.pid)
@@ -65,14 +68,14 @@ def test_kills_at_twenty_random_moments(tmp_path):
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, **changes))
 
 
-def go_on_two_ranks(run_dir, **changes):
+def go_on_two_ranks(run_dir: Path, **changes: Any) -> None:
     """The child: two ranks, from the start or from where the folder stands."""
     os.setpgid(0, 0)
     silence(run_dir.parent / f"{run_dir.name}.err")
     go_on_ranks(run_dir, **changes)
 
 
-def test_two_ranks_killed_at_twenty_random_moments(tmp_path):
+def test_two_ranks_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     """Of whoever started the ranks, of either rank, or of the process that samples, by a seed; the rest end by
     themselves, and the run is gone on with until it is whole."""
     draw = random.Random(13)
@@ -81,6 +84,7 @@ def test_two_ranks_killed_at_twenty_random_moments(tmp_path):
     changes = {"steps": 400, "save_every": 10, "eval_every": 400}
     for _ in range(20):
         child = start_child(go_on_two_ranks, run_dir, **changes)
+        assert child.pid is not None
         time.sleep(draw.uniform(5, 15))
         below = _spawned(child.pid)
         if child.is_alive():
@@ -102,7 +106,7 @@ def test_two_ranks_killed_at_twenty_random_moments(tmp_path):
     assert_nothing_lost(run_dir, on_ranks(run_dir, **changes))
 
 
-def _spawned(pid):
+def _spawned(pid: int) -> list[psutil.Process]:
     """The processes that a run started, by age: its two ranks, then the one that samples."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
@@ -112,7 +116,7 @@ def _spawned(pid):
     return [process for *_, process in sorted(found)]
 
 
-def _worker_of(driver):
+def _worker_of(driver: int) -> int:
     """The driver's sampling process, or the driver while it has none."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         fields = path.read_text().rpartition(")")[2].split()

@@ -3,23 +3,26 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from apps.common.kills import kill_at_call
 from apps.common.plan.cluster import Schedule
-from apps.grpo import schedule_async, schedule_async_ranks
+from apps.grpo import schedule_async_ranks
 from apps.grpo.schedule_async_ranks import Done, Lead, Wait
 from apps.grpo.schedule_ranks_testing import digests, go_on_ranks, nothing, on_ranks, trained_by
 from apps.grpo.schedule_testing import assert_nothing_lost, proofs, rows
 from apps.grpo.testing import RECIPE
 from engines.launch import RankError
+from rollout import RolloutLedger
 from rollout.workers.process import WorkerProcess
 
 
-def sound(run_dir, **changes):
+def sound(run_dir: Path, **changes: Any) -> None:
     """Nothing is lost or repeated, and both ranks trained the same and ended with the same weights."""
     assert_nothing_lost(run_dir, on_ranks(run_dir, **changes))
     assert trained_by(run_dir, 0) == trained_by(run_dir, 1)
@@ -27,13 +30,13 @@ def sound(run_dir, **changes):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("ranks") / "run"
     go_on_ranks(run_dir)
     return run_dir
 
 
-def test_two_ranks_train_every_task_once_and_have_the_same_weights(whole):
+def test_two_ranks_train_every_task_once_and_have_the_same_weights(whole: Path) -> None:
     sound(whole)
     logged = rows(whole)
     assert logged[0]["run/world_size"] == 2
@@ -43,7 +46,7 @@ def test_two_ranks_train_every_task_once_and_have_the_same_weights(whole):
     assert {"eval/accuracy"} <= set(logged[0]) & set(logged[2]) & set(logged[4])
 
 
-def test_no_token_is_older_than_the_bound(whole):
+def test_no_token_is_older_than_the_bound(whole: Path) -> None:
     """One transfer of weights, by what each rank trained; the run does use it."""
     ages = [step - 1 - line["oldest"] for step, line in trained_by(whole, 1).items()]
     assert len(ages) == 4
@@ -51,7 +54,7 @@ def test_no_token_is_older_than_the_bound(whole):
     assert all(row["schedule/staleness"] <= 1 for row in rows(whole)[1:])
 
 
-def test_ranks_that_share_the_weights_train_on_nothing_old_where_nothing_may_be(tmp_path):
+def test_ranks_that_share_the_weights_train_on_nothing_old_where_nothing_may_be(tmp_path: Path) -> None:
     """Shards of FSDP2, and no slack: each step is sampled by the weights that it trains."""
     changes = {"schedule": Schedule("fully_async"), "engine": RECIPE.config.engine}
     go_on_ranks(tmp_path / "run", **changes)
@@ -60,16 +63,16 @@ def test_ranks_that_share_the_weights_train_on_nothing_old_where_nothing_may_be(
     assert all(row["schedule/token_staleness"] == 0 for row in rows(tmp_path / "run")[1:])
 
 
-def kill_before_a_group_is_recorded():
-    kill_at_call(schedule_async.RolloutLedger, "finished", 7, "before")
+def kill_before_a_group_is_recorded() -> None:
+    kill_at_call(RolloutLedger, "finished", 7, "before")
 
 
-def kill_before_a_step():
+def kill_before_a_step() -> None:
     kill_at_call(schedule_async_ranks, "train_on", 3, "before")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_and_loses_nothing(tmp_path, rank):
+def test_a_killed_rank_ends_the_run_and_loses_nothing(tmp_path: Path, rank: int) -> None:
     """The first one with a group that is not in the ledger; the other one amid a step that the first one trains."""
     kills = (kill_before_a_group_is_recorded,) if rank == 0 else (nothing, kill_before_a_step)
     with pytest.raises(RankError, match=f"rank {rank} died with exit code -9"):
@@ -78,52 +81,53 @@ def test_a_killed_rank_ends_the_run_and_loses_nothing(tmp_path, rank):
     sound(tmp_path / "run")
 
 
-def kill_the_sampler():
+def kill_the_sampler() -> None:
     """By SIGKILL, when it is asked for its tenth group."""
     real, calls = WorkerProcess.call, 0
 
-    def call(self, name, **arguments):
+    def call(self: WorkerProcess, name: str, **arguments: Any) -> Any:
         nonlocal calls
         calls += name == "play"
         found = real(self, name, **arguments)
         if name == "play" and calls == 10:
+            assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGKILL)
         return found
 
-    WorkerProcess.call = call
+    WorkerProcess.call = call  # type: ignore[method-assign]
 
 
-def test_a_sampling_process_that_dies_is_replaced_with_the_weights_of_both(tmp_path):
+def test_a_sampling_process_that_dies_is_replaced_with_the_weights_of_both(tmp_path: Path) -> None:
     """An export of weights that no step asked for: the other rank takes part in it."""
     go_on_ranks(tmp_path / "run", kill_the_sampler)
     sound(tmp_path / "run")
 
 
-def break_the_second_step():
-    real, calls = schedule_async_ranks.train_on, 0
+def break_the_second_step() -> None:
+    real, calls = schedule_async_ranks.train_on, 0  # type: ignore[attr-defined]
 
-    def train_on(*arguments):
+    def train_on(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise OSError("the second step broke")
         return real(*arguments)
 
-    schedule_async_ranks.train_on = train_on
+    schedule_async_ranks.train_on = train_on  # type: ignore[assignment, attr-defined]
 
 
-def tell_the_sampler():
+def tell_the_sampler() -> None:
     """The sampling process's number, in the file that a variable names."""
     real = WorkerProcess.__init__
 
-    def init(self, target, args):
+    def init(self: WorkerProcess, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         real(self, target, args)
         Path(os.environ["SAMPLER_TOLD"]).write_text(str(self.process.pid))
 
-    WorkerProcess.__init__ = init
+    WorkerProcess.__init__ = init  # type: ignore[method-assign]
 
 
-def test_an_error_of_a_rank_ends_all_and_their_sampler(tmp_path, monkeypatch):
+def test_an_error_of_a_rank_ends_all_and_their_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLER_TOLD", str(tmp_path / "sampler"))
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*the second step broke"):
         go_on_ranks(tmp_path / "run", tell_the_sampler, break_the_second_step)
@@ -133,16 +137,17 @@ def test_an_error_of_a_rank_ends_all_and_their_sampler(tmp_path, monkeypatch):
     assert not sampler.exists()
 
 
-def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch):
-    told = []
+def test_who_waits_for_orders_hears_that_answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
     monkeypatch.setattr(schedule_async_ranks, "sent_by_rank_0", told.append)
     monkeypatch.setattr(schedule_async_ranks, "EVERY", 0.01)
-    lead, answer = Lead(), Future()
+    lead = Lead()
+    answer: Future[None] = Future()
     lead.waits()
     assert told == []  # they heard something a moment ago
     monkeypatch.setattr(schedule_async_ranks, "SILENCE", 0.0)
 
-    def send(order):
+    def send(order: Any) -> None:
         told.append(order)
         if len(told) == 3:
             answer.set_result(None)

@@ -6,18 +6,23 @@ By hand: `bazel test //apps/grpo:schedule_ray_test`.
 import asyncio
 import os
 import signal
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, rows, same_weights, small, watched
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
+from rollout import Episode
 from rollout.sync.pieces import Bucket
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
@@ -28,24 +33,24 @@ SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def cluster() -> Iterator[None]:
     """One node with room for two samplers, on loopback; runs find this process connected."""
     with local_ray(cpus=2, store_bytes=SMALL_STORE):
         yield
 
 
-def in_ray(run_dir, schedule, workers=2, cpus=1.0, **changes):
+def in_ray(run_dir: Path, schedule: Schedule, workers: int = 2, cpus: float = 1.0, **changes: Any) -> GrpoConfig:
     config = small(run_dir, schedule, **changes)
     layout = RolloutLayout(ray_workers=workers, ray_cpus=cpus)
     return replace(config, cluster=replace(config.cluster, rollout=layout))
 
 
 @pytest.fixture
-def sampled(monkeypatch):
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[Episode]]:
     """The episodes that a run trains on, as they come to the trainer."""
     found, plain = [], Session.gathered
 
-    def gathered(self, episodes):
+    def gathered(self: Session, episodes: list[Episode]) -> list[Episode]:
         found.append(plain(self, episodes))
         return found[-1]
 
@@ -53,19 +58,21 @@ def sampled(monkeypatch):
     return found
 
 
-def streams(steps):
+def streams(steps: Iterable[Iterable[Episode]]) -> list[Any]:
     """Who answered what, without what depends on the clock or, in its last bits, on who else is in a forward pass."""
     return [
         [(e.task_id, e.group, e.reward, [(s.ids, s.loss_mask) for s in e.segments]) for e in step] for step in steps
     ]
 
 
-def log_probs(steps):
+def log_probs(steps: Iterable[Iterable[Episode]]) -> list[float]:
     return [x for step in steps for e in step for s in e.segments for x in s.log_probs]
 
 
 @pytest.mark.parametrize("schedule", [SYNC, ONE], ids=lambda schedule: schedule.mode)
-def test_a_run_is_the_same_with_ray_as_without(tmp_path, sampled, schedule):
+def test_a_run_is_the_same_with_ray_as_without(
+    tmp_path: Path, sampled: list[list[Episode]], schedule: Schedule
+) -> None:
     """Episode for episode, and the weights bit for bit."""
     run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
     plain, sampled[:] = list(sampled), []
@@ -82,7 +89,7 @@ def test_a_run_is_the_same_with_ray_as_without(tmp_path, sampled, schedule):
         sampled[:] = []
 
 
-def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path):
+def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path: Path) -> None:
     """Its samplers begin with the checkpoint's weights, under the checkpoint's version."""
     run(small(tmp_path / "plain", SYNC, save_every=2, eval_every=4), RECIPE)
     run(in_ray(tmp_path / "run", SYNC, save_every=2, eval_every=4, steps=2), RECIPE)
@@ -91,11 +98,11 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path)
     assert [row["weights/version"] for row in rows(tmp_path / "run")[1:]] == [1, 2, 3, 4]
 
 
-def kill_one(monkeypatch, name, which):
+def kill_one(monkeypatch: pytest.MonkeyPatch, name: str, which: int) -> list[RayPool]:
     """SIGKILL for the process of one sampler at the pool's call number `which` of `name`; the pools, as they begin."""
     pools, calls, plain = [], 0, RayPool._ask
 
-    def ask(self, index, asked, arguments, data=None):
+    def ask(self: RayPool, index: int, asked: str, arguments: Mapping[str, Any], data: Any = None) -> Any:
         nonlocal calls
         if self not in pools:
             pools.append(self)
@@ -110,7 +117,14 @@ def kill_one(monkeypatch, name, which):
 
 
 @pytest.mark.parametrize(("schedule", "call", "which"), [(SYNC, "sample", 5), (ONE, "sample", 5), (SYNC, "commit", 3)])
-def test_a_killed_sampler_is_replaced_and_its_tasks_begin_again(tmp_path, monkeypatch, sampled, schedule, call, which):
+def test_a_killed_sampler_is_replaced_and_its_tasks_begin_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sampled: list[list[Episode]],
+    schedule: Schedule,
+    call: str,
+    which: int,
+) -> None:
     """In turn what comes out is what would have; one step behind, the answers of one step are by newer weights."""
     config = in_ray(tmp_path / "run", schedule, **SHORT, keep_checkpoints=0)
     pools = kill_one(monkeypatch, call, which)
@@ -127,7 +141,9 @@ def test_a_killed_sampler_is_replaced_and_its_tasks_begin_again(tmp_path, monkey
         assert same_weights(tmp_path / "plain", tmp_path / "run")
 
 
-def test_answers_of_a_replaced_sampler_are_as_old_as_they_are_told(tmp_path, monkeypatch):
+def test_answers_of_a_replaced_sampler_are_as_old_as_they_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed while step 2 is trained, one step behind: step 3's answers are by the weights after step 2, its own."""
     pools = kill_one(monkeypatch, "sample", 7)  # two calls for the evaluation, two for a step
     run(in_ray(tmp_path / "run", ONE, steps=3, save_every=3, eval_every=3), RECIPE)
@@ -140,7 +156,9 @@ def test_answers_of_a_replaced_sampler_are_as_old_as_they_are_told(tmp_path, mon
     assert all(row["weights/bytes"] > 0 for row in logged)
 
 
-def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(tmp_path, monkeypatch):
+def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them plays some of the groups; the ledger's run against an independent log."""
     run_dir = tmp_path / "run"
     pools = kill_one(monkeypatch, "play", 9)
@@ -154,10 +172,12 @@ def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(tmp_path, m
 
 
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
-def test_one_sampler_of_several_with_other_weights_stops_the_run(tmp_path, monkeypatch, schedule):
+def test_one_sampler_of_several_with_other_weights_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: Schedule
+) -> None:
     """Whatever went wrong on its way: it took what it got, and says that it has the new weights."""
 
-    async def receive(self, bucket):
+    async def receive(self: RayPool, bucket: Bucket) -> int:
         other = Bucket(bucket.headers, bucket.buffer.clone())
         for header in other.headers:
             end = header.start + header.numel * header.dtype.itemsize
@@ -167,19 +187,19 @@ def test_one_sampler_of_several_with_other_weights_stops_the_run(tmp_path, monke
             self._ask(i, "receive", bucket_message(part, data), data.numpy()) for i, (part, data) in enumerate(sent)
         ]
         found = await asyncio.gather(*map(asyncio.wrap_future, asked))
-        return max(head["answer"]["missing"] for head, _ in found)
+        return max(int(head["answer"]["missing"]) for head, _ in found)
 
     monkeypatch.setattr(RayPool, "receive", receive)
     with pytest.raises(WeightsNotTakenError, match="log-probs of sampler 1 of 2, of version 1"):
         run(in_ray(tmp_path / "run", schedule, **SHORT), RECIPE)
 
 
-def test_every_hand_over_is_proven(tmp_path):
+def test_every_hand_over_is_proven(tmp_path: Path) -> None:
     run(in_ray(tmp_path / "run", SYNC, **SHORT), RECIPE)
     assert all(0 < row["weights/probe/abs"] < 1e-5 for row in rows(tmp_path / "run")[1:])
 
 
-def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_sampled(tmp_path):
+def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     for schedule in (SYNC, ONE, ASYNC):
         with pytest.raises(ValueError, match=r"3 samplers of 1 CPU each find 2 places on 1 nodes"):
             run(in_ray(tmp_path / schedule.mode, schedule, 3), RECIPE)

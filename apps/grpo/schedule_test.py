@@ -1,8 +1,11 @@
 """Schedules that sample ahead: what they train on and show, what may go on from them; kills: schedule_deaths_test."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,22 +17,24 @@ from apps.grpo.main import configure, run
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
 from apps.grpo.schedule_testing import ASYNC, ONE, rows, small
+from apps.grpo.step import StepResult
 from apps.grpo.testing import RECIPE, HeldTasks, make_troubled_tasks
 from engines.launch import RankError
+from rollout.control.staleness import Train
 from rollout.sync.pieces import Bucket
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import bubble_shares, read_timeline
 
 
 @pytest.fixture(scope="module")
-def one_step(tmp_path_factory):
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("one") / "run"
     run(small(run_dir, ONE), RECIPE)
     assert_trained(run_dir)
     return run_dir
 
 
-def test_one_step_off_trains_on_the_version_before(one_step):
+def test_one_step_off_trains_on_the_version_before(one_step: Path) -> None:
     logged = rows(one_step)
     assert [row["step"] for row in logged] == [0, 1, 2, 3, 4]
     assert [row["rollout/policy_version"] for row in logged[1:]] == [0, 0, 1, 2]
@@ -38,7 +43,7 @@ def test_one_step_off_trains_on_the_version_before(one_step):
     assert logged[1]["log_prob_difference"] < 1e-3 < logged[2]["log_prob_difference"]
 
 
-def test_one_step_off_shows_when_who_was_busy(one_step):
+def test_one_step_off_shows_when_who_was_busy(one_step: Path) -> None:
     spans = read_timeline(one_step)
     assert {(span.lane, span.kind) for span in spans} == {
         ("trainer", "train"),
@@ -49,7 +54,7 @@ def test_one_step_off_shows_when_who_was_busy(one_step):
     assert "Timeline" in (one_step / "report.html").read_text()
 
 
-def test_one_step_off_on_two_ranks(one_step, tmp_path):
+def test_one_step_off_on_two_ranks(one_step: Path, tmp_path: Path) -> None:
     run(small(tmp_path / "two", ONE, processes=2), RECIPE)
     for left, right in zip(rows(one_step)[1:], rows(tmp_path / "two")[1:], strict=True):
         for name in ("reward", "rollout/tokens", "rollout/policy_version"):
@@ -57,7 +62,7 @@ def test_one_step_off_on_two_ranks(one_step, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [(2, 1), (1, 2)])
-def test_one_step_off_goes_on_with_as_many_ranks(processes, tmp_path):
+def test_one_step_off_goes_on_with_as_many_ranks(processes: tuple[int, int], tmp_path: Path) -> None:
     """Others' answers are in ledgers of their own: with fewer ranks half a batch would be trained without a word."""
     before, after = processes
     config = small(tmp_path / "run", ONE, processes=before, steps=2, save_every=2, eval_every=2)
@@ -70,19 +75,19 @@ def test_one_step_off_goes_on_with_as_many_ranks(processes, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", [ONE, ASYNC], ids=lambda schedule: schedule.mode)
-def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule, tmp_path):
+def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule: Schedule, tmp_path: Path) -> None:
     config = small(tmp_path / "run", Schedule(), steps=2, save_every=2, eval_every=2)
     run(config, RECIPE)
     with pytest.raises(ValueError, match=r"begun under another schedule.*go on with --cluster.schedule.mode sync"):
         run(replace(config, cluster=Cluster(schedule=schedule), resume=True, steps=3), RECIPE)
 
 
-def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path, monkeypatch):
+def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampling process is asked, and its answer is shown at the next look."""
-    shown: list = []
+    shown: list[dict[str, Any]] = []
     train = FullyAsync._train
 
-    def looked_at(self, *arguments):
+    def looked_at(self: FullyAsync, *arguments: Any) -> Any:
         self._show = lambda values: shown.append(dict(values))
         self._tell_live()
         for future in self._load._asked:
@@ -98,11 +103,11 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path, monkeypatch):
     assert shown[1]["requests"].endswith(" waiting")
 
 
-def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path, monkeypatch):
+def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the progress line of a whole run is told: the first step's sixteen end once the line has said so."""
     told, gate, live = [], tmp_path / "gate", Reporter.live
 
-    def watch(self, values):
+    def watch(self: Reporter, values: Mapping[str, Any]) -> None:
         told.append(values.get("episodes"))
         if told[-1] == "16 in flight":
             gate.touch()
@@ -115,11 +120,11 @@ def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path, monkeypat
     assert rows(tmp_path / "run")[1]["train/trained_tokens"] > 0
 
 
-def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path, monkeypatch):
+def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took what it got, and says that it has the new weights; those that it has are proven at each hand-over."""
     plain = WorkerProcess.receive
 
-    async def receive(self, bucket):
+    async def receive(self: WorkerProcess, bucket: Bucket) -> int:
         other = Bucket(bucket.headers, bucket.buffer.clone())
         for header in other.headers:
             end = header.start + header.numel * header.dtype.itemsize
@@ -131,13 +136,13 @@ def test_a_sampling_process_with_other_weights_stops_the_run(tmp_path, monkeypat
         run(small(tmp_path / "run", ASYNC), RECIPE)
 
 
-def test_hung_environment_and_tool_timeout(tmp_path, monkeypatch):
+def test_hung_environment_and_tool_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither wedges the run: a limit ends the episode, and the group is trained with what it has."""
     config = small(tmp_path / "run", ASYNC, steps=3, max_turns=1, max_episode_seconds=12.0)
     config = replace(config, data=replace(config.data, eval_prompts=2), save_every=3, eval_every=3)
     trained, plain = [], FullyAsync._train
 
-    def train(self, decision, begun):
+    def train(self: FullyAsync, decision: Train, begun: float) -> StepResult:
         result = plain(self, decision, begun)
         trained.extend(result.episodes)
         return result
@@ -152,7 +157,7 @@ def test_hung_environment_and_tool_timeout(tmp_path, monkeypatch):
     assert len(trained) == 48
 
 
-def test_ray_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
+def test_ray_is_refused_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = configure(["--cluster.rollout.ray-workers", "2", "--cluster.rollout.ray-cpus", "0.5"])
     assert layout.cluster.rollout.ray_workers == 2
     monkeypatch.setitem(sys.modules, "rollout.workers.ray_pool", None)
@@ -161,7 +166,7 @@ def test_ray_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_flag(capsys):
+def test_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert configure(["--schedule", "one_step_off"]).cluster.schedule.mode == "one_step_off"
     assert configure(["--schedule", "fully_async", "--processes", "2"]).processes == 2  # run by schedule_ranks_test
     for words, says in (

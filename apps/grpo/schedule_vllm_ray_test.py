@@ -5,12 +5,15 @@ By hand, with an interpreter that has vLLM: `bazel test //apps/grpo:schedule_vll
 
 import os
 import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
-from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.common.plan.cluster import Mode, RolloutLayout, Schedule
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.pictures_testing import SERVED, assert_tower_moved, pictured
 from apps.grpo.schedule_testing import proofs, rows, served
@@ -24,17 +27,17 @@ CHILD = b"vllm/server/start.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
+def cluster() -> Iterator[None]:
     """One node with room for two samplers, on loopback; runs find this process connected."""
     with local_ray(cpus=2, store_bytes=SMALL_STORE):
         yield
 
 
-def in_ray(run_dir, workers=1, schedule=Schedule("sync")):  # noqa: B008  frozen
+def in_ray(run_dir: Path, workers: int = 1, schedule: Schedule = Schedule("sync")) -> GrpoConfig:  # noqa: B008  frozen
     return served(run_dir, RolloutLayout("vllm", ray_workers=workers), schedule)
 
 
-def children():
+def children() -> dict[int, int]:
     """The processes of vLLM by number, with their parents."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -47,11 +50,11 @@ def children():
     return found
 
 
-def kill_once(monkeypatch, name, which, whom):
+def kill_once(monkeypatch: pytest.MonkeyPatch, name: str, which: int, whom: str) -> list[RayPool]:
     """SIGKILL at the pool's call number `which` of `name`, for an actor or its vLLM; the pools, as they begin."""
     pools, calls, plain = [], 0, RayPool._ask
 
-    def ask(self, index, asked, arguments, data=None):
+    def ask(self: RayPool, index: int, asked: str, arguments: Mapping[str, Any], data: Any = None) -> Any:
         nonlocal calls
         if self not in pools:
             pools.append(self)
@@ -67,7 +70,7 @@ def kill_once(monkeypatch, name, which, whom):
     return pools
 
 
-def assert_proven(run_dir, steps):
+def assert_proven(run_dir: Path, steps: int) -> None:
     """Each hand-over is: log-probs are the new weights' as far as bfloat16 goes, under the new version."""
     logged = rows(run_dir)[1:]
     assert [row["step"] for row in logged] == list(range(1, steps + 1))
@@ -77,13 +80,13 @@ def assert_proven(run_dir, steps):
     assert not children()  # none outlives its actor
 
 
-def test_two_samplers_take_each_steps_weights(tmp_path):
+def test_two_samplers_take_each_steps_weights(tmp_path: Path) -> None:
     run(in_ray(tmp_path, 2))
     assert_proven(tmp_path, 3)
     assert max(row["log_prob_difference"] for row in rows(tmp_path)[1:]) < 0.03
 
 
-def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path):
+def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path: Path) -> None:
     """Sampling overlaps with training: a step's answers are by the weights before its own."""
     run(in_ray(tmp_path, 2, Schedule("one_step_off")))
     assert_proven(tmp_path, 3)
@@ -91,7 +94,7 @@ def test_one_step_behind_each_of_two_samplers_takes_each_steps_weights(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_two_samplers_see_by_each_steps_tower(tmp_path, mode):
+def test_two_samplers_see_by_each_steps_tower(tmp_path: Path, mode: Mode) -> None:
     """Proven by the pictures of the step in each of them."""
     run(pictured(tmp_path, mode, ray_workers=2), SERVED)
     assert_proven(tmp_path, 3)
@@ -100,14 +103,16 @@ def test_two_samplers_see_by_each_steps_tower(tmp_path, mode):
 
 
 @pytest.mark.parametrize(("name", "which", "whom"), [("commit", 2, "actor"), ("sample", 3, "vllm")])
-def test_one_that_is_killed_is_replaced(tmp_path, monkeypatch, name, which, whom):
+def test_one_that_is_killed_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: int, whom: str
+) -> None:
     pools = kill_once(monkeypatch, name, which, whom)
     run(in_ray(tmp_path))
     assert len(pools) == 2
     assert_proven(tmp_path, 3)
 
 
-def test_fully_asynchronous_one_that_is_killed_is_replaced(tmp_path, monkeypatch):
+def test_fully_asynchronous_one_that_is_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = kill_once(monkeypatch, "play", 10, "vllm")
     run(in_ray(tmp_path, schedule=Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)))
     assert len(pools) == 2

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from rollout import Tool
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "gptoss", "qwen3"])
-def test_a_model_stops_where_its_generation_config_says(name, tmp_path):
+def test_a_model_stops_where_its_generation_config_says(name: str, tmp_path: Path) -> None:
     tokenizer = real_tokenizer(name)
     stops = {"glm4moe": ["<|user|>", "<|observation|>"], "gptoss": ["<|return|>", "<|call|>"], "qwen3": ["<|im_end|>"]}
     ids = tokenizer.convert_tokens_to_ids(stops[name])
@@ -25,7 +26,7 @@ def test_a_model_stops_where_its_generation_config_says(name, tmp_path):
     assert list(chat_of(RECIPE.config, tokenizer, tmp_path).stop_ids) == ids
 
 
-def test_without_one_it_stops_at_the_end_of_a_turn(tmp_path):
+def test_without_one_it_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
     tokenizer = real_tokenizer("qwen3")
     for directory in (None, tmp_path):
         chat = chat_of(RECIPE.config, tokenizer, directory)
@@ -36,7 +37,7 @@ FORMS = [("qwen2_5", "hermes"), ("qwen3_5_think", "qwen3_xml"), ("llama3_1", "ll
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_calls_are_read_as_the_models_template_writes_them(name, form):
+def test_calls_are_read_as_the_models_template_writes_them(name: str, form: str) -> None:
     tokenizer = real_tokenizer(name)
     chat = chat_of(RECIPE.config, tokenizer)
     assert chat.tool_format == form
@@ -49,14 +50,14 @@ def test_calls_are_read_as_the_models_template_writes_them(name, form):
     assert not reply.problems
 
 
-def test_a_format_that_is_named_is_taken():
+def test_a_format_that_is_named_is_taken() -> None:
     config = replace(RECIPE.config, own=OwnConfig(tool_format="mistral"))
     assert chat_of(config, real_tokenizer("qwen2_5")).tool_format == "mistral"
     with pytest.raises(ValueError, match="hermes"):
         OwnConfig(tool_format="herms")
 
 
-def test_tools_are_refused_where_no_call_could_be_read(tmp_path):
+def test_tools_are_refused_where_no_call_could_be_read(tmp_path: Path) -> None:
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = build_tokenizer()

@@ -5,6 +5,7 @@ ten minutes on two cores: `./bazelw test --config=vllm //apps/grpo:shrink_npu_po
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reaso
 NAME = "qwen3-235b-a22b-async-npu"
 
 
-def test_the_recipe_runs_as_it_stands(tmp_path, capfd):
+def test_the_recipe_runs_as_it_stands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Fully asynchronous: twelve ranks of TP2, PP3, EP2, expert TP2; two samplers in Ray, each two copies in vLLM of
     two workers, which share the experts. No flag leaves anything out."""
     told, rows = run_whole(["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
@@ -32,7 +33,9 @@ def test_the_recipe_runs_as_it_stands(tmp_path, capfd):
     check(NAME, "bfloat16", told, rows, tmp_path / "run")
 
 
-def test_samplers_in_ray_that_would_sample_on_an_npu_are_refused(tmp_path, capfd):
+def test_samplers_in_ray_that_would_sample_on_an_npu_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--recipe", NAME, "--shrink", "--run-dir", str(tmp_path / "run"), *NATIVE, *ONE_POOL]
     argv += ["--processes", "128", "--cluster.rollout.ray-workers", "1"]
     with pytest.raises(AssertionError, match=r"ray-workers on npu: no test has run .*set --engine.device cpu, or"):

@@ -3,6 +3,8 @@
 Two or three ranks of each parallelism. By the stand-in that computes on the CPU; a minute and a half of processor time.
 """
 
+from pathlib import Path
+
 import pytest
 
 from apps.grpo.shrink_testing import NATIVE, ONE_POOL, check, run_whole
@@ -12,7 +14,9 @@ pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_
 NAME = "qwen3-235b-a22b-async-npu"
 
 
-def test_the_training_side_runs_through_device_npu_beside_a_process_that_samples(tmp_path, capfd):
+def test_the_training_side_runs_through_device_npu_beside_a_process_that_samples(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """TP2, three stages with ends of their own, EP2, expert TP2, the distributed optimizer, the KL penalty."""
     argv = ["--recipe", NAME, "--shrink=12", "--run-dir", str(tmp_path / "run"), "--processes", "128"]
     told, rows = run_whole([*argv, *NATIVE, *ONE_POOL], tmp_path, capfd)

@@ -1,5 +1,7 @@
 """The NPU recipes, shrunk, through device npu by the stand-in that computes on the CPU; the native engine samples."""
 
+from pathlib import Path
+
 import pytest
 
 from apps.grpo.registry import recipes
@@ -16,7 +18,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_recipe_runs_through_device_npu(name, tmp_path, capfd, monkeypatch):
+def test_a_recipe_runs_through_device_npu(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks of FSDP2 that see images, without and with experts; Megatron, with a process that samples."""
     for entry in recipes()[name].config.cluster.environment:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))

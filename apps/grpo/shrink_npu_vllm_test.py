@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ ON_ONE_MACHINE = (
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2-npu", "qwen3-5-35b-a3b-fsdp2-npu"])
-def test_a_recipe_runs_through_device_npu_with_its_own_sampler(name, tmp_path, capfd, monkeypatch):
+def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks of FSDP2 that train a tower, without and with experts; two of vLLM's workers that see by it."""
     for entry in recipes()[name].config.cluster.environment:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
@@ -37,7 +40,9 @@ def test_a_recipe_runs_through_device_npu_with_its_own_sampler(name, tmp_path, c
     check(name, "bfloat16", told, rows, tmp_path / "run")
 
 
-def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(tmp_path, capfd):
+def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One Megatron rank on device npu; two copies in vLLM of two workers each; experts are dealt to all four."""
     argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
     told, rows = run_whole(argv, tmp_path, capfd)

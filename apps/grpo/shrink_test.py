@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from apps.common.shrink.command import asked_for, refuse_dropped
 from apps.common.shrink.fields import RANKS, Most, value_at
 from apps.common.shrink.model import tiny_shape, transformers_config
 from apps.common.trained import tensors_of
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import main, run_shrunk, shrunk
 from apps.grpo.registry import recipes, work_of
 from apps.grpo.shrink import shrink, supplied
@@ -49,7 +51,7 @@ MANY = Most(32)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_only_sizes_rank_counts_and_the_device_differ_and_every_difference_is_told(name):
+def test_only_sizes_rank_counts_and_the_device_differ_and_every_difference_is_told(name: str) -> None:
     recipe = RECIPES[name]
     small, differences = shrink(recipe.config, recipe, MANY)
     assert {one.path for one in differences} == set(changed(small, recipe.config))
@@ -61,7 +63,7 @@ def test_only_sizes_rank_counts_and_the_device_differ_and_every_difference_is_to
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_above_one_stays_so_and_nothing_grows(name):
+def test_what_is_above_one_stays_so_and_nothing_grows(name: str) -> None:
     recipe = RECIPES[name]
     small, differences = shrink(recipe.config, recipe, MANY)
     for one in differences:
@@ -87,7 +89,9 @@ def test_what_is_above_one_stays_so_and_nothing_grows(name):
         (1, "dynamic", 1, 2),
     ],
 )
-def test_copies_and_shards_of_the_weights_stay_several(shards, context_parallel, small_shards, processes):
+def test_copies_and_shards_of_the_weights_stay_several(
+    shards: int, context_parallel: str, small_shards: int, processes: int
+) -> None:
     recipe = RECIPES["qwen3-5-27b-fsdp2"]
     engine = replace(recipe.config.engine, shard_ranks=shards, context_parallel=context_parallel)
     small, differences = shrink(replace(recipe.config, engine=engine), recipe, MANY)
@@ -107,7 +111,7 @@ def test_copies_and_shards_of_the_weights_stay_several(shards, context_parallel,
         (8, 12, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
     ],
 )
-def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes, most, fix):
+def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes: int, most: int, fix: str) -> None:
     """More processes of --shrink help where the run has them; what is proposed works."""
     recipe = RECIPES[APART]
     config = replace(recipe.config, processes=processes)
@@ -118,7 +122,7 @@ def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes, most,
     assert shrink(plenty, recipe, Most(12))[0].processes == 12
 
 
-def test_experts_that_no_number_of_ranks_holds_are_told_so():
+def test_experts_that_no_number_of_ranks_holds_are_told_so() -> None:
     recipe = RECIPES["qwen3-5-35b-a3b-megatron"]
     engine = replace(recipe.config.engine, tensor_parallel=1, expert_parallel=2, expert_tensor_parallel=2)
     with pytest.raises(ValueError, match=r"no --shrink allows more, leave out --engine.expert-parallel or"):
@@ -126,10 +130,12 @@ def test_experts_that_no_number_of_ranks_holds_are_told_so():
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_the_model_is_of_the_same_architecture_in_small(name):
+def test_the_model_is_of_the_same_architecture_in_small(name: str) -> None:
     recipe = RECIPES[name]
     small, _, _ = shrunk(recipe.config, MANY)
+    assert recipe.origin is not None
     real = recipe.origin.shape
+    assert real is not None
     shape = tiny_shape(real, small.engine.pipeline_parallel, small.engine.tensor_parallel)
     same = ["model_type", "gated_attention", "full_attention_interval", "linear_conv_width", "tied_embeddings"]
     same += ["vision"]
@@ -146,7 +152,7 @@ def test_the_model_is_of_the_same_architecture_in_small(name):
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_a_shrunk_run_does_without_nothing_but_what_is_named(name):
+def test_a_shrunk_run_does_without_nothing_but_what_is_named(name: str) -> None:
     """Images go through several of vLLM's workers too, on the CPU beside an NPU; pools are apart in Ray."""
     small, recipe, differences = shrunk(RECIPES[name].config, MANY)
     on_npus = small.engine.device == "npu"
@@ -156,18 +162,18 @@ def test_a_shrunk_run_does_without_nothing_but_what_is_named(name):
 
 
 @pytest.mark.parametrize("name", [name for name in SEEDS if RECIPES[name].config.engine.device == "npu"])
-def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name):
+def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name: str) -> None:
     with pytest.raises(ValueError, match="vLLM beside NPUs: No"):
         refuse_dropped(work_of(RECIPES[name].config))
 
 
-def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator():
+def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator() -> None:
     """Shrunk, they are on the CPU, and run."""
     with pytest.raises(ValueError, match=r"--cluster.rollout.ep 64: No\(experts over the copies .* no accelerator has"):
         refuse_dropped(work_of(RECIPES[APART].config))
 
 
-def test_the_device_of_a_flag_counts():
+def test_the_device_of_a_flag_counts() -> None:
     """A recipe for NPUs on the CPU, as it is asked for: whole, then."""
     config = RECIPES["qwen3-5-27b-fsdp2-npu"].config
     small, recipe, _ = shrunk(replace(config, engine=replace(config.engine, device="cpu")), MANY)
@@ -175,13 +181,15 @@ def test_the_device_of_a_flag_counts():
     refuse_dropped(work_of(small, recipe))
 
 
-def without_ray():
+def without_ray() -> GrpoConfig:
     """The recipe whose pools are apart, with nothing that samples on nodes of its own."""
     config = RECIPES[APART].config
     return replace(config, cluster=replace(config.cluster, rollout=replace(config.cluster.rollout, ray_workers=0)))
 
 
-def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, capsys):
+def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By its No; and no process, no folder and no model is made."""
     name = APART
     config = replace(without_ray(), run_dir=tmp_path / "run")
@@ -200,7 +208,7 @@ def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
-def test_flags_that_leave_something_out_are_proposed():
+def test_flags_that_leave_something_out_are_proposed() -> None:
     with pytest.raises(ValueError) as refusal:
         run_shrunk(without_ray(), MANY)
     proposed = str(refusal.value).partition("by name: ")[2].split()
@@ -214,12 +222,14 @@ def test_flags_that_leave_something_out_are_proposed():
 
 
 @pytest.mark.parametrize(("name", "processes"), [(APART, 12), ("qwen3-5-122b-a10b-megatron", 8)])
-def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_parallelism_need(name, processes):
+def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_parallelism_need(
+    name: str, processes: int
+) -> None:
     assert shrunk(RECIPES[name].config, Most())[0].processes == processes
     assert processes >= RANKS
 
 
-def test_processes_are_bounded_and_said():
+def test_processes_are_bounded_and_said() -> None:
     assert asked_for(["--shrink", "--steps", "3"]) == (["--steps", "3"], Most())
     assert asked_for(["--shrink=4"]) == ([], Most(4))
     assert asked_for(["--seed", "1"]) == (["--seed", "1"], None)
@@ -234,16 +244,19 @@ def test_processes_are_bounded_and_said():
     ("change", "words"),
     [({"model": Path("x")}, "leave --model out"), ({"resume": True}, "goes on without --shrink")],
 )
-def test_settings_that_shrinking_has_no_place_for_are_refused(change, words, tmp_path):
+def test_settings_that_shrinking_has_no_place_for_are_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     config = replace(RECIPE.config, run_dir=tmp_path / "run", **change)
     with pytest.raises(ValueError, match=words):
         run_shrunk(config, Most())
 
 
-def test_pictures_are_drawn_in_the_recipes_columns(tmp_path):
+def test_pictures_are_drawn_in_the_recipes_columns(tmp_path: Path) -> None:
     """Laid out as geo3k, of several sizes; the model's directory says how it cuts them."""
     small, recipe, _ = shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
     given = supplied(small, recipe, tmp_path / "run")
+    assert given.data.data is not None
     rows = [json.loads(line) for line in given.data.data.read_text().splitlines()]
     assert given.model is not None
     reader = ImageReader.of(given.model)
@@ -255,7 +268,9 @@ def test_pictures_are_drawn_in_the_recipes_columns(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2", "qwen3-5-35b-a3b-fsdp2"])
-def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(name, tmp_path, capsys):
+def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All of it but vLLM: the tower trained on two ranks, a frozen reference policy that sees, the host's memory."""
     config = RECIPES[name].config
     cluster = replace(config.cluster, rollout=RolloutLayout())
@@ -277,7 +292,7 @@ def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(name,
     assert all(row["train/kl"] >= 0 for row in rows[1:])
 
 
-def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path, capsys):
+def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The 27B script without what is missing: FSDP2 on two ranks, mini-batches, the KL penalty, recomputed layers,
     optimizer states on the host."""
     config = RECIPES["qwen3-5-27b-fsdp2"].config

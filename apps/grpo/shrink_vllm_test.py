@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2", "qwen3-5-35b-a3b-fsdp2"])
-def test_a_script_with_images_runs_from_end_to_end_through_two_workers(name, tmp_path, capsys):
+def test_a_script_with_images_runs_from_end_to_end_through_two_workers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = recipes()[name].config
     (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
     own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing

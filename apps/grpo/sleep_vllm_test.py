@@ -6,21 +6,24 @@ vLLM refuses to sleep on a CPU, where it keeps its memory: all but that is as on
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import apps.grpo.main as command
 import apps.grpo.step as step
 import apps.grpo.train as app
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.common.trained import assert_trained
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.samplers import rollout_config
 from apps.grpo.schedule_testing import rows, served
 from apps.grpo.session import Session
-from engines import build_engine
+from engines import TrainEngine, build_engine
 from engines.step import Engine
 from objectives.advantages import per_token
 from rollout import VllmEngine
@@ -37,7 +40,7 @@ class Drowsy(VllmEngine):
         await self._sleep()
 
 
-def at_random(batch, config, number):
+def at_random(batch: TensorDict, config: GrpoConfig, number: int) -> torch.Tensor:
     """A random model is right about nothing: advantages that move every weight, so far that stale ones are found."""
     generator = torch.Generator().manual_seed(number)
     scores = torch.randn(len(batch["input_ids"].unbind()), generator=generator)
@@ -45,25 +48,29 @@ def at_random(batch, config, number):
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(tmp_path, monkeypatch, offload):
+def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: bool
+) -> None:
     made: list[Any] = []
     seen: list[tuple[str, bool, bool]] = []
 
-    def built(*args, **options):
+    def built(*args: Any, **options: Any) -> TrainEngine:
         assert made[0]._asleep  # it sleeps before there is a trainer
-        made.append(build_engine(*args, **options))
-        return made[-1]
+        engine = build_engine(*args, **options)
+        made.append(engine)
+        return engine
 
-    def started(config, model, version):
+    def started(config: GrpoConfig, model: Path, version: int) -> VllmEngine:
         layout = replace(config.cluster.rollout, sleep=False)
         awake = replace(config, cluster=replace(config.cluster, rollout=layout))
-        made.append(Drowsy(model, rollout_config(awake), version))
-        return made[-1]
+        sampler = Drowsy(model, rollout_config(awake), version)
+        made.append(sampler)
+        return sampler
 
-    def watched(owner, name):
+    def watched(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        def noted(self, *args, **options):
+        def noted(self: Any, *args: Any, **options: Any) -> Any:
             seen.append((name, made[0]._asleep, made[1]._offloaded))
             return real(self, *args, **options)
 

@@ -1,5 +1,6 @@
 """The step as arithmetic: which rows are trained in which update, on what, and what is said about it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from apps.grpo import step as module
+from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import episode_metrics
 from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
 from apps.grpo.testing import RECIPE
@@ -47,14 +50,14 @@ class Recorder:
     """An engine that trains nothing and keeps what it was given."""
 
     scored: list[list[int]] = field(default_factory=list)
-    trained: list[dict[str, list]] = field(default_factory=list)
+    trained: list[dict[str, list[Any]]] = field(default_factory=list)
     objectives: list[object] = field(default_factory=list)
 
-    def forward(self, batch):
+    def forward(self, batch: TensorDict) -> dict[str, Any]:
         self.scored.append(batch["reward"].tolist())
         return {"log_probs": jagged([-(row.float() + 1) for row in batch["input_ids"].unbind()])}
 
-    def train_batch(self, batch, objective):
+    def train_batch(self, batch: TensorDict, objective: Any) -> dict[str, float]:
         columns = {"input_ids", "advantages", "old_log_probs"} & set(batch.keys())
         self.trained.append({key: [row.tolist() for row in batch[key].unbind()] for key in columns})
         self.trained[-1]["episode"] = batch["episode"].tolist()
@@ -73,13 +76,13 @@ def rows_trained(engine: Recorder) -> list[list[int]]:
     return [[row[0] // 10 for row in update["input_ids"]] for update in engine.trained]
 
 
-def batch_with_advantages():
+def batch_with_advantages() -> TensorDict:
     batch = to_batch(episodes())
     batch["advantages"] = advantages_of(batch, CONFIG, 0)
     return batch
 
 
-def test_one_update_is_on_policy_and_sees_the_whole_batch():
+def test_one_update_is_on_policy_and_sees_the_whole_batch() -> None:
     batch = batch_with_advantages()
     engine = recorder()
     metrics = train_on(batch, CONFIG, engine)
@@ -98,7 +101,7 @@ def test_one_update_is_on_policy_and_sees_the_whole_batch():
 
 
 @pytest.mark.parametrize(("epochs", "parts"), [(2, 1), (1, 2), (3, 4)])
-def test_later_updates_know_the_policy_that_the_batch_started_from(epochs, parts):
+def test_later_updates_know_the_policy_that_the_batch_started_from(epochs: int, parts: int) -> None:
     batch = batch_with_advantages()
     engine = recorder()
     metrics = train_on(batch, replace(CONFIG, epochs=epochs, mini_batches=parts), engine)
@@ -120,7 +123,7 @@ def test_later_updates_know_the_policy_that_the_batch_started_from(epochs, parts
     assert not any("mismatch" in name for name in metrics)
 
 
-def test_mini_batches_take_every_other_row():
+def test_mini_batches_take_every_other_row() -> None:
     """Each gets answers of every prompt, however the prompts are sorted."""
     engine = recorder()
     train_on(batch_with_advantages(), replace(CONFIG, mini_batches=2), engine)
@@ -128,7 +131,9 @@ def test_mini_batches_take_every_other_row():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.integers(1, 5), st.data())
-def test_a_mini_batch_has_all_rows_of_an_episode(rows_of_episodes, mini_batches, data):
+def test_a_mini_batch_has_all_rows_of_an_episode(
+    rows_of_episodes: list[int], mini_batches: int, data: st.DataObject
+) -> None:
     """Episodes of several rows, in any order of rows: each is in one part, and the parts hold about as many."""
     pieces = [e.segments[0] for e in episodes()]
     rows = [episode(1.0, 0, tuple(pieces[i % 6] for i in range(count))) for count in rows_of_episodes]
@@ -146,7 +151,7 @@ def test_a_mini_batch_has_all_rows_of_an_episode(rows_of_episodes, mini_batches,
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "leave_one_out"])
-def test_advantages_are_the_estimators(name):
+def test_advantages_are_the_estimators(name: str) -> None:
     batch = to_batch(episodes())
     got = advantages_of(batch, replace(CONFIG, advantage=name), 3)
     want = estimate(batch, name)
@@ -155,11 +160,11 @@ def test_advantages_are_the_estimators(name):
     assert not any(any(row.tolist()) for row in got.unbind()[3:])  # the second group's rewards are equal
 
 
-def test_the_control_deals_the_same_advantages_to_other_answers():
+def test_the_control_deals_the_same_advantages_to_other_answers() -> None:
     batch = to_batch(episodes())
     control = replace(CONFIG, control="shuffled-advantages")
 
-    def scores(config, step):
+    def scores(config: GrpoConfig, step: int) -> list[float]:
         rows = zip(advantages_of(batch, config, step).unbind(), batch["loss_mask"].unbind(), strict=True)
         values = []
         for row, mask in rows:
@@ -177,7 +182,7 @@ def test_the_control_deals_the_same_advantages_to_other_answers():
     assert any(scores(replace(control, seed=9), step) != dealt[step] for step in range(8))
 
 
-def test_the_control_deals_an_advantage_to_an_episode_not_to_its_rows():
+def test_the_control_deals_an_advantage_to_an_episode_not_to_its_rows() -> None:
     one, two, *rest = episodes()
     both = replace(one, segments=(*one.segments, *two.segments))
     batch = to_batch([both, two, *rest])
@@ -187,7 +192,7 @@ def test_the_control_deals_an_advantage_to_an_episode_not_to_its_rows():
         assert first == second
 
 
-def test_episodes_of_several_rows_and_failed_ones():
+def test_episodes_of_several_rows_and_failed_ones() -> None:
     one, two, *rest = episodes()
     given = [replace(one, segments=(*one.segments, *two.segments)), two, episode(None, 0, attempt=1), *rest[1:]]
     batch = to_batch(given)
@@ -198,7 +203,7 @@ def test_episodes_of_several_rows_and_failed_ones():
     assert reward_metrics(given)["reward"] == pytest.approx((1.0 + 0.0 + 3 * 0.25) / 5)
 
 
-def test_reward_metrics_by_hand():
+def test_reward_metrics_by_hand() -> None:
     rewards = [[1.0, 0.5], [0.0, 1.0], [0.0, 0.0], [0.75, 0.75]]
     assert reward_metrics([episode(r, group) for group, some in enumerate(rewards) for r in some]) == {
         "reward": pytest.approx(4.0 / 8),
@@ -221,25 +226,25 @@ class Session:
     sampler: Sampler = field(default_factory=Sampler)
     config: object = CONFIG
 
-    def sample(self, step):
+    def sample(self, step: int) -> Any:
         self.events.append(("sample", step))
         return self.sampled
 
-    def environment_of(self, task_id):
+    def environment_of(self, task_id: str) -> None:
         return None
 
-    def sync(self, engine):
+    def sync(self, engine: Any) -> int:
         self.events.append(("sync", len(engine.trained)))
         self.sampler.version += 1
         return 4096
 
-    def probed(self, prompts, media):
+    def probed(self, prompts: Sequence[Any], media: Sequence[Any]) -> list[Any]:
         assert media == [None] * len(prompts)
         self.events.append(("probed", self.sampler.version, len(prompts)))
         return []
 
 
-def test_a_step_samples_trains_and_hands_over(monkeypatch):
+def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 103.0, 110.0, 115.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     events: list[object] = []
@@ -276,7 +281,7 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch):
     assert result.metrics == pytest.approx(expected)
 
 
-def test_failed_and_retried_episodes_are_counted():
+def test_failed_and_retried_episodes_are_counted() -> None:
     one, two, *rest = episodes()
     sampled = [replace(one, attempt=1), replace(two, attempt=2), episode(None, 0), *rest[1:]]
     session: Any = Session([], sampled)

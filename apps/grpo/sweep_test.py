@@ -17,10 +17,11 @@ from apps.grpo.recipes.math import make_tasks as prompt_tasks_of
 from apps.grpo.recipes.quickstart import make_tasks as sum_tasks_of
 from apps.grpo.session import chat_of
 from apps.grpo.testing import RECIPE
+from apps.grpo.train import Result
 from apps.quickstart.tokenizer import build_tokenizer
 from engines import NonFiniteError
 from objectives import GRPO
-from rollout import EpisodeContext, Reply, Sampling
+from rollout import EpisodeContext, Reply, Sampling, TaskRow
 
 # Two turns, frequent stops, two updates a batch and a warm start, so that each setting has something to act on.
 BASE = replace(
@@ -84,25 +85,25 @@ CHANGES = {
 }
 
 
-def go(config):
+def go(config: GrpoConfig) -> Result:
     return run(config, RECIPE)
 
 
 SWEEP = Sweep(go, BASE, NAMED | set(OWNED), CHANGES)
 
 
-def test_equal_settings_make_equal_runs(tmp_path):
+def test_equal_settings_make_equal_runs(tmp_path: Path) -> None:
     left = SWEEP.equal_runs(tmp_path)
     assert all(left[name] for name in ("metrics", "episodes", "weights"))
 
 
 @pytest.mark.parametrize("path", SWEEP.paths())
-def test_a_setting_does_something_or_is_refused(path, tmp_path, monkeypatch):
+def test_a_setting_does_something_or_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     assert SWEEP.effect(path, tmp_path)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(tmp_path: Path) -> None:
     """The second update of the batch finds weights that the first has blown up; skipped, the sampler finds them."""
     engine = replace(BASE.engine, lr=1e30, grad_clip=None)
     cases: list[tuple[Literal["stop", "skip"], type[Exception]]] = [("stop", NonFiniteError), ("skip", DivergenceError)]
@@ -129,10 +130,10 @@ OWN_OF_FILES = {
 }
 
 
-def played(config):
+def played(config: GrpoConfig) -> list[Any]:
     """What the first tasks open with and earn, whichever environment they are played in."""
 
-    async def play(environment, row):
+    async def play(environment: Any, row: TaskRow) -> tuple[Any, ...]:
         opening = await environment.open(EpisodeContext(row.id, data=row.data))
         await environment.step(Reply("it is 18 \u00e9", "it is 18 \u00e9"))
         score = await environment.finish("done")
@@ -146,7 +147,9 @@ def played(config):
 
 
 @pytest.mark.parametrize("name", OWN_CHANGES)
-def test_a_setting_of_ones_own_environments_changes_what_is_played(name, files, monkeypatch):
+def test_a_setting_of_ones_own_environments_changes_what_is_played(
+    name: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     two = ("apps.grpo.own_examples:Digits", "apps.grpo.own_examples:Letters")
     several = name in ("environment_column", "environment_shares")
@@ -168,7 +171,9 @@ def test_a_setting_of_ones_own_environments_changes_what_is_played(name, files, 
 
 
 @pytest.mark.parametrize("name", OWN_OF_FILES)
-def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(name, files, monkeypatch):
+def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(
+    name: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     data = DataConfig(data=Path("train.jsonl"), eval_share=0.2)
     base = GrpoConfig(recipe="math", max_turns=2 if name == "tool" else 1, data=data)
@@ -180,12 +185,12 @@ def test_a_setting_of_ones_own_for_a_file_changes_what_is_asked_or_earned(name, 
     assert played(put(changed, "max_turns", 2) if name == "tool" else changed) != played(base)
 
 
-def test_every_setting_of_ones_own_is_changed_here():
+def test_every_setting_of_ones_own_is_changed_here() -> None:
     of_own = {path.removeprefix("own.") for path in field_paths(BASE) if path.startswith("own.")}
     assert of_own == set(OWN_CHANGES) | set(OWN_OF_FILES)
 
 
-def tasks_of(config):
+def tasks_of(config: GrpoConfig) -> tuple[Any, ...]:
     """What is asked: a pure function of the settings and the files."""
     make = sum_tasks_of if config.recipe == "quickstart" else prompt_tasks_of
     tasks = make(config, build_tokenizer())
@@ -194,10 +199,12 @@ def tasks_of(config):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for name in ("train", "eval"):
-        rows = [{"question": f"{name} {i}" + "?" * i, "ask": f"{i}", "answer": i, "gold": 2 * i} for i in range(1, 31)]
+        rows: list[dict[str, Any]] = [
+            {"question": f"{name} {i}" + "?" * i, "ask": f"{i}", "answer": i, "gold": 2 * i} for i in range(1, 31)
+        ]
         for row in rows:
             row |= {"problem": row["ask"], "solution": row["answer"], "number": name + row["ask"]}
             row["environment"] = "Digits" if row["answer"] % 2 else "Letters"
@@ -219,7 +226,7 @@ DATA_CHANGES = {
 
 
 @pytest.mark.parametrize("name", [path.removeprefix("data.") for path in field_paths(BASE) if path.startswith("data.")])
-def test_a_setting_of_the_data_changes_what_is_asked(name, files, monkeypatch):
+def test_a_setting_of_the_data_changes_what_is_asked(name: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     data = DataConfig(data=Path("train.jsonl"), eval_share=0.05 if name == "eval_data" else 0.2)
     base = GrpoConfig(recipe="math", max_turns=1, data=data)
@@ -233,7 +240,7 @@ def test_a_setting_of_the_data_changes_what_is_asked(name, files, monkeypatch):
         assert tasks_of(put(sums, f"data.{name}", another(DataConfig, name, getattr(data, name)))) != tasks_of(sums)
 
 
-def test_the_seed_and_the_recipe_of_the_tasks_matter(files, monkeypatch):
+def test_the_seed_and_the_recipe_of_the_tasks_matter(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     base = GrpoConfig(recipe="math", max_turns=1, data=DataConfig(data=Path("train.jsonl"), eval_share=0.2))
     assert tasks_of(replace(base, seed=1))[0][1] != tasks_of(base)[0][1]

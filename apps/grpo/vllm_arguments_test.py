@@ -2,11 +2,13 @@
 
 import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from apps.common.plan.cluster import Cluster, RolloutLayout
 from apps.grpo.checks import check_machine
+from apps.grpo.config import GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.samplers import rollout_config
 from apps.grpo.testing import RECIPE
@@ -14,11 +16,11 @@ from apps.grpo.testing import RECIPE
 LAYOUT = RolloutLayout("vllm", dtype="bfloat16", max_requests=8, vllm=("block_size=32", "kv_cache_dtype=auto"))
 
 
-def with_layout(layout):
+def with_layout(layout: RolloutLayout) -> GrpoConfig:
     return replace(RECIPE.config, cluster=Cluster(rollout=layout))
 
 
-def test_the_sampler_gets_what_the_flags_say():
+def test_the_sampler_gets_what_the_flags_say() -> None:
     words = "--cluster.rollout.vllm block_size=32 kv_cache_dtype=auto --cluster.rollout.dtype bfloat16"
     config = configure(["--recipe", "quickstart-vllm", "--cluster.rollout.max-requests", "8", *words.split()])
     assert config.cluster.rollout == LAYOUT
@@ -43,7 +45,9 @@ def test_the_sampler_gets_what_the_flags_say():
     assert rollout_config(cuda).vllm.drop_seeds
 
 
-def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(monkeypatch, tmp_path):
+def test_an_argument_that_the_interpreters_vllm_lacks_is_refused_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The interpreter here says what it takes, as one with vLLM does (libs/rollout's process_test)."""
     python = tmp_path / "python"
     python.write_text("""#!/bin/sh\necho noise\necho '["9.9", ["block_size", "kv_cache_dtype", "tokenizer"]]'\n""")

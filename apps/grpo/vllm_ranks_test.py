@@ -1,10 +1,11 @@
 """Two ranks train, and each samples its part of a step through a vLLM of its own."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.common.plan.cluster import Mode, RolloutLayout, Schedule
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import rows, served
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
-def test_both_ranks_samplers_take_each_steps_weights(tmp_path, mode):
+def test_both_ranks_samplers_take_each_steps_weights(tmp_path: Path, mode: Mode) -> None:
     """Both are proven by all ranks: their answers differ in length, and ranks must agree on what they score."""
     run(served(tmp_path, RolloutLayout("vllm"), Schedule(mode), processes=2))
     logged = rows(tmp_path)

@@ -1,10 +1,11 @@
 """A run whose vLLM has two workers: of one rank, and of two ranks that sample through the first one's."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.common.plan.cluster import Mode, RolloutLayout, Schedule
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import SHARED, proofs, rows, served
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(("mode", "processes"), [("sync", 2), ("one_step_off", 2), ("fully_async", 1)])
-def test_every_steps_weights_are_proven_to_be_in_both_workers(tmp_path, mode, processes):
+def test_every_steps_weights_are_proven_to_be_in_both_workers(tmp_path: Path, mode: Mode, processes: int) -> None:
     run(served(tmp_path, RolloutLayout("vllm", tp=2), Schedule(mode), processes=processes), SHARED)
     logged = rows(tmp_path)
     assert logged[0]["run/world_size"] == processes

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +16,7 @@ from apps.quickstart.model import save_tiny_model
 from apps.sft.main import main
 
 
-def chat(question, answer):
+def chat(question: Any, answer: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
@@ -21,11 +24,11 @@ GOOD = [chat(f"{i}+1=", str(i + 1)) for i in range(40)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model", 0)
 
 
-def refusal(argv, folder, capsys):
+def refusal(argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The line that the program ends with, after status 2 and before anything is trained."""
     with pytest.raises(SystemExit) as stop:
         cli.main(lambda: main([*argv, "--run-dir", str(folder / "run")] if "--run-dir" not in argv else argv))
@@ -102,12 +105,14 @@ def refusal(argv, folder, capsys):
         (["data.train_files=x.parquet"], "--data"),
     ],
 )
-def test_a_bad_command_line(argv, words, tmp_path, capsys, monkeypatch):
+def test_a_bad_command_line(
+    argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert words in refusal(argv, tmp_path, capsys)
 
 
-def lines(rows):
+def lines(rows: Iterable[Any]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
@@ -149,7 +154,9 @@ IMAGE = {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role":
         ("a.jsonl", lines([chat("x" * 3000, str(i)) for i in range(9)]), "lower --max-tokens to 2048"),
     ],
 )
-def test_a_bad_file(name, content, words, model, tmp_path, capsys):
+def test_a_bad_file(
+    name: str, content: bytes | None, words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     argv = ["--model", str(model), "--data", str(tmp_path / name), "--engine.device", "cpu"]
@@ -158,7 +165,7 @@ def test_a_bad_file(name, content, words, model, tmp_path, capsys):
     assert name in found or words.startswith("lower")
 
 
-def test_a_parquet_row_is_named(model, tmp_path, capsys):
+def test_a_parquet_row_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(pa.Table.from_pylist([*GOOD, chat("", "")]), tmp_path / "a.parquet")
     rows = [*GOOD, {"messages": [{"role": "robot", "content": "x"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
@@ -166,22 +173,22 @@ def test_a_parquet_row_is_named(model, tmp_path, capsys):
     assert "b.parquet, row 41" in refusal(argv, tmp_path, capsys)
 
 
-def without(name):
-    def change(folder):
+def without(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
         (folder / name).unlink()
 
     return change
 
 
-def rewritten(name, text):
-    def change(folder):
+def rewritten(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
         (folder / name).write_text(text)
 
     return change
 
 
-def cut(name):
-    def change(folder):
+def cut(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: len(content) // 2])
 
@@ -204,7 +211,9 @@ def cut(name):
         (rewritten("chat_template.jinja", "{% if %}"), "does not work"),
     ],
 )
-def test_a_bad_model_directory(change, words, model, tmp_path, capsys):
+def test_a_bad_model_directory(
+    change: Callable[[Path], None], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = tmp_path / "own"
     shutil.copytree(model, own)
     for name in ("tokenizer_config.json",) if words == "no tokenizer.json" else ():
@@ -215,7 +224,9 @@ def test_a_bad_model_directory(change, words, model, tmp_path, capsys):
     assert words in refusal(argv, tmp_path, capsys)
 
 
-def test_a_finished_run_is_not_written_over_and_not_cut_short(model, tmp_path, capsys):
+def test_a_finished_run_is_not_written_over_and_not_cut_short(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     argv = ["--steps", "2", "--batch-size", "4", "--demonstrations", "64", "--eval-rows", "4"]
     main([*argv, "--run-dir", str(folder)])

@@ -4,6 +4,9 @@ import base64
 import itertools
 import json
 import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,13 +17,14 @@ from transformers import AutoModelForImageTextToText
 from apps.common.pictures import pictures_of
 from apps.common.tokens import load_tokenizer
 from apps.common.trained import tensors_of
-from apps.quickstart.shapes import draw, picture_problems, stretched
+from apps.quickstart.shapes import PictureProblem, draw, picture_problems, stretched
 from apps.quickstart.vision import IMAGE, ensure_seeing_model
-from apps.sft.data import load_conversations
+from apps.sft.config import SftConfig
+from apps.sft.data import Conversations, load_conversations
 from apps.sft.main import configure, run
 from apps.sft.reading.row_images import with_row_images
 from apps.sft.reading.sources import Source
-from apps.sft.samples import sample_of
+from apps.sft.samples import Sample, sample_of
 from engines import EngineConfig
 from engines.media.reader import ImageReader
 
@@ -28,25 +32,25 @@ SIZES = [(32, 32), (48, 40), (24, 56)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ensure_seeing_model(tmp_path_factory.mktemp("seeing") / "model", 0)
 
 
-def problems(count=40):
+def problems(count: int = 40) -> list[PictureProblem]:
     return list(itertools.islice(picture_problems(random.Random(5)), count))
 
 
-def picture(number, problem):
+def picture(number: int, problem: PictureProblem) -> str:
     return stretched(problem, SIZES[number % len(SIZES)])
 
 
-def conversation(problem, first):
+def conversation(problem: PictureProblem, first: Sequence[Any]) -> list[dict[str, Any]]:
     """A user's turn that begins with `first`, and its answer."""
     asked = {"role": "user", "content": [*first, {"type": "text", "text": problem.question}]}
     return [asked, {"role": "assistant", "content": problem.solution}]
 
 
-def in_parts(count=40):
+def in_parts(count: int = 40) -> list[dict[str, Any]]:
     """Every row has its picture in its messages; each fifth is text alone."""
     out = []
     for number, problem in enumerate(problems(count)):
@@ -55,7 +59,7 @@ def in_parts(count=40):
     return out
 
 
-def in_a_column(form, count=40, column="images"):
+def in_a_column(form: str, count: int = 40, column: str = "images") -> list[dict[str, Any]]:
     """The same rows, their pictures in a column: where a part without one stands, or <image>, or nothing."""
     out = []
     for number, problem in enumerate(problems(count)):
@@ -69,22 +73,22 @@ def in_a_column(form, count=40, column="images"):
     return out
 
 
-def write(path, rows):
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def write_parquet(path, rows):
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     """As the datasets library writes pictures: a struct of bytes and path."""
 
-    def stored(uri):
+    def stored(uri: str) -> dict[str, Any]:
         return {"bytes": base64.b64decode(uri.partition(",")[2]), "path": None}
 
     pq.write_table(pa.Table.from_pylist([row | {"images": [stored(i) for i in row["images"]]} for row in rows]), path)
     return path
 
 
-def config(model, data, run_dir, *more):
+def config(model: Path, data: Path, run_dir: Path, *more: str) -> SftConfig:
     small = (
         "--steps 2 --batch-size 6 --eval-every 2 --save-every 2 --eval-share 0.3 --engine.device cpu --max-tokens 80"
     )
@@ -93,14 +97,14 @@ def config(model, data, run_dir, *more):
     return configure([*paths, *small.split(), *engine.split(), *more])
 
 
-def load(model, path, *more):
+def load(model: Path, path: Path, *more: str) -> Conversations:
     asked = config(model, path, path.parent / "unused", "--engine.vision", "frozen", *more)
     pictures, column = pictures_of(asked.engine, model), asked.cluster.media.images_column
     cache = path.parent / "tokens"
     return load_conversations(asked.data, [Source(path)], load_tokenizer(model), None, cache, pictures, column)
 
 
-def assert_same(found, wanted):
+def assert_same(found: Sequence[Sample], wanted: Sequence[Sample]) -> None:
     assert len(found) == len(wanted) > 0
     for left, right in zip(found, wanted, strict=True):
         assert left.keys() == right.keys()
@@ -116,7 +120,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_of_rows_gives_the_samples_of_grpo(model, tmp_path, layout):
+def test_every_layout_of_rows_gives_the_samples_of_grpo(model: Path, tmp_path: Path, layout: str) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "other").mkdir()
     parts = load(model, write(tmp_path / "parts/a.jsonl", in_parts()))
@@ -134,7 +138,7 @@ def test_every_layout_of_rows_gives_the_samples_of_grpo(model, tmp_path, layout)
     assert set(counts) == {0, 16, 21, 30}
 
 
-def stock_loss(directory, rows):
+def stock_loss(directory: Path, rows: list[dict[str, Any]]) -> float:
     """Of the answers' tokens, one conversation at a time: stock model and image processor, tokens put in by hand."""
     module = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer, reader = load_tokenizer(directory), ImageReader.of(directory)
@@ -162,12 +166,12 @@ def stock_loss(directory, rows):
     return total / count
 
 
-def rows_of(run_dir):
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("vision", ["frozen", "trained"])
-def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model, tmp_path, vision):
+def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model: Path, tmp_path: Path, vision: str) -> None:
     """Packed, before training and of what is exported; the tower is trained, or stays bit for bit."""
     data, held_out = in_parts(36), in_parts(48)[36:]
     given = ("--eval-data", str(write(tmp_path / "held-out.jsonl", held_out)), "--engine.vision", vision)
@@ -184,7 +188,7 @@ def test_a_runs_losses_are_those_of_stock_transformers_one_at_a_time(model, tmp_
     assert not same - tower
 
 
-def broken(rows, number, change):
+def broken(rows: list[dict[str, Any]], number: int, change: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     change(rows[number])
     return rows
 
@@ -203,7 +207,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_images_are_refused_by_file_and_row_before_a_step(model, tmp_path, name):
+def test_bad_images_are_refused_by_file_and_row_before_a_step(model: Path, tmp_path: Path, name: str) -> None:
     change, words = BAD[name]
     path = write(tmp_path / "bad.jsonl", broken(in_a_column("bare"), 7, change))
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {words}"):
@@ -211,7 +215,7 @@ def test_bad_images_are_refused_by_file_and_row_before_a_step(model, tmp_path, n
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_images_need_a_model_that_sees_and_a_column_that_is_there(model, tmp_path):
+def test_images_need_a_model_that_sees_and_a_column_that_is_there(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", in_a_column("marked", column="drawing"))
     with pytest.raises(ValueError, match=r"row 1: no column 'picture'; it has messages, drawing"):
         load(model, path, "--cluster.media.images-column", "picture")
@@ -225,7 +229,7 @@ def test_images_need_a_model_that_sees_and_a_column_that_is_there(model, tmp_pat
         run(config(model, write(tmp_path / "c.jsonl", in_parts()), tmp_path / "run"))
 
 
-def test_a_picture_that_is_gone_is_missed_where_tokens_were_kept(model, tmp_path):
+def test_a_picture_that_is_gone_is_missed_where_tokens_were_kept(model: Path, tmp_path: Path) -> None:
     rows = in_a_column("bare")
     file = tmp_path / "one.png"
     file.write_bytes(base64.b64decode(rows[7]["images"][0].partition(",")[2]))
@@ -238,7 +242,7 @@ def test_a_picture_that_is_gone_is_missed_where_tokens_were_kept(model, tmp_path
         load(model, path)
 
 
-def test_another_picture_of_as_many_bytes_in_the_same_file_is_noticed(model, tmp_path):
+def test_another_picture_of_as_many_bytes_in_the_same_file_is_noticed(model: Path, tmp_path: Path) -> None:
     """What was tokenised is used again while pictures are as they were, and made anew when a file has changed."""
     rows, file = in_a_column("bare"), tmp_path / "one.bmp"  # as many bytes for as many pixels
     rows[7]["images"] = [str(file)]
@@ -259,7 +263,7 @@ def test_another_picture_of_as_many_bytes_in_the_same_file_is_noticed(model, tmp
         assert_same(got, want)
 
 
-def test_rows_with_images_are_left_out_where_they_are_too_long_and_others_cut(model, tmp_path):
+def test_rows_with_images_are_left_out_where_they_are_too_long_and_others_cut(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", in_parts())
     longest = max(len(sample["input_ids"]) for sample in load(model, path).train)
     assert longest > 30
@@ -269,8 +273,8 @@ def test_rows_with_images_are_left_out_where_they_are_too_long_and_others_cut(mo
     assert all(len(sample["input_ids"]) <= 24 for sample in found.train)
 
 
-def test_pictures_stand_in_the_order_of_their_places():
-    def pictures(messages):
+def test_pictures_stand_in_the_order_of_their_places() -> None:
+    def pictures(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
         return [part["image"] for message in messages for part in message["content"] if part.get("type") == "image"]
 
     bare = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}] * 2

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,34 +21,37 @@ from apps.sft.data import load_conversations
 from apps.sft.main import main, run
 from apps.sft.reading.sources import Source
 from apps.sft.recipes import quickstart
-from apps.sft.train import held_out_loss
+from apps.sft.train import Result, held_out_loss
 from engines import Engine, LoraConfig, NonFiniteError, build_engine
 
+Finished = tuple[Result, Path]
+"""What a run came to, and its folder."""
 
-def small(run_dir, **changes):
+
+def small(run_dir: Path, **changes: Any) -> SftConfig:
     base = quickstart.RECIPE.config
     data = replace(base.data, demonstrations=256)
     settings: dict[str, Any] = {"steps": 6, "batch_size": 16, "eval_every": 3, "save_every": 3, "data": data} | changes
     return replace(base, run_dir=run_dir, **settings)
 
 
-def weights(run_dir):
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(run_dir / "export").named_parameters())
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run_dir = tmp_path_factory.mktemp("run")
     return run(small(run_dir)), run_dir
 
 
-def test_the_held_out_loss_falls_and_every_weight_moves(finished):
+def test_the_held_out_loss_falls_and_every_weight_moves(finished: Finished) -> None:
     result, run_dir = finished
     assert_trained(run_dir)
     assert result.loss_after < 0.8 * result.loss_before
 
 
-def test_the_run_folder(finished):
+def test_the_run_folder(finished: Finished) -> None:
     _, run_dir = finished
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(7))
@@ -56,7 +60,7 @@ def test_the_run_folder(finished):
     assert AutoTokenizer.from_pretrained(run_dir / "export").chat_template
 
 
-def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
+def test_a_resumed_run_ends_with_the_same_bits(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     half = small(tmp_path, steps=3)
     run(half)
@@ -66,7 +70,7 @@ def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
     assert_trained(tmp_path)
 
 
-def test_two_ranks_come_to_the_same_model(finished, tmp_path):
+def test_two_ranks_come_to_the_same_model(finished: Finished, tmp_path: Path) -> None:
     _, run_dir = finished
     run(small(tmp_path, processes=2))
     expected, found = weights(run_dir), weights(tmp_path)
@@ -74,7 +78,7 @@ def test_two_ranks_come_to_the_same_model(finished, tmp_path):
         torch.testing.assert_close(found[name], expected[name], atol=2e-4, rtol=0)
 
 
-def test_a_users_own_file_is_used(tmp_path):
+def test_a_users_own_file_is_used(tmp_path: Path) -> None:
     rows = [
         {"talk": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]} for i in range(60)
     ]
@@ -88,7 +92,9 @@ def test_a_users_own_file_is_used(tmp_path):
         run(small(tmp_path / "other", steps=1, data=replace(data, messages_column="chat")))
 
 
-def test_a_run_that_diverges_ends_with_an_error_and_without_an_export(tmp_path, capsys):
+def test_a_run_that_diverges_ends_with_an_error_and_without_an_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--steps", "3", "--batch-size", "8", "--demonstrations", "64", "--engine.lr", "1e30"]
     with pytest.raises(SystemExit) as stop:
         cli.main(lambda: main([*argv, "--run-dir", str(tmp_path / "run"), "--engine.warmup-steps", "0"]))
@@ -99,18 +105,18 @@ def test_a_run_that_diverges_ends_with_an_error_and_without_an_export(tmp_path, 
     assert len(load_batch(tmp_path / "run" / "not-finite.safetensors")) == 8
 
 
-def test_a_loss_far_above_guessing_ends_the_run_though_it_is_a_number(tmp_path):
+def test_a_loss_far_above_guessing_ends_the_run_though_it_is_a_number(tmp_path: Path) -> None:
     engine = replace(quickstart.RECIPE.config.engine, lr=30.0, warmup_steps=0)
     with pytest.raises((DivergenceError, NonFiniteError)):
         run(small(tmp_path, engine=engine, steps=2, eval_every=1))
     assert not (tmp_path / "export").exists()
 
 
-def rows_of(run_dir):
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_epochs_read_every_row_so_often_and_the_last_step_takes_what_is_left(tmp_path):
+def test_epochs_read_every_row_so_often_and_the_last_step_takes_what_is_left(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(41)))
     data = replace(quickstart.RECIPE.config.data, data=(str(path),), eval_share=0.25, demonstrations=16384)
@@ -128,7 +134,7 @@ def test_epochs_read_every_row_so_often_and_the_last_step_takes_what_is_left(tmp
         run(replace(config, epochs=1, resume=True))
 
 
-def test_the_held_out_loss_is_of_every_row_also_of_a_last_few(finished):
+def test_the_held_out_loss_is_of_every_row_also_of_a_last_few(finished: Finished) -> None:
     _, run_dir = finished
     config = small(run_dir)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
@@ -146,7 +152,7 @@ def test_the_held_out_loss_is_of_every_row_also_of_a_last_few(finished):
         assert held_out_loss(engine, held_out, rows) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_best_weights_are_exported(tmp_path):
+def test_the_best_weights_are_exported(tmp_path: Path) -> None:
     """The rate makes the held-out loss rise again."""
     engine = replace(quickstart.RECIPE.config.engine, warmup_steps=0, lr=0.1)
     result = run(small(tmp_path / "run", engine=engine, eval_every=1, export="best"))
@@ -161,7 +167,7 @@ def test_the_best_weights_are_exported(tmp_path):
     assert_trained(tmp_path / "run")
 
 
-def test_a_resumed_run_knows_the_best_of_its_first_part(tmp_path):
+def test_a_resumed_run_knows_the_best_of_its_first_part(tmp_path: Path) -> None:
     engine = replace(quickstart.RECIPE.config.engine, warmup_steps=0, lr=0.1)
     settings = {"engine": engine, "eval_every": 1, "save_every": 1, "export": "best"}
     whole = run(small(tmp_path / "whole", **settings))
@@ -173,7 +179,7 @@ def test_a_resumed_run_knows_the_best_of_its_first_part(tmp_path):
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_mixture_is_drawn_by_weight(tmp_path):
+def test_a_mixture_is_drawn_by_weight(tmp_path: Path) -> None:
     for name, answer in (("a", "yes"), ("b", "no")):
         rows = [{"prompt": f"{name}{i}?", "completion": answer} for i in range(30)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -187,7 +193,7 @@ def test_a_mixture_is_drawn_by_weight(tmp_path):
     assert len(found.held_out) == 24
 
 
-def test_packing_ahead_changes_nothing(finished, tmp_path, monkeypatch):
+def test_packing_ahead_changes_nothing(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, run_dir = finished
     asked = []
     monkeypatch.setattr(Engine, "prefetch", lambda self, batch, objective: asked.append(batch))
@@ -197,7 +203,7 @@ def test_packing_ahead_changes_nothing(finished, tmp_path, monkeypatch):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_adapters_alone_are_trained_and_leave_merged_and_as_they_are(tmp_path):
+def test_adapters_alone_are_trained_and_leave_merged_and_as_they_are(tmp_path: Path) -> None:
     engine = replace(quickstart.RECIPE.config.engine, lora=LoraConfig(rank=4), lr=3e-2, warmup_steps=0)
     result = run(small(tmp_path / "whole", engine=engine, save_every=3))
     assert result.loss_after < 0.9 * result.loss_before

@@ -13,11 +13,11 @@ MISSING = ("qwen3-5-397b-a17b-megatron",)
 SEEDS = {name: recipe for name, recipe in recipes().items() if recipe.origin is not None}
 
 
-def test_every_script_has_its_recipe():
+def test_every_script_has_its_recipe() -> None:
     assert set(SEEDS) == {"qwen3-5-397b-a17b-megatron", "qwen3-30b-a3b-dynamic-cp"}
 
 
-def test_the_397b_script():
+def test_the_397b_script() -> None:
     config = SEEDS["qwen3-5-397b-a17b-megatron"].config
     work = work_of(config)
     assert work.grid == Grid(tp=2, cp=1, dp=16, pp=4, etp=1, ep=32, edp=1)
@@ -31,14 +31,19 @@ def test_the_397b_script():
 @pytest.mark.parametrize(
     ("name", "total", "active"), [("qwen3-5-397b-a17b-megatron", 397, 17), ("qwen3-30b-a3b-dynamic-cp", 30.5, 3.3)]
 )
-def test_the_parameters_are_those_that_the_name_promises(name, total, active):
-    count = count_parameters(SEEDS[name].origin.shape)
+def test_the_parameters_are_those_that_the_name_promises(name: str, total: float, active: float) -> None:
+    origin = SEEDS[name].origin
+    assert origin is not None
+    assert origin.shape is not None
+    count = count_parameters(origin.shape)
     assert count.total == pytest.approx(total * 1e9, rel=0.01)
     assert count.active == pytest.approx(active * 1e9, rel=0.03)
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_it_is_planned_and_refused_by_name(name, capsys, monkeypatch):
+def test_it_is_planned_and_refused_by_name(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for entry in SEEDS[name].config.cluster.environment:  # as the command starts itself again with them
         monkeypatch.setenv(*entry.split("="))
     with pytest.raises(SystemExit) as stop:
@@ -53,7 +58,7 @@ def test_it_is_planned_and_refused_by_name(name, capsys, monkeypatch):
         runnable(SEEDS[name].config)
 
 
-def test_the_dynamic_script_is_on_the_backend_that_it_was_written_for():
+def test_the_dynamic_script_is_on_the_backend_that_it_was_written_for() -> None:
     config = SEEDS["qwen3-30b-a3b-dynamic-cp"].config
     assert (config.engine.backend, config.engine.context_parallel) == ("megatron", "dynamic")
     work = work_of(config)
@@ -61,13 +66,13 @@ def test_the_dynamic_script_is_on_the_backend_that_it_was_written_for():
     assert work.grid.dp * config.engine.max_tokens_per_rank == config.data.max_tokens
 
 
-def test_a_longer_conversation_takes_more_ranks():
+def test_a_longer_conversation_takes_more_ranks() -> None:
     text = str(make_plan(work_of(SEEDS["qwen3-30b-a3b-dynamic-cp"].config)))
     assert "1 to 4 ranks share a sequence, chosen for each micro-batch, each of tp 2" in text
     assert "the longest sequence takes 4 ranks" in text
 
 
-def test_the_list_counts(capsys):
+def test_the_list_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--recipe", "list"])
     assert capsys.readouterr().out.splitlines()[-1] == "4 recipes, 3 can be run today, 4 shrunk"

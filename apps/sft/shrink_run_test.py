@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -18,7 +19,7 @@ RECIPES = recipes()
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
-def chosen(run_dir):
+def chosen(run_dir: Path) -> str:
     """What matches all tensors but a tower that no text trains, and routed experts that stood still whole.
 
     The router of a tiny random model may send no token of a short run to an expert, on any backend; others of its layer
@@ -34,7 +35,9 @@ def chosen(run_dir):
 
 
 @pytest.mark.parametrize("name", ["qwen3-5-397b-a17b-megatron", "qwen3-30b-a3b-dynamic-cp"])
-def test_a_recipe_runs_from_end_to_end(name, tmp_path, capsys, monkeypatch):
+def test_a_recipe_runs_from_end_to_end(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = RECIPES[name].config
     owned = config.cluster.environment
     for entry in owned:  # as the command starts itself again with them
@@ -46,7 +49,10 @@ def test_a_recipe_runs_from_end_to_end(name, tmp_path, capsys, monkeypatch):
     assert_trained(tmp_path / "run", only=chosen(tmp_path / "run"))
     assert "--engine.device  cuda -> cpu" in capsys.readouterr().out
     trained = AutoConfig.from_pretrained(tmp_path / "run" / "export").get_text_config()
-    assert trained.model_type == RECIPES[name].origin.shape.model_type
+    origin = RECIPES[name].origin
+    assert origin is not None
+    assert origin.shape is not None
+    assert trained.model_type == origin.shape.model_type
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["cluster"]["environment"] == list(owned)

@@ -25,7 +25,7 @@ MANY = Most(16)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_only_sizes_rank_counts_and_the_device_differ_and_nothing_is_missing(name):
+def test_only_sizes_rank_counts_and_the_device_differ_and_nothing_is_missing(name: str) -> None:
     config = RECIPES[name].config
     small, differences = shrink(config, RECIPES[name], MANY)
     assert {one.path for one in differences} == set(changed(small, config))
@@ -37,7 +37,7 @@ def test_only_sizes_rank_counts_and_the_device_differ_and_nothing_is_missing(nam
     refuse_dropped(work_of(small, recipe))
 
 
-def test_the_ratio_of_the_longest_row_to_a_ranks_tokens_stays():
+def test_the_ratio_of_the_longest_row_to_a_ranks_tokens_stays() -> None:
     recipe = RECIPES["qwen3-30b-a3b-dynamic-cp"]
     config = recipe.config
     small, _ = shrink(config, recipe, MANY)

@@ -62,18 +62,18 @@ CHANGES = {
 SWEEP = Sweep(run, BASE, NAMED | set(OWNED), CHANGES)
 
 
-def test_equal_settings_make_equal_runs(tmp_path):
+def test_equal_settings_make_equal_runs(tmp_path: Path) -> None:
     left = SWEEP.equal_runs(tmp_path)
     assert all(left[name] for name in ("metrics", "weights"))
 
 
 @pytest.mark.parametrize("path", SWEEP.paths())
-def test_a_setting_does_something_or_is_refused(path, tmp_path, monkeypatch):
+def test_a_setting_does_something_or_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     assert SWEEP.effect(path, tmp_path)
 
 
-def test_threads_are_those_of_the_rank(tmp_path):
+def test_threads_are_those_of_the_rank(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         run(replace(BASE, run_dir=tmp_path, steps=1, threads=before + 1))
@@ -82,12 +82,12 @@ def test_threads_are_those_of_the_rank(tmp_path):
         torch.set_num_threads(before)
 
 
-def chat(question, answer):
+def chat(question: str, answer: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for name in ("train", "eval"):
         rows = [
@@ -109,7 +109,7 @@ def files(tmp_path_factory):
     return folder
 
 
-def texts(data, folder):
+def texts(data: DataConfig, folder: Path) -> tuple[Any, ...]:
     """What is trained and held out, and what was left out or cut: a pure function of the settings and the files."""
     tokenizer = build_tokenizer()
     sources = data.sources or [Source(write_demonstrations(data, 0, Path("demonstrations.jsonl")))]
@@ -138,7 +138,9 @@ DATA_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", [path.removeprefix("data.") for path in field_paths(BASE) if path.startswith("data.")])
-def test_a_setting_of_the_data_changes_what_is_imitated(name, files, tmp_path, monkeypatch):
+def test_a_setting_of_the_data_changes_what_is_imitated(
+    name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files)
     if name in DATA_CHANGES:
         value, both = DATA_CHANGES[name]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ WRONG = {
 """A value that its flag can't have, whatever the others are."""
 
 
-def told(flags, *more):
+def told(flags: Iterable[str], *more: str) -> list[str]:
     """The lines that the program ends with, with status 2."""
     printed = io.StringIO()
     argv = [word for name in flags for word in (name, WRONG[name])]
@@ -52,7 +53,7 @@ def told(flags, *more):
     return printed.getvalue().splitlines()
 
 
-def assert_all_are_named(flags, lines):
+def assert_all_are_named(flags: Iterable[str], lines: list[str]) -> None:
     for name in flags:
         assert [line for line in lines if re.match(rf"error: {name}(?![-.\w])", line)], (name, lines)
     assert all(line.startswith("error: ") for line in lines)
@@ -62,14 +63,14 @@ def assert_all_are_named(flags, lines):
 @given(
     st.lists(st.sampled_from(sorted(WRONG)), min_size=1, max_size=6, unique=True), st.sampled_from([(), ("--plan",)])
 )
-def test_each_of_several_wrong_flags_has_its_line(flags, more):
+def test_each_of_several_wrong_flags_has_its_line(flags: list[str], more: tuple[str, ...]) -> None:
     lines = told(flags, *more)
     assert_all_are_named(flags, lines)
     assert len(lines) == len(flags)
 
 
 @pytest.mark.parametrize("more", [(), ("--plan",)])
-def test_all_of_them_are_told(more):
+def test_all_of_them_are_told(more: tuple[str, ...]) -> None:
     lines = told(WRONG, *more)
     assert_all_are_named(WRONG, lines)
     assert len(lines) == len(WRONG)

@@ -1,5 +1,7 @@
 """The head's memory: which head a run has, and how many logits are there at a time."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from apps.common.plan.logits import (
     megatron_head,
     plain_head,
 )
-from apps.common.plan.model_shape import shape_of
+from apps.common.plan.model_shape import ModelShape, shape_of
 from engines import EngineConfig, LoraConfig
 from engines.capability import Yes
 from engines.fast.log_probs import KEPT_BYTES
@@ -39,7 +41,7 @@ DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head
         (shape_of(tiny_config("dense"), "dense"), {}, 2, False),
     ],
 )
-def test_what_is_compiled(shape, settings, width, answer):
+def test_what_is_compiled(shape: ModelShape, settings: dict[str, Any], width: int, answer: bool) -> None:
     """As `engines.fast.support` decides on a Hopper that has the packages."""
     assert is_compiled(shape, EngineConfig(**{"device": "cuda", **settings}), width) is answer
 
@@ -58,7 +60,9 @@ def test_what_is_compiled(shape, settings, width, answer):
     ],
     ids=str,
 )
-def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(monkeypatch, kind, settings):
+def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
+) -> None:
     """What the backend itself decides, on a machine with Triton; tensor-parallel ranks share the vocabulary."""
     monkeypatch.setattr(layers, "find_spec", lambda name: name)
     config = EngineConfig(**{"backend": "megatron", "device": "cuda", "dtype": "bfloat16", **settings})
@@ -71,7 +75,7 @@ def test_a_megatron_stage_has_a_compiled_head_where_its_pieces_are_fused(monkeyp
 
 
 @given(st.integers(1, 10**6), st.integers(1, 8192))
-def test_a_compiled_head_takes_less_and_is_bounded(trained, chunk):
+def test_a_compiled_head_takes_less_and_is_bounded(trained: int, chunk: int) -> None:
     head = DENSE.vocab * DENSE.hidden * 6
     compiled = compiled_head(DENSE, trained, chunk, 2)
     assert compiled.bytes <= max(KEPT_BYTES, chunk * DENSE.vocab * 2) + head
@@ -81,7 +85,7 @@ def test_a_compiled_head_takes_less_and_is_bounded(trained, chunk):
 
 
 @given(st.integers(1, 10**5), st.integers(1, 8192), st.sampled_from([1, 2, 4]))
-def test_logits_are_of_a_chunk_at_a_time(trained, chunk, tp):
+def test_logits_are_of_a_chunk_at_a_time(trained: int, chunk: int, tp: int) -> None:
     """18 bytes of each in bfloat16; ranks that share the vocabulary have their part of it."""
     config = EngineConfig(device="cuda", compile="off", logit_chunk=chunk)
     rows = min(trained, chunk)

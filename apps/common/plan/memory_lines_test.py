@@ -1,6 +1,8 @@
 """What a plan says of a rank's memory, against what the arithmetic counts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,11 +23,11 @@ CLUSTER = Cluster(pools=Pools(device_memory_gib=80))
 WORK = Work("sft", "any", EngineConfig(device="cuda"), CLUSTER, 8, steps=10, rows=8, longest=64)
 
 
-def planned(work, layers):
+def planned(work: Work, layers: Sequence[int]) -> list[str]:
     return memory_lines(work, SHAPE, work.grid, layers)[0]["Memory"]
 
 
-def piped(**settings):
+def piped(**settings: Any) -> Work:
     settings = {
         "backend": "megatron",
         "device": "cuda",
@@ -46,7 +48,7 @@ def piped(**settings):
     ],
     ids=["chunked", "at once", "small chunks", "float32"],
 )
-def test_logits_have_a_line_of_their_own(settings, said, logits):
+def test_logits_have_a_line_of_their_own(settings: dict[str, Any], said: str, logits: int) -> None:
     work = replace(WORK, engine=EngineConfig(device="cuda", **settings))
     (line,) = [line for line in planned(work, [12]) if line.startswith("logits")]
     width = 4 if "dtype" in settings else 2
@@ -55,7 +57,7 @@ def test_logits_have_a_line_of_their_own(settings, said, logits):
     assert head_of(work, SHAPE, work.grid).bytes == logits * SHAPE.vocab + head
 
 
-def test_the_line_says_what_the_peak_counts():
+def test_the_line_says_what_the_peak_counts() -> None:
     """Of the last stage, which alone has the head; ranks of a tensor-parallel group share the vocabulary."""
     work = piped(tensor_parallel=2, gradient_checkpointing=True)
     line = next(line for line in planned(work, [3] * 4) if line.startswith("logits"))
@@ -67,7 +69,7 @@ def test_the_line_says_what_the_peak_counts():
     assert moments["head"] - held > head_of(single, SHAPE, single.grid).bytes > 0.5 * (moments["head"] - held)
 
 
-def test_each_pipeline_stage_has_a_line():
+def test_each_pipeline_stage_has_a_line() -> None:
     """The first has the embedding, the last the head, those between layers alone; the fullest is the headline's."""
     work, layers = piped(), [4, 3, 3, 2]
     lines = [line for line in planned(work, layers) if line.startswith("stage ")]
@@ -87,7 +89,7 @@ def test_each_pipeline_stage_has_a_line():
     assert states_of(work, SHAPE, work.grid, layers).device == first == max(one.device for one in states)
 
 
-def test_a_stage_says_what_of_it_is_on_the_host():
+def test_a_stage_says_what_of_it_is_on_the_host() -> None:
     lines = planned(piped(optimizer_on_host=True), [3] * 4)
     states = states_by_stage(piped(optimizer_on_host=True), SHAPE, piped().grid, [3] * 4)
     said = [line for line in lines if line.startswith("stage ")]
@@ -97,6 +99,6 @@ def test_a_stage_says_what_of_it_is_on_the_host():
     )
 
 
-def test_one_stage_needs_no_line():
+def test_one_stage_needs_no_line() -> None:
     assert not any(line.startswith("stage ") for line in planned(WORK, [12]))
     assert not any(line.startswith("stage ") for line in planned(piped(pipeline_parallel=1), [12]))

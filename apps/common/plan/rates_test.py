@@ -1,9 +1,11 @@
 """Which measured row a run's time is reckoned by; that rows are what was measured is `step_time_test`."""
 
+from typing import Any
+
 import pytest
 
-from apps.common.plan.model_shape import shape_of
-from apps.common.plan.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PLAIN, rate_of, unlike
+from apps.common.plan.model_shape import ModelShape, shape_of
+from apps.common.plan.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PLAIN, Rate, rate_of, unlike
 from engines import EngineConfig, LoraConfig
 from engines.tiny import tiny_config
 
@@ -33,7 +35,9 @@ ATTENTION = shape_of(tiny_config("attention"), "attention")
         (DENSE, {"backend": "megatron", "vision": "frozen"}, 1, MEGATRON, []),
     ],
 )
-def test_a_run_has_the_row_that_computes_as_it_does(shape, settings, ranks, rate, apart):
+def test_a_run_has_the_row_that_computes_as_it_does(
+    shape: ModelShape, settings: dict[str, Any], ranks: int, rate: Rate, apart: list[str]
+) -> None:
     engine = EngineConfig(device="cuda", **settings)
     assert rate_of(shape, engine, ranks) is rate
     assert unlike(shape, engine) == apart

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from transformers import PretrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
-from apps.common.plan.model_shape import count_parameters, shape_of
-from apps.common.plan.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PEAK, PLAIN
+from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
+from apps.common.plan.rates import COMPILED, COMPILED_SHARDED, EXPERTS, FUSED, MEGATRON, PEAK, PLAIN, Rate
 from apps.common.plan.step_time import StepWork, flops_of, training_flops, training_seconds
 from seqpack import SequenceCost
 
@@ -33,7 +33,7 @@ def test_operations_are_those_that_seqpack_reads_from_the_config(config: Pretrai
     assert found(1000) == pytest.approx(SequenceCost.from_config(config)(1000), rel=1e-3)
 
 
-def test_the_models_are_those_that_were_measured():
+def test_the_models_are_those_that_were_measured() -> None:
     assert [count_parameters(shape).total / 1e9 for shape in (SHAPE, NARROW, MIXED)] == pytest.approx(
         [0.67, 0.67, 1.0], rel=0.01
     )
@@ -56,7 +56,9 @@ def test_the_models_are_those_that_were_measured():
         (NARROW, ONE, 0.1443, MEGATRON, 0.03),
     ],
 )
-def test_it_is_near_what_was_measured(shape, work, seconds, rate, within):
+def test_it_is_near_what_was_measured(
+    shape: ModelShape, work: StepWork, seconds: float, rate: Rate, within: float
+) -> None:
     found = training_seconds(shape, work, PEAK["cuda"] * rate.share)
     reached = training_flops(shape, work) / (work.ranks * seconds * PEAK["cuda"])
     print(f"{found:.4f} {seconds} {found / seconds - 1:+.1%}, {reached:.3f} of the peak")

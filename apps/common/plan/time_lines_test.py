@@ -9,7 +9,7 @@ from apps.common.plan.batches import plan_batches
 from apps.common.plan.cluster import Cluster
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.rates import EXPERTS
-from apps.common.plan.step_time import training_flops
+from apps.common.plan.step_time import StepWork, training_flops
 from apps.common.plan.time_lines import step_of, time_lines
 from apps.common.plan.work import Work
 from engines import EngineConfig
@@ -22,12 +22,12 @@ SHAPE = ModelShape(
 WORK = Work("sft", "any", EngineConfig(device="cuda"), Cluster(), 8, steps=10, rows=1024, longest=4096)
 
 
-def lines_of(work):
+def lines_of(work: Work) -> tuple[list[str], StepWork]:
     batches = plan_batches(work.rows, 1, work.grid.dp, work.longest, work.engine.max_tokens_per_rank)
     return time_lines(work, SHAPE, work.grid, batches), step_of(work, work.grid, batches)
 
 
-def test_seconds_are_operations_at_the_share_of_the_row_that_is_named():
+def test_seconds_are_operations_at_the_share_of_the_row_that_is_named() -> None:
     lines, step = lines_of(WORK)
     each = training_flops(SHAPE, step) / 8
     assert lines[0].startswith(f"{each / (EXPERTS.share * 989e12):.0f} s of training's arithmetic a step")
@@ -38,7 +38,7 @@ def test_seconds_are_operations_at_the_share_of_the_row_that_is_named():
     assert under[2] == "no row was measured with experts under Megatron"
 
 
-def test_on_npus_a_step_is_counted_and_the_division_is_written_down():
+def test_on_npus_a_step_is_counted_and_the_division_is_written_down() -> None:
     lines, step = lines_of(replace(WORK, engine=EngineConfig(device="npu")))
     each = training_flops(SHAPE, step) / 8 / 1e15
     assert lines[0].startswith(f"{each * 8:.3g} PFLOP, {each:.3g} a rank")
@@ -47,7 +47,7 @@ def test_on_npus_a_step_is_counted_and_the_division_is_written_down():
     assert not any(" s of training" in line or "%" in line for line in lines), "no share of ours is an NPU's"
 
 
-def test_waiting_stages_are_part_of_the_division():
+def test_waiting_stages_are_part_of_the_division() -> None:
     """4 stages and 256 micro-batches on 2 ranks of data each: 3 of 259 turns are waited for."""
     piped = EngineConfig(device="npu", backend="megatron", pipeline_parallel=4, max_tokens_per_rank=8192)
     lines, step = lines_of(replace(WORK, engine=piped))
@@ -55,10 +55,11 @@ def test_waiting_stages_are_part_of_the_division():
     works = 256 / 259
     assert f" / {works:.2f}, as stages wait for one another;" in lines[1]
     each = training_flops(SHAPE, step) / 8 / 1e15
-    assert float(re.search(r": ([0-9.]+) s", lines[2])[1]) == pytest.approx(each / 0.1 / works, abs=0.5)
+    (seconds,) = re.findall(r": ([0-9.]+) s", lines[2])
+    assert float(seconds) == pytest.approx(each / 0.1 / works, abs=0.5)
 
 
-def test_a_cpu_has_no_lines_and_a_tower_is_not_counted():
+def test_a_cpu_has_no_lines_and_a_tower_is_not_counted() -> None:
     assert lines_of(replace(WORK, engine=EngineConfig(device="cpu")))[0] == []
     seeing = replace(WORK, engine=EngineConfig(device="cuda", vision="frozen"))
     assert lines_of(seeing)[0][-1].startswith("not counted: a vision tower, ")

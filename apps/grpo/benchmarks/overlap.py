@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from apps.common.plan.cluster import Schedule
 from apps.grpo.config import GrpoConfig
@@ -47,7 +48,7 @@ WAITS = {
 }
 
 
-def rows_of(run_dir: Path) -> list[dict]:
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of its steps but the first, which warms everything up."""
     return [row for row in read_metrics(run_dir) if row["step"] > 1]
 
@@ -118,7 +119,7 @@ def main() -> None:
         report(turn, beside, ahead)
 
 
-def parts_of(rows: Sequence[dict]) -> tuple[float, float, float, float]:
+def parts_of(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float, float]:
     """Seconds of a step, of its sampling, training and handing over, on average."""
     names = ("step", "rollout", "train", "export_and_update_weights")
     whole, sampling, training, handing = (fmean(row[f"time/{name}_s"] for row in rows) for name in names)

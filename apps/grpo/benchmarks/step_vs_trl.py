@@ -129,7 +129,7 @@ class Ours:
         return int(result.metrics["rollout/sampled_tokens"])
 
 
-class Between(transformers.TrainerCallback):
+class Between(transformers.TrainerCallback):  # type: ignore[misc]
     """Times TRL's steps, and does one of ours after each."""
 
     def __init__(self, ours: Ours, expected: int) -> None:

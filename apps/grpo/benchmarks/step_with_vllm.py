@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from apps.quickstart.tokenizer import build_tokenizer
 from rollout.testing.model import HYBRID_067B as SHAPE
@@ -55,7 +55,7 @@ def make_files(folder: Path, device: str) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-def _rendered(tokenizer, text: str) -> list[int]:
+def _rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     messages = [{"role": "user", "content": text}]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 

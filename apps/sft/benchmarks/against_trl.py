@@ -17,6 +17,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -51,7 +52,9 @@ def measure(task: Task, variants: list[str], folder: Path) -> dict[str, Curve]:
         clear()
         found[name] = ours(task) if name == "ours" else train(task, name, folder / "trl")
         curve = found[name]
-        facts = {"median_step_ms": round(1e3 * sorted(curve.seconds[3:])[len(curve.seconds[3:]) // 2], 1)}
+        facts: dict[str, Any] = {
+            "median_step_ms": round(1e3 * sorted(curve.seconds[3:])[len(curve.seconds[3:]) // 2], 1)
+        }
         facts |= {"tokens_per_s": round(curve.rate()), "peak_gib": round(curve.peak_gib, 2), "steps": len(curve.losses)}
         facts |= {"first_s": round(curve.seconds[0], 1), "losses": [round(curve.losses[i], 4) for i in (0, -1)]}
         print(json.dumps({"what": name} | facts), flush=True)

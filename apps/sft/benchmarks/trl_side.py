@@ -57,7 +57,7 @@ class Stopwatch:
         return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else 0.0
 
 
-class _InOrder(SFTTrainer):
+class _InOrder(SFTTrainer):  # type: ignore[misc]
     """Rows as they come."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
@@ -65,7 +65,7 @@ class _InOrder(SFTTrainer):
         return SequentialSampler(self.train_dataset)
 
 
-class _Clock(TrainerCallback):
+class _Clock(TrainerCallback):  # type: ignore[misc]
     def __init__(self, device: str) -> None:
         self.device = device
         self.watch: Stopwatch | None = None
@@ -169,6 +169,7 @@ def _attention() -> str:
         q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
         edges, longest = cu_seq_lens_q, int(max_length_q)
         out = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scaling, window_size=(-1, 0))
+        assert isinstance(out, torch.Tensor)  # no auxiliary outputs were asked for
         return out[None], None
 
     AttentionInterface.register("varlen", attend)

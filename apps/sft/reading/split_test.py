@@ -1,3 +1,5 @@
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,7 +9,7 @@ KEYS = st.lists(st.sampled_from("abcdefghij"), max_size=40)
 
 
 @given(KEYS, st.floats(0.01, 0.99))
-def test_a_share_loses_nothing_and_no_key_is_on_both_sides(keys, share):
+def test_a_share_loses_nothing_and_no_key_is_on_both_sides(keys: list[str], share: float) -> None:
     split = split_off(keys, share)
     assert sorted([*split.train, *split.held_out]) == list(range(len(keys)))
     assert not {keys[i] for i in split.train} & {keys[i] for i in split.held_out}
@@ -18,7 +20,7 @@ def test_a_share_loses_nothing_and_no_key_is_on_both_sides(keys, share):
 
 
 @given(KEYS, KEYS)
-def test_a_held_out_file_removes_exactly_the_identical_rows(keys, held_out):
+def test_a_held_out_file_removes_exactly_the_identical_rows(keys: list[str], held_out: list[str]) -> None:
     split = split_against(keys, held_out)
     assert sorted([*split.train, *split.removed]) == list(range(len(keys)))
     assert split.held_out == tuple(range(len(held_out)))
@@ -27,7 +29,7 @@ def test_a_held_out_file_removes_exactly_the_identical_rows(keys, held_out):
 
 
 @given(KEYS, st.floats(0.01, 0.99), st.randoms())
-def test_the_order_of_the_rows_makes_no_difference(keys, share, random):
+def test_the_order_of_the_rows_makes_no_difference(keys: list[str], share: float, random: Random) -> None:
     chosen = {keys[i] for i in split_off(keys, share).held_out}
     random.shuffle(keys)
     assert {keys[i] for i in split_off(keys, share).held_out} == chosen

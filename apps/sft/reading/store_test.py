@@ -1,6 +1,8 @@
 """Rows on disk come back as they were written, and count as they are."""
 
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apps.sft.reading import store as store_module
-from apps.sft.reading.selection import Samples, cut, usable_of
+from apps.sft.reading.selection import Samples, Truncation, cut, usable_of
 from apps.sft.reading.store import Entry, Store, write_store
 from apps.sft.samples import Encoded
+
+Rows = list[list[tuple[int, bool]] | None]
 
 ROWS = st.lists(
     st.none() | st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=12), max_size=9
@@ -18,7 +22,7 @@ ROWS = st.lists(
 PERHAPS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def entries_of(rows):
+def entries_of(rows: Rows) -> Iterator[Entry]:
     for number, row in enumerate(rows, start=1):
         key = f"{number:032x}"
         if row is None:
@@ -29,7 +33,7 @@ def entries_of(rows):
 
 @PERHAPS
 @given(ROWS, st.integers(1, 4))
-def test_what_was_written_is_read(tmp_path, monkeypatch, rows, size):
+def test_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Rows, size: int) -> None:
     monkeypatch.setattr(store_module, "ROWS_A_BATCH", size)
     write_store(tmp_path / "a.arrow", entries_of(rows))
     store = pickle.loads(pickle.dumps(Store(tmp_path / "a.arrow")))
@@ -44,7 +48,7 @@ def test_what_was_written_is_read(tmp_path, monkeypatch, rows, size):
 
 @PERHAPS
 @given(ROWS.filter(bool), st.integers(2, 8), st.sampled_from(["skip", "left", "right"]))
-def test_every_row_is_used_or_has_its_reason(tmp_path, rows, longest, truncation):
+def test_every_row_is_used_or_has_its_reason(tmp_path: Path, rows: Rows, longest: int, truncation: Truncation) -> None:
     write_store(tmp_path / "a.arrow", entries_of(rows))
     store = Store(tmp_path / "a.arrow")
     usable = usable_of(store, longest, truncation)
@@ -53,24 +57,24 @@ def test_every_row_is_used_or_has_its_reason(tmp_path, rows, longest, truncation
     samples = Samples.of([usable], range(len(usable.entries)))
     assert samples.lengths.tolist() == [len(sample["input_ids"]) for sample in samples]
     for row, sample in zip(usable.rows, samples, strict=True):
-        whole = [i for i, _ in rows[row - 1]]
+        whole = [i for i, _ in rows[row - 1] or []]
         kept = sample["input_ids"].tolist()
         assert 0 < len(kept) == min(len(whole), longest)
         assert kept == (whole[-len(kept) :] if truncation == "left" else whole[: len(kept)])
         assert sample["loss_mask"].any()
         assert not sample["loss_mask"][0]
-    assert usable.cut == (0 if truncation == "skip" else sum(len(rows[r - 1]) > longest for r in usable.rows))
+    assert usable.cut == (0 if truncation == "skip" else sum(len(rows[r - 1] or []) > longest for r in usable.rows))
 
 
-def test_a_cut_row_keeps_the_mask_of_what_is_left():
+def test_a_cut_row_keeps_the_mask_of_what_is_left() -> None:
     ids, mask = np.arange(6), np.array([False, True, False, True, True, False])
     assert [x.tolist() for x in cut(ids, mask, 3, "left")] == [[3, 4, 5], [False, True, False]]
     assert [x.tolist() for x in cut(ids, mask, 3, "right")] == [[0, 1, 2], [False, True, False]]
     assert mask[3]
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path):
-    def rows():
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def rows() -> Iterator[Entry]:
         yield Entry(1, "0" * 32, Encoded([1, 2], [False, True]))
         raise ValueError("row 2")
 

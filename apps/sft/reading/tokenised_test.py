@@ -2,36 +2,39 @@
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Never
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.reading import tokenised
-from apps.sft.reading.examples import Columns
-from apps.sft.reading.store import Entry
+from apps.sft.reading.examples import Columns, Example
+from apps.sft.reading.store import Entry, Store
 from apps.sft.reading.tokenised import Encoder, fingerprint, tokenise
 from apps.sft.samples import Encoded, encode_messages, encode_text
 
 TOKENIZER = build_tokenizer()
 
 
-def chat(question, answer):
+def chat(question: str, answer: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def write(path, rows):
+def write(path: Path, rows: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path) -> Path:
     return write(tmp_path / "a.jsonl", [{"messages": chat(f"{i}+1=", str(i + 1)), "text": "x"} for i in range(700)])
 
 
-def entries(store):
+def entries(store: Store) -> list[tuple[Any, ...]]:
     return [(store.key(i), *(part.tolist() for part in store.tokens(i))) for i in range(len(store))]
 
 
@@ -39,11 +42,11 @@ def entries(store):
 class Telling(Encoder):
     """Leaves its process in place of tokens."""
 
-    def entry(self, example):
+    def entry(self, example: Example) -> Entry:
         return Entry(example.row, example.key, Encoded([os.getpid()], [True]))
 
 
-def test_processes_share_a_file_and_change_nothing(file, tmp_path, monkeypatch):
+def test_processes_share_a_file_and_change_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "one")
     shared = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "two", processes=2)
     assert entries(alone) == entries(shared)
@@ -55,7 +58,7 @@ def test_processes_share_a_file_and_change_nothing(file, tmp_path, monkeypatch):
     assert 1 <= len(workers) <= 2
 
 
-def test_a_bad_row_ends_the_processes_and_leaves_no_store(file, tmp_path):
+def test_a_bad_row_ends_the_processes_and_leaves_no_store(file: Path, tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write(json.dumps({"messages": [*chat("a", "b"), {"role": "system", "content": "late"}]}) + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, row 701: the chat template refuses the conversation"):
@@ -63,10 +66,10 @@ def test_a_bad_row_ends_the_processes_and_leaves_no_store(file, tmp_path):
     assert not list((tmp_path / "tokens").iterdir())
 
 
-def test_a_file_is_tokenised_once(file, tmp_path, monkeypatch):
+def test_a_file_is_tokenised_once(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tokenise(file, Columns(), TOKENIZER, None, tmp_path / "tokens")
 
-    def never(*args):
+    def never(*args: Any) -> Never:
         raise AssertionError(args)
 
     monkeypatch.setattr(tokenised, "write_store", never)
@@ -74,7 +77,7 @@ def test_a_file_is_tokenised_once(file, tmp_path, monkeypatch):
     assert tokenise(moved, Columns(), TOKENIZER, None, tmp_path / "tokens").path == first.path
 
 
-def other(**changes):
+def other(**changes: Any) -> PreTrainedTokenizerBase:
     tokenizer = build_tokenizer()
     for name, value in changes.items():
         setattr(tokenizer, name, value)
@@ -91,13 +94,13 @@ def other(**changes):
         {"columns": Columns(messages="talk")},
     ],
 )
-def test_what_changes_tokens_changes_the_name(file, change):
+def test_what_changes_tokens_changes_the_name(file: Path, change: dict[str, Any]) -> None:
     usual = {"path": file, "columns": Columns(), "tokenizer": TOKENIZER, "stop_tokens": None}
     assert fingerprint(**usual) == fingerprint(**usual)
     assert fingerprint(**(usual | change)) != fingerprint(**usual)
 
 
-def test_the_content_of_a_file_and_the_code_change_the_name(file, monkeypatch):
+def test_the_content_of_a_file_and_the_code_change_the_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(file, Columns(), TOKENIZER, None)
     text = file.read_text()
     file.write_text(text.replace("699+1=", "699+2="))
@@ -108,11 +111,11 @@ def test_the_content_of_a_file_and_the_code_change_the_name(file, monkeypatch):
     assert fingerprint(file, Columns(), TOKENIZER, None) != before
 
 
-def trained(encoded):
-    return TOKENIZER.decode([i for i, m in zip(encoded.ids, encoded.mask, strict=True) if m])
+def trained(encoded: Encoded) -> str:
+    return str(TOKENIZER.decode([i for i, m in zip(encoded.ids, encoded.mask, strict=True) if m]))
 
 
-def test_a_completion_is_trained_and_its_prompt_is_not():
+def test_a_completion_is_trained_and_its_prompt_is_not() -> None:
     encoded = encode_text(TOKENIZER, "37+58=", "95")
     assert TOKENIZER.decode(encoded.ids) == "37+58=95" + TOKENIZER.eos_token
     assert trained(encoded) == "95" + TOKENIZER.eos_token
@@ -121,7 +124,7 @@ def test_a_completion_is_trained_and_its_prompt_is_not():
 @pytest.mark.parametrize(
     ("prompt", "text"), [("", "hello there"), ("hel", "lo there"), ("a ", " b"), ("<|im_", "end|>")]
 )
-def test_the_prompt_has_the_tokens_that_it_has_alone(prompt, text):
+def test_the_prompt_has_the_tokens_that_it_has_alone(prompt: str, text: str) -> None:
     """Also where a token of the two together would reach over the border."""
     encoded = encode_text(TOKENIZER, prompt, text)
     alone = TOKENIZER(prompt)["input_ids"]
@@ -130,12 +133,12 @@ def test_the_prompt_has_the_tokens_that_it_has_alone(prompt, text):
     assert TOKENIZER.decode(encoded.ids) == prompt + text + TOKENIZER.eos_token
 
 
-def test_an_end_of_sequence_is_not_written_twice():
+def test_an_end_of_sequence_is_not_written_twice() -> None:
     text = "yes" + TOKENIZER.eos_token
     assert list(encode_text(TOKENIZER, "", text).ids) == list(encode_text(TOKENIZER, "", "yes").ids)
 
 
-def test_of_a_conversation_the_completion_alone_is_trained(tmp_path):
+def test_of_a_conversation_the_completion_alone_is_trained(tmp_path: Path) -> None:
     row = {"prompt": [*chat("1+1=", "2"), chat("2+2=", "")[0]], "completion": [chat("", "4")[1]]}
     store = tokenise(write(tmp_path / "a.jsonl", [row]), Columns(), TOKENIZER, None, tmp_path / "tokens")
     ids, mask = store.tokens(0)
@@ -145,7 +148,7 @@ def test_of_a_conversation_the_completion_alone_is_trained(tmp_path):
     assert trained(whole) == "2<|im_end|>4<|im_end|>"
 
 
-def test_forms_are_told_apart_by_the_first_row(tmp_path):
+def test_forms_are_told_apart_by_the_first_row(tmp_path: Path) -> None:
     rows = [{"messages": chat("a", "b"), "text": "c"}]
     plain = Path(write(tmp_path / "a.jsonl", rows))
     found = {
@@ -156,7 +159,7 @@ def test_forms_are_told_apart_by_the_first_row(tmp_path):
     assert found["text"] == "c" + TOKENIZER.eos_token
 
 
-def test_plain_text_needs_no_chat_template(tmp_path):
+def test_plain_text_needs_no_chat_template(tmp_path: Path) -> None:
     bare = other(chat_template=None)
     path = write(tmp_path / "a.jsonl", [{"text": "abc"}])
     assert len(tokenise(path, Columns(), bare, None, tmp_path)) == 1

@@ -6,15 +6,17 @@
 
 import argparse
 import time
+from typing import Any, Literal
 
 import torch
+from tensordict import TensorDict
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.launch import launch
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -24,12 +26,15 @@ SHAPE = {
 }
 
 
-def main(profile: bool):
+def main(profile: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     lengths = torch.randint(12, 21, (512,), generator=rng).tolist()
     batch = tiny_batch(lengths).exclude("old_log_probs", "ref_log_probs")
-    for batching in ("packed", "padded"):
-        engine = build_engine(EngineConfig(device="cpu", lr=1e-4, batching=batching), tiny_model(scale=1.0, **SHAPE))
+    modes: tuple[Literal["packed", "padded"], ...] = ("packed", "padded")
+    for batching in modes:
+        engine: Any = build_engine(
+            EngineConfig(device="cpu", lr=1e-4, batching=batching), tiny_model(scale=1.0, **SHAPE)
+        )
         for _ in range(2):
             engine.train_batch(batch, GRPO())
         times = []
@@ -44,7 +49,7 @@ def main(profile: bool):
             show(engine, batch)
 
 
-def show(engine, batch):
+def show(engine: TrainEngine, batch: TensorDict) -> None:
     with torch.profiler.profile(record_shapes=True) as recorded:
         engine.train_batch(batch, GRPO())
     rows = sorted(recorded.key_averages(group_by_input_shape=True), key=lambda row: -row.self_cpu_time_total)

@@ -11,18 +11,21 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from engines import EngineConfig, build_engine
 from engines.launch import launch
 from engines.packing.model import adapt_for_packing, packed_logits
 from objectives import GRPO, SFT
+from seqpack import Objective
 from seqpack.batches.batch import make_batch
 from seqpack.ops import backends
 from seqpack.testing import check_packing
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 65536,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -39,15 +42,15 @@ SHAPE = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
-ROWS: list[dict] = []
+ROWS: list[dict[str, Any]] = []
 
 
-def say(**facts):
+def say(**facts: Any) -> None:
     ROWS.append(facts)
     print(json.dumps(facts), flush=True)
 
 
-def model(**changes):
+def model(**changes: Any) -> Any:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
@@ -64,7 +67,7 @@ def lengths_of(total: int, longest: int, seed: int = 0) -> list[int]:
     return out
 
 
-def batch_of(lengths: list[int], trained: float = 0.7):
+def batch_of(lengths: list[int], trained: float = 0.7) -> TensorDict:
     rng = torch.Generator().manual_seed(1)
     samples = []
     for index, length in enumerate(lengths):
@@ -81,7 +84,7 @@ def batch_of(lengths: list[int], trained: float = 0.7):
     return make_batch(samples)
 
 
-def isolation():
+def isolation() -> None:
     small = model(num_hidden_layers=4, vocab_size=2048).to("cuda", torch.bfloat16)
     adapt_for_packing(small)
     began = time.perf_counter()
@@ -96,11 +99,11 @@ def isolation():
     )
 
 
-def steps(name: str, tokens: int, cap: int, objective, count: int = 6, **options):
+def steps(name: str, tokens: int, cap: int, objective: Objective, count: int = 6, **options: Any) -> None:
     """Times the last `count` of count + 2 steps."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    engine = build_engine(EngineConfig(device="cuda", lr=1e-5, max_tokens_per_rank=cap, **options), model())
+    engine: Any = build_engine(EngineConfig(device="cuda", lr=1e-5, max_tokens_per_rank=cap, **options), model())
     batch = batch_of(lengths_of(tokens, min(cap, 8192)))
     times, losses = [], []
     for _ in range(count + 2):
@@ -132,7 +135,7 @@ def steps(name: str, tokens: int, cap: int, objective, count: int = 6, **options
     )
 
 
-def main(out: str | None):
+def main(out: str | None) -> None:
     found = backends("cuda", torch.bfloat16)
     say(
         what="machine",

@@ -15,8 +15,9 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from step_gpu import SHAPE, batch_of, lengths_of
@@ -38,7 +39,7 @@ MEDIA = {"image_token_id": 65530, "video_token_id": 65531, "vision_start_token_i
 LORA = LoraConfig(rank=16, alpha=32.0)
 
 
-def say(**facts):
+def say(**facts: Any) -> None:
     OUT.append(facts)
     print(json.dumps(facts), flush=True)
 
@@ -82,7 +83,7 @@ def rows_of(kind: str, device: str) -> Any:
 def measure(what: str, step: Any, tokens: int, device: str, before: int, **facts: Any) -> None:
     """Time `step`, which returns its loss, after a first call and two more."""
     cuda = device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     began = time.perf_counter()
     losses = [float(step())]
     wait()
@@ -118,13 +119,13 @@ def clear(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-def ours(what: str, kind: str, device: str, **options: Any) -> None:
+def ours(what: str, kind: str, device: Literal["cuda", "cpu"], **options: Any) -> None:
     """A step of our engine, with the next batch packed meanwhile."""
     before, batch, objective = clear(device), rows_of(kind, device), SFT()
     tokens = sum(len(ids) for ids in batch["input_ids"].unbind())
     config = EngineConfig(device=device, lr=1e-5, max_tokens_per_rank=tokens, **options)
-    engine = build_engine(config, model_of(kind, device))
-    seen: dict[str, Any] = {}
+    engine: Any = build_engine(config, model_of(kind, device))
+    seen: dict[str, float] = {}
 
     def step() -> float:
         engine.prefetch(batch, objective)
@@ -149,10 +150,21 @@ def attention() -> str:
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    def attend(module, query, key, value, *unused, scaling=None, cu_seq_lens_q=None, **kwargs):  # noqa: ARG001
+    def attend(
+        module: Any,  # noqa: ARG001
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *unused: Any,  # noqa: ARG001
+        scaling: float | None = None,
+        cu_seq_lens_q: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
         longest = kwargs["max_length_q"]
         q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling, window_size=(-1, 0))
+        out: Any = varlen_attn(
+            q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling, window_size=(-1, 0)
+        )
         return out[None], None
 
     AttentionInterface.register("varlen", attend)
@@ -226,7 +238,7 @@ CASES: dict[str, Any] = {
 }
 
 
-def main(device: str, cases: list[str], out: str | None):
+def main(device: str, cases: list[str], out: str | None) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     say(what="machine", device=name, torch=torch.__version__, steps=STEPS)
     for case in cases:

@@ -13,7 +13,9 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +30,16 @@ from engines.launch import launch
 from objectives import SFT
 
 STEPS = 8
-ROWS: list[dict] = []
+ROWS: list[dict[str, Any]] = []
 
 
-def say(**facts):
+def say(**facts: Any) -> None:
     if dist.get_rank() == 0:
         ROWS.append(facts)
         print(json.dumps(facts), flush=True)
 
 
-def measure(what, step, tokens, **facts):
+def measure(what: str, step: Callable[[], Any], tokens: int, **facts: Any) -> None:
     """Time `step`, after a first call and two more; peak memory is that of the steady steps."""
     began, graphs = time.perf_counter(), compilations()
     step()
@@ -78,28 +80,29 @@ def measure(what, step, tokens, **facts):
 BEFORE = 0
 
 
-def clear():
+def clear() -> None:
     global BEFORE
     gc.collect()
     torch.cuda.empty_cache()
     BEFORE = torch.cuda.memory_allocated()
 
 
-def our_engine(tokens, **options):
+def our_engine(tokens: int, **options: Any) -> Any:
     clear()
     with torch.device("cuda"):
         made = model()
     return build_engine(EngineConfig(device="cuda", lr=1e-5, max_tokens_per_rank=tokens, **options), made)
 
 
-def ours(what, tokens, prefetch=True, **options):
+def ours(what: str, tokens: int, prefetch: bool = True, **options: Any) -> None:
     """A step of our engine; every rank has `tokens` tokens, and the next batch is packed meanwhile."""
     room = tokens if dist.get_world_size() == 1 else tokens + 256  # rows of two ranks are not cut to fit
     engine = our_engine(room, **options)
     batches = [batch_of(lengths_of(tokens, 8192) * dist.get_world_size()) for _ in range(2)]
-    objective, done = SFT(), [0]
+    objective = SFT()
+    done: list[Any] = [0]
 
-    def step():
+    def step() -> None:
         done[0] += 1
         if prefetch:
             engine.prefetch(batches[done[0] % 2], objective)
@@ -112,7 +115,7 @@ def ours(what, tokens, prefetch=True, **options):
         profile(step)
 
 
-def profile(step, top=40):
+def profile(step: Callable[[], Any], top: int = 40) -> None:
     """Print where a step's time goes on the device."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
@@ -124,18 +127,19 @@ def profile(step, top=40):
         print(seen.key_averages().table(sort_by="self_device_time_total", row_limit=top, max_name_column_width=70))
 
 
-def host(top=30):
+def host(top: int = 30) -> None:
     """Say what the host does in a step: milliseconds to enqueue each part, and the functions that take the most."""
     import cProfile
     import pstats
 
     engine = our_engine(8192, compile="on", weights="replicated")
-    batch, objective, spent = batch_of(lengths_of(8192, 8192)), SFT(), {}
+    batch, objective = batch_of(lengths_of(8192, 8192)), SFT()
+    spent: dict[str, float] = {}
 
-    def timed(owner, name):
+    def timed(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
-        def call(*args):
+        def call(*args: Any) -> Any:
             began = time.perf_counter()
             result = function(*args)
             spent[name] = spent.get(name, 0.0) + (time.perf_counter() - began) * 1e3 / STEPS
@@ -161,7 +165,7 @@ def host(top=30):
     pstats.Stats(seen).sort_stats("tottime").print_stats(top)
 
 
-def gradients(tokens=8192, **options):
+def gradients(tokens: int = 8192, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients in float32 on the host) of a step that is not made."""
     engine = our_engine(tokens, **options)
     batch = batch_of(lengths_of(tokens, 8192))
@@ -173,34 +177,46 @@ def gradients(tokens=8192, **options):
     return float(loss.share(engine.device)), whole
 
 
-def correctness():
+def correctness() -> None:
     """Gradient errors of the plain and the fast path against float32 and plain torch operations."""
     exact_loss, exact = gradients(dtype="float32", compile="off", weights="sharded")
 
-    def error(found):
+    def error(found: dict[str, torch.Tensor]) -> float:
         squares = sum(float((found[name] - value).double().square().sum()) for name, value in exact.items())
-        return (squares / sum(float(value.double().square().sum()) for value in exact.values())) ** 0.5
+        return float((squares / sum(float(value.double().square().sum()) for value in exact.values())) ** 0.5)
 
-    for what, options in {
+    paths: dict[str, dict[str, Any]] = {
         "plain": {"compile": "off", "weights": "sharded"},
         "fast": {"compile": "on", "weights": "replicated"},
         "fast, FSDP2": {"compile": "on", "weights": "sharded"},
-    }.items():
+    }
+    for what, options in paths.items():
         loss, found = gradients(**options)
         worst = sorted(((float((found[n] - g).norm() / g.norm()), n) for n, g in exact.items()), reverse=True)[:3]
         say(what=f"gradient error, {what}", loss=loss, exact_loss=exact_loss, error=round(error(found), 5), worst=worst)
 
 
-def stock(what, tokens, checkpointing=False):
+def stock(what: str, tokens: int, checkpointing: bool = False) -> None:
     """Stock transformers under FSDP2, with torch's variable-length attention and packed sequences kept apart."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    def attend(module, query, key, value, *unused, scaling=None, cu_seq_lens_q=None, **kwargs):  # noqa: ARG001
+    def attend(
+        module: Any,  # noqa: ARG001
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *unused: Any,  # noqa: ARG001
+        scaling: float | None = None,
+        cu_seq_lens_q: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
         longest = kwargs["max_length_q"]
         q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling, window_size=(-1, 0))
+        out: Any = varlen_attn(
+            q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling, window_size=(-1, 0)
+        )
         return out[None], None
 
     AttentionInterface.register("varlen", attend)
@@ -230,7 +246,7 @@ def stock(what, tokens, checkpointing=False):
         "max_length_k": max(lengths),
     }
 
-    def step():
+    def step() -> float:
         logits = net(input_ids=ids, position_ids=positions, seq_idx=number, use_cache=False, **packed).logits[0]
         losses = cross_entropy(logits[:-1].float(), ids[0, 1:], reduction="none")
         ((losses * mask).sum() / mask.sum()).backward()
@@ -242,7 +258,7 @@ def stock(what, tokens, checkpointing=False):
     measure(what, step, tokens)
 
 
-CASES = {
+CASES: dict[str, Callable[[], None]] = {
     "stock": lambda: stock("stock transformers, FSDP2", 8192),
     "plain": lambda: ours("plain, FSDP2", 8192, compile="off", weights="sharded"),
     "fsdp2": lambda: ours("compiled, FSDP2", 8192, compile="on", weights="sharded"),
@@ -268,7 +284,7 @@ CASES = {
 }
 
 
-def main(cases: list[str], out: str | None):
+def main(cases: list[str], out: str | None) -> None:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         a @ a

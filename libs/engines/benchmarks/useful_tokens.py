@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from step_gpu import SHAPE, batch_of
@@ -46,7 +46,7 @@ class Setting:
     """Sizes of a run on one kind of device. `widths`: of padded rows, none for those of their longest; `shape`: what
     differs from the model of `step_gpu.py`."""
 
-    device: str
+    device: Literal["cuda", "cpu"]
     sequences: int
     middle: int
     longest: int
@@ -105,7 +105,7 @@ def sequences(setting: Setting) -> Any:
 
 def measure(what: str, setting: Setting, step: Callable[[], tuple[float, dict[str, Any]]]) -> dict[str, Any]:
     """Time `step`, which returns its loss and more to say: the first call, one more, and the median of the rest."""
-    wait = torch.cuda.synchronize if setting.device == "cuda" else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if setting.device == "cuda" else lambda: None
     began = time.perf_counter()
     loss, facts = step()
     wait()

@@ -91,7 +91,7 @@ def name_kernels() -> None:
         sys.modules.setdefault(module.__name__, module)
 
 
-def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, torch.nn.Parameter]]:
+def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """GPTModel in megatron-core's own hybrid specification, with the seed's weights; its parameters by our names."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_transformer_block_with_experimental_attention_variant_spec as hybrid_spec,

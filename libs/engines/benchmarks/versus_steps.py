@@ -39,7 +39,7 @@ class Run:
     `optimizer`: what updates our side (`megatron_optimizer`).
     """
 
-    device: str
+    device: Literal["cuda", "cpu"]
     tokens: int
     steps: int
     folder: Path

@@ -78,7 +78,7 @@ MEGATRON: dict[str, Yes | No] = {
     "gradient_checkpointing": Yes("megatron/recomputed_test.py::test_recomputed_layers_change_nothing"),
     "activation_offload": No("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Yes(LAYOUTS),
-    "offload": Yes("megatron/engine_test.py::test_buffers_go_away_and_come_back"),
+    "offload": Yes("megatron/moving_test.py::test_buffers_go_away_and_come_back"),
     "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
     "parameters_on_host": No("Megatron's layers compute from weights on the device: leave it out, or use fsdp2"),
     "core_optimizer": Yes("megatron/updates/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),

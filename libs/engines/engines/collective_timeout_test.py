@@ -1,6 +1,8 @@
 """Every process group of an engine waits as long as the settings say: real ranks of gloo, one of them late."""
 
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from objectives import SFT
 LENGTHS = [7, 3, 12, 5, 9, 30]
 SECONDS, LONG = 3, 77
 LATE = 60.0
-OPTIONS = {"device": "cpu", "max_tokens_per_rank": 40}
-SETTINGS = {
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_tokens_per_rank": 40}
+SETTINGS: dict[str, dict[str, Any]] = {
     "hybrid": {"shard_ranks": 2},
     "experts": {"expert_parallel": 2},
     "dynamic": {"context_parallel": "dynamic", "max_tokens_per_rank": 20},
@@ -30,12 +32,12 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def engine(name, seconds, **options):
+def engine(name: str, seconds: int | None, **options: Any) -> Any:
     config = EngineConfig(**OPTIONS | SETTINGS[name] | options, collective_timeout_seconds=seconds)
     return build_engine(config, tiny_model("moe", num_hidden_layers=2))
 
 
-def times(folder):
+def times(folder: Path) -> list[list[float]]:
     """Train and save beside it; after each engine how long the groups of this process wait, in seconds."""
     found = []
     for name in SETTINGS:
@@ -49,7 +51,7 @@ def times(folder):
     return found
 
 
-def test_every_group_has_the_time_of_the_settings(tmp_path):
+def test_every_group_has_the_time_of_the_settings(tmp_path: Path) -> None:
     before = 1
     for groups in launch_forked(times, (tmp_path,), world_size=4, timeout_seconds=LONG):
         assert len(groups) > before  # each engine made some
@@ -57,26 +59,27 @@ def test_every_group_has_the_time_of_the_settings(tmp_path):
         before = len(groups)
 
 
-def late(name, seconds):
+def late(name: str, seconds: float) -> float:
     """Rank 1 is late inside its first layer, where the others wait for it."""
     built = engine(name, None, max_tokens_per_rank=40)
     first = built.executor.stages[0].decoder if name == "megatron" else built.executor.model.model
     if dist.get_rank() == 1:
         first.layers[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
-    return built.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
+    loss: float = built.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
+    return loss
 
 
 @pytest.mark.parametrize("name", ["experts", "megatron"])
-def test_a_late_rank_ends_the_others_wait(name):
+def test_a_late_rank_ends_the_others_wait(name: str) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0 failed.*Timed out"):
         launch_forked(late, (name, LATE), world_size=2, timeout_seconds=SECONDS)
 
 
-def test_torch_waits_longer_by_itself():
+def test_torch_waits_longer_by_itself() -> None:
     assert launch_forked(late, ("experts", 1.5 * SECONDS), world_size=2) > 0
 
 
-def test_a_group_that_waits_for_another_time_is_refused():
+def test_a_group_that_waits_for_another_time_is_refused() -> None:
     ensure_group("cpu", LONG)
     try:
         assert engine("dynamic", LONG) is not None

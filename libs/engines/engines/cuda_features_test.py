@@ -1,9 +1,12 @@
 """On one CUDA device: adapters, experts (their choice replayed too) and images train as on the CPU."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
@@ -38,20 +41,20 @@ SCORES = {"float32": 1e-5, "bfloat16": 0.02}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def group():
+def group() -> Iterator[None]:
     made = ensure_group("cuda")
     yield
     if made:
         torch.distributed.destroy_process_group()
 
 
-def made(kind: str):
+def made(kind: str) -> Any:
     if kind == "vision":
         return fused_vision_model()
     return tiny_model(kind, scale=1.0, **FUSED_SIZES, **(EXPERTS if kind == "moe" else {}))
 
 
-def rows(kind: str, seed: int = 0):
+def rows(kind: str, seed: int = 0) -> TensorDict:
     if kind == "vision":
         settings = VisionSettings.of(fused_vision_model().config)
         texts = [[30, 9], [200], [3, 40, 5], [700]]
@@ -61,7 +64,7 @@ def rows(kind: str, seed: int = 0):
     return tiny_batch(LENGTHS, seed=seed, vocab=FUSED_SIZES["vocab_size"])
 
 
-def replayed(seed: int = 0):
+def replayed(seed: int = 0) -> TensorDict:
     """Experts of every token drawn anew: none of them is likely to be the router's own pair everywhere."""
     batch, rng = rows("moe", seed), torch.Generator().manual_seed(seed)
     chosen = [torch.rand(n, LAYERS, 4, generator=rng).topk(2).indices.to(torch.int16) for n in LENGTHS]
@@ -69,7 +72,7 @@ def replayed(seed: int = 0):
     return batch
 
 
-def engine(kind: str, device: str = "cuda", **options):
+def engine(kind: str, device: str = "cuda", **options: Any) -> Any:
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     usual: dict[str, Any] = {"device": device, "lr": 1e-3, "eps": 1e-2, "max_tokens_per_rank": 1024}
     return build_engine(EngineConfig(**usual | options), None if "model" in options else made(kind))
@@ -87,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", CASES)
-def test_same_curve_as_on_the_cpu(case, dtype):
+def test_same_curve_as_on_the_cpu(case: str, dtype: str) -> None:
     """Of bfloat16 a router's choice between two nearly equal experts may differ, and with it the loss."""
     kind, options = CASES[case]
     batches = [replayed(seed) if case == "replayed" else rows(kind, seed) for seed in range(2)]
@@ -108,17 +111,17 @@ def test_same_curve_as_on_the_cpu(case, dtype):
         assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=norm)
 
 
-def live(built):
+def live(built: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().to_local().clone() for name, p in built.executor.model.named_parameters()}
 
 
-def base_of(tmp_path, kind="dense"):
+def base_of(tmp_path: Path, kind: str = "dense") -> str:
     made(kind).save_pretrained(tmp_path / "base")
     return str(tmp_path / "base")
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_adapters_learn_as_on_the_cpu_and_the_base_stays_bit_for_bit(tmp_path, dtype):
+def test_adapters_learn_as_on_the_cpu_and_the_base_stays_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     base, curves = base_of(tmp_path), []
     for device, precision in (("cpu", "float32"), ("cuda", dtype)):
         built = engine("dense", device, model=base, dtype=precision, lora=LoraConfig(rank=8, alpha=16.0))
@@ -133,7 +136,7 @@ def test_adapters_learn_as_on_the_cpu_and_the_base_stays_bit_for_bit(tmp_path, d
         assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=norm)
 
 
-def test_a_frozen_tower_stays_bit_for_bit_in_bfloat16():
+def test_a_frozen_tower_stays_bit_for_bit_in_bfloat16() -> None:
     built = engine("vision", vision="frozen", dtype="bfloat16", lr=0.1, eps=1e-8)
     before = live(built)
     built.train_batch(rows("vision"), SFT())

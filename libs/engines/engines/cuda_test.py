@@ -1,10 +1,14 @@
 """On one CUDA device: packed FSDP2 steps with fused kernels in bfloat16 against the padded reference and float32."""
 
 import itertools
+from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
@@ -24,26 +28,26 @@ LENGTHS = [700, 5, 333, 64, 1, 945]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def group():
+def group() -> Iterator[None]:
     made = ensure_group("cuda")
     yield
     if made:
         torch.distributed.destroy_process_group()
 
 
-def model(kind="dense"):
+def model(kind: str = "dense") -> Any:
     return tiny_model(kind, scale=1.0, **FUSED_SIZES)
 
 
-def engine(**options):
+def engine(**options: Any) -> Any:
     return build_engine(EngineConfig(**{"device": "cuda", "lr": 1e-3, "max_tokens_per_rank": 2048, **options}), model())
 
 
-def batch(seed=0):
+def batch(seed: int = 0) -> TensorDict:
     return tiny_batch(LENGTHS, seed=seed, vocab=512)
 
 
-def test_fused_kernels_are_there():
+def test_fused_kernels_are_there() -> None:
     """Otherwise the tests below say nothing about them."""
     found = backends("cuda", torch.bfloat16)
     print({op: [name for name, there in table.items() if there.available] for op, table in found.items()})
@@ -56,22 +60,23 @@ def test_fused_kernels_are_there():
         assert any(found[op][name].available for name in names), f"{op}: {reasons}"
 
 
-def test_isolated_in_bfloat16():
+def test_isolated_in_bfloat16() -> None:
     adapted = model().to("cuda", torch.bfloat16)
     adapt_for_packing(adapted)
     assert_packing_isolated(adapted, packed_forward=packed_logits, lengths=(300, 1, 70, 129))
 
 
-def alone(adapted, input_ids):
+def alone(adapted: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """One sequence through the packed path."""
     n = len(input_ids)
     cu_seqlens = torch.tensor([0, n], dtype=torch.int32, device=input_ids.device)
     positions = torch.arange(n, device=input_ids.device)
     hidden = packed_hidden(adapted, input_ids, positions, PackedContext(cu_seqlens, n))
-    return adapted.get_output_embeddings()(hidden)
+    logits: torch.Tensor = adapted.get_output_embeddings()(hidden)
+    return logits
 
 
-def test_isolated_in_float32():
+def test_isolated_in_float32() -> None:
     """No fused kernel takes float32: the plain operations on the device.
 
     Alone means through the same operations: transformers hands float32 to kernels that multiply in TF32.
@@ -81,7 +86,7 @@ def test_isolated_in_float32():
     assert_packing_isolated(adapted, packed_logits, alone, lengths=(300, 1, 70, 129))
 
 
-def test_float32_equals_float64():
+def test_float32_equals_float64() -> None:
     """Packed logits and every gradient on the device, against the same model in float64 on the CPU."""
     lengths, generator = (300, 1, 70, 129), torch.Generator().manual_seed(0)
     ids = torch.randint(0, FUSED_SIZES["vocab_size"], (sum(lengths),), generator=generator)
@@ -89,7 +94,7 @@ def test_float32_equals_float64():
     positions = torch.cat([torch.arange(n) for n in lengths])
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
-    def run(adapted, device):
+    def run(adapted: Any, device: str) -> dict[str, torch.Tensor]:
         adapt_for_packing(adapted)
         context = PackedContext(cu_seqlens.to(device), max(lengths))
         hidden = packed_hidden(adapted, ids.to(device), positions.to(device), context)
@@ -107,7 +112,7 @@ def test_float32_equals_float64():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_equals_padded(dtype):
+def test_packed_equals_padded(dtype: str) -> None:
     """The padded path runs transformers' own layers, so in bfloat16 two sets of kernels meet."""
     bound = 2e-3 if dtype == "float32" else 0.05
     packed, padded = engine(dtype=dtype), engine(dtype=dtype, batching="padded")
@@ -116,14 +121,14 @@ def test_packed_equals_padded(dtype):
     assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=bound)
 
 
-def test_float32_equals_the_cpu():
+def test_float32_equals_the_cpu() -> None:
     left = engine(dtype="float32").train_batch(batch(), SFT())
     right = engine(dtype="float32", device="cpu").train_batch(batch(), SFT())
     assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
     assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
 
 
-def test_bfloat16_training_learns_and_scores_agree():
+def test_bfloat16_training_learns_and_scores_agree() -> None:
     built = engine(lr=3e-3)
     data = batch()
     data["old_log_probs"] = built.forward(data)["log_probs"]
@@ -133,7 +138,7 @@ def test_bfloat16_training_learns_and_scores_agree():
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_resume_and_export(tmp_path):
+def test_resume_and_export(tmp_path: Path) -> None:
     built = engine()
     built.train_batch(batch(), SFT())
     built.save(tmp_path / "one")
@@ -148,12 +153,12 @@ def test_resume_and_export(tmp_path):
     )
 
 
-def given_gradients(built, given):
+def given_gradients(built: Any, given: list[dict[str, torch.Tensor]]) -> Any:
     """Lets its steps take these gradients, noting its own where there are none: two backward passes differ in bits."""
     step, parameters = built.executor.optimizer_step, dict(built.executor.scorer.named_parameters())
     numbers = itertools.count()
 
-    def spied(lr, loss):
+    def spied(lr: float, loss: torch.Tensor) -> Any:
         if (at := next(numbers)) == len(given):
             given.append({name: p.grad.to_local().clone() for name, p in parameters.items()})
         for name, grad in given[at].items():
@@ -164,9 +169,10 @@ def given_gradients(built, given):
     return built
 
 
-def test_moments_on_the_host_change_no_bit(tmp_path):
+def test_moments_on_the_host_change_no_bit(tmp_path: Path) -> None:
     """Nor a checkpoint's; and the device is free of them."""
-    found, given = [], []
+    found: list[Any] = []
+    given: list[dict[str, torch.Tensor]] = []
     for host in (False, True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -197,9 +203,10 @@ def test_moments_on_the_host_change_no_bit(tmp_path):
     assert full - less >= 0.99 * size > 0
 
 
-def test_parameters_on_the_host_change_no_bit():
+def test_parameters_on_the_host_change_no_bit() -> None:
     """Of weights after three steps; and the device is free of them, of their gradients and moments."""
-    found, given = [], []
+    found: list[Any] = []
+    given: list[dict[str, torch.Tensor]] = []
     for host in (True, False):  # in this order, gradients are noted on the host
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -223,7 +230,7 @@ def test_parameters_on_the_host_change_no_bit():
     assert full - less >= 0.95 * 2 * size  # moments, and of weights and gradients what is not gathered
 
 
-def test_offload_frees_the_device():
+def test_offload_frees_the_device() -> None:
     built = engine()
     built.train_batch(batch(), SFT())
     held = torch.cuda.memory_allocated()

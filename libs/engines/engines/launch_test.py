@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +16,26 @@ import torch.distributed as dist
 from engines.launch import RankError, launch, under_torchrun
 
 
-def total(start):
+def total(start: float) -> tuple[float, int, int]:
     value = torch.tensor([float(start + dist.get_rank())])
     dist.all_reduce(value)
     return value.item(), dist.get_world_size(), os.getpid()
 
 
-def fail_on_one(folder):
+def fail_on_one(folder: Path) -> None:
     (folder / str(dist.get_rank())).write_text(str(os.getpid()))
     if dist.get_rank() == 1:
         raise KeyError("the culprit")
     dist.barrier()  # waits for rank 1 for ever
 
 
-def die_silently():
+def die_silently() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
     time.sleep(60)
 
 
-def alive(pid):
+def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -41,7 +43,7 @@ def alive(pid):
     return "zombie" not in open(f"/proc/{pid}/status").read()
 
 
-def test_one_rank_runs_here_and_leaves_no_group():
+def test_one_rank_runs_here_and_leaves_no_group() -> None:
     before = dict(os.environ)
     value, world, pid = launch(total, (5,))
     assert (value, world, pid) == (5.0, 1, os.getpid())
@@ -49,14 +51,14 @@ def test_one_rank_runs_here_and_leaves_no_group():
     assert dict(os.environ) == before
 
 
-def test_two_ranks_talk_and_rank_0_answers():
+def test_two_ranks_talk_and_rank_0_answers() -> None:
     value, world, pid = launch(total, (5,), world_size=2)
     assert (value, world) == (11.0, 2)
     assert pid != os.getpid()
     assert not alive(pid)
 
 
-def test_a_failing_rank_ends_the_others(tmp_path):
+def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*fail_on_one.*KeyError: 'the culprit'"):
         launch(fail_on_one, (tmp_path,), world_size=2)
@@ -64,32 +66,34 @@ def test_a_failing_rank_ends_the_others(tmp_path):
     assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
 
 
-def test_a_rank_that_dies_silently_is_named():
+def test_a_rank_that_dies_silently_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         launch(die_silently, world_size=2)
 
 
-def tell_pid(queue):
+def tell_pid(queue: Any) -> None:
     queue.put(os.getpid())
 
 
-def start_a_process():
+def start_a_process() -> tuple[int, int, int | None]:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=tell_pid, args=(queue,), daemon=True)
     process.start()
     pid = queue.get(timeout=60)
     process.join()
-    return pid, os.getpid(), multiprocessing.parent_process().pid
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    return pid, os.getpid(), parent.pid
 
 
-def test_a_rank_may_start_processes_of_its_own():
+def test_a_rank_may_start_processes_of_its_own() -> None:
     pid, rank, parent = launch(start_a_process, world_size=2)
     assert len({pid, rank, parent}) == 3
     assert parent == os.getpid()
 
 
-def test_no_orphans_when_this_process_is_killed(tmp_path):
+def test_no_orphans_when_this_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         textwrap.dedent(
@@ -122,7 +126,7 @@ def test_no_orphans_when_this_process_is_killed(tmp_path):
     raise AssertionError("the ranks outlived the process that launched them")
 
 
-def _wait_for_two(folder):
+def _wait_for_two(folder: Path) -> list[int]:
     for _ in range(600):
         pids = [path.read_text() for path in folder.glob("pid*")]
         if len(pids) == 2 and all(pids):
@@ -131,7 +135,7 @@ def _wait_for_two(folder):
     raise AssertionError("the ranks did not start")
 
 
-def test_joins_torchrun(monkeypatch):
+def test_joins_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     with socket.socket() as probe:
@@ -146,6 +150,6 @@ def test_joins_torchrun(monkeypatch):
         launch(total, (3,), world_size=2)
 
 
-def test_bad_world_size():
+def test_bad_world_size() -> None:
     with pytest.raises(ValueError, match="world_size"):
         launch(total, (1,), world_size=0)

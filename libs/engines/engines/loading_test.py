@@ -1,6 +1,7 @@
 """Casting a model leaves its rotary frequencies; what cannot be loaded says why."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from engines.loading import cast_parameters, load, load_model
 from engines.tiny import tiny_config, tiny_model
 
 
-def test_casting_parameters_leaves_buffers():
+def test_casting_parameters_leaves_buffers() -> None:
     """`model.to(bfloat16)` would round rotary frequencies, and with them every position."""
     model: Any = tiny_model("attention")
     before = model.model.rotary_emb.inv_freq.clone()
@@ -21,8 +22,9 @@ def test_casting_parameters_leaves_buffers():
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
-def test_the_master_dtype_is_that_of_parameters(master, tmp_path):
-    tiny_model("dense").save_pretrained(tmp_path)
+def test_the_master_dtype_is_that_of_parameters(master: Literal["float32", "bfloat16"], tmp_path: Path) -> None:
+    stored: Any = tiny_model("dense")
+    stored.save_pretrained(tmp_path)
     for module in (
         load_model(EngineConfig(model=str(tmp_path), master_dtype=master)),
         load_model(EngineConfig(master_dtype=master), tiny_model("dense")),
@@ -33,7 +35,7 @@ def test_the_master_dtype_is_that_of_parameters(master, tmp_path):
         assert module.lm_head.weight is module.model.embed_tokens.weight
 
 
-def test_the_dtypes_of_exports_are_those_before_the_cast():
+def test_the_dtypes_of_exports_are_those_before_the_cast() -> None:
     weights = load(EngineConfig(), tiny_model("attention").to(torch.bfloat16)).weights
     assert set(weights.dtypes.values()) == {torch.bfloat16}
 
@@ -48,13 +50,13 @@ def test_the_dtypes_of_exports_are_those_before_the_cast():
         (EngineConfig(), "qwen", "must be a module or a transformers config"),
     ],
 )
-def test_what_cannot_be_loaded(config, model, words):
+def test_what_cannot_be_loaded(config: EngineConfig, model: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_model(config, model)
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "qwen3", "hidden_size": "wide"}', '{"hidden_size": 3}', "{", "[]"])
-def test_a_broken_config_is_a_value_error_that_names_the_file(text, tmp_path):
+def test_a_broken_config_is_a_value_error_that_names_the_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json|model_type"):
         load_model(EngineConfig(model=str(tmp_path)))

@@ -1,10 +1,14 @@
 """A pipeline schedule fits the step without bending: two stages of two data-parallel ranks give one process' steps."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.families.registry import family_of
 from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
@@ -22,11 +26,11 @@ CONFIG = EngineConfig(device="cpu", lr=1e-2, eps=1e-3, max_tokens_per_rank=20, w
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask")
 
 
-def model(seed=0):
+def model(seed: int = 0) -> Any:
     return tiny_model("dense", seed=seed, scale=2.0, tie_word_embeddings=False)
 
 
-def piped(seed=0):
+def piped(seed: int = 0) -> Engine:
     groups = ParallelGroups.make(ParallelLayout(dp=2, pp=2))
     module = model(seed)
     shapes = ModelWeights.of(family_of(module.config), module)
@@ -35,12 +39,12 @@ def piped(seed=0):
     return Engine(CONFIG, executor, planner, shapes)
 
 
-def weights(built):
+def weights(built: TrainEngine) -> dict[str, torch.Tensor]:
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
-def cases(built, folder, name):
-    out = {"curve": [built.train_batch(tiny_batch(LENGTHS, seed=step), OBJECTIVE) for step in range(2)]}
+def cases(built: TrainEngine, folder: Path, name: str) -> dict[str, Any]:
+    out: dict[str, Any] = {"curve": [built.train_batch(tiny_batch(LENGTHS, seed=step), OBJECTIVE) for step in range(2)]}
     out["lonely"] = [built.train_batch(tiny_batch([9]), SFT())]
     scored = built.forward(tiny_batch(LENGTHS), entropy=True)
     out["scores"] = [scored[key].values().clone() for key in ("log_probs", "entropy")]
@@ -50,7 +54,7 @@ def cases(built, folder, name):
     return out
 
 
-def four_ranks(folder):
+def four_ranks(folder: Path) -> list[Any]:
     out = cases(piped(), folder, "piped")
     other = piped(seed=5)
     other.load(folder / "piped")
@@ -61,7 +65,7 @@ def four_ranks(folder):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     folder = tmp_path_factory.mktemp("pipeline")
     everyone = launch_forked(four_ranks, (folder,), world_size=4)
     made = ensure_group("cpu")
@@ -71,7 +75,9 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["curve", "lonely", "resumed", "again"])
-def test_same_steps_on_every_rank_of_every_stage(results, what):
+def test_same_steps_on_every_rank_of_every_stage(
+    results: tuple[dict[str, Any], list[dict[str, Any]]], what: str
+) -> None:
     alone, everyone = results
     for found in everyone:
         for left, right in zip(alone["resumed" if what == "again" else what], found[what], strict=True):
@@ -81,7 +87,7 @@ def test_same_steps_on_every_rank_of_every_stage(results, what):
                     assert right[key] == pytest.approx(left[key], rel=5e-5, abs=1e-6), key
 
 
-def test_same_weights_and_scores(results):
+def test_same_weights_and_scores(results: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     alone, everyone = results
     for found in everyone:
         for name, value in alone["weights"].items():

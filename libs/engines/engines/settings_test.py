@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-def test_every_field_refuses_what_cannot_work():
+def test_every_field_refuses_what_cannot_work() -> None:
     """By name, for every field there is, in a schedule in which each field matters."""
     assert BAD.keys() == {field.name for field in fields(EngineConfig)}
     schedule = {"lr_schedule": "cosine", "total_steps": 10}
@@ -110,7 +110,7 @@ def test_every_field_refuses_what_cannot_work():
         ({"grad_clip": math.inf}, "grad_clip must be a finite number, got inf"),
     ],
 )
-def test_refusals_say_the_fix(options, message):
+def test_refusals_say_the_fix(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**options)
 
@@ -119,8 +119,8 @@ def test_refusals_say_the_fix(options, message):
     st.sampled_from(["lr", "weight_decay", "eps", "temperature", "grad_clip", "min_lr_ratio"]),
     st.floats(allow_nan=True, allow_infinity=True),
 )
-def test_a_number_that_is_accepted_is_one_that_works(name, value):
-    options = {"lr_schedule": "linear", "total_steps": 4, name: value}
+def test_a_number_that_is_accepted_is_one_that_works(name: str, value: float) -> None:
+    options: dict[str, Any] = {"lr_schedule": "linear", "total_steps": 4, name: value}
     lowest = 5e-324 if name in ("temperature", "grad_clip", "eps") else 0.0
     highest = 1.0 if name == "min_lr_ratio" else sys.float_info.max
     if not lowest <= value <= highest:
@@ -131,12 +131,12 @@ def test_a_number_that_is_accepted_is_one_that_works(name, value):
     assert all(math.isfinite(learning_rate(config, step)) for step in range(6))
 
 
-def test_context_parallel_values():
+def test_context_parallel_values() -> None:
     assert [parse_context_parallel(v) for v in ("off", "static:4", "dynamic")] == [1, 4, "dynamic"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_capability_answers_with_its_ground(backend):
+def test_every_capability_answers_with_its_ground(backend: Literal["fsdp2", "megatron"]) -> None:
     """A Yes names a test that is there; a No says why. Both backends answer for the same features."""
     config, here = EngineConfig(backend=backend), Path(__file__).parent
     assert BACKENDS[backend].keys() == FSDP2.keys()
@@ -155,16 +155,17 @@ def test_every_capability_answers_with_its_ground(backend):
         supports(config, "teleport")
 
 
-def test_a_backend_that_is_not_installed_is_a_no(monkeypatch):
+def test_a_backend_that_is_not_installed_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.capability.find_spec", lambda name: None)
     answer = supports(EngineConfig(), "megatron")
     assert not answer
+    assert isinstance(answer, No)
     assert "pip install megatron-core==" in answer.reason
     with pytest.raises(ValueError, match="megatron is not supported: megatron-core is not installed"):
         refuse_unsupported(EngineConfig(backend="megatron"))
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_all_that_is_wrong_is_told_at_once() -> None:
     """Ranges, fields beside each other, and the schedule: one start of a run tells what it took four to tell."""
     with pytest.raises(ValueError, match="lr must be") as refusal:
         EngineConfig(lr=-1.0, eps=0.0, parameters_on_host=True, total_steps=5)
@@ -176,7 +177,7 @@ def test_all_that_is_wrong_is_told_at_once():
         assert str(alone.value) in reasons
 
 
-def test_an_option_of_the_other_backend_is_refused():
+def test_an_option_of_the_other_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="reshard_after_forward is FSDP2's"):
         refuse_unsupported(EngineConfig(backend="megatron", reshard_after_forward=False))
     with pytest.raises(ValueError, match="transformer_options are Megatron's"):
@@ -209,7 +210,7 @@ def test_an_option_of_the_other_backend_is_refused():
         {"backend": "megatron", "gradient_checkpointing": True, "activation_offload": True},
     ],
 )
-def test_unsupported_settings_are_refused_with_the_reason(options):
+def test_unsupported_settings_are_refused_with_the_reason(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not supported:"):
         refuse_unsupported(EngineConfig(**options))
 
@@ -226,10 +227,10 @@ def test_unsupported_settings_are_refused_with_the_reason(options):
         ({"optimizer_on_host": False}, "set optimizer_on_host=True"),
     ],
 )
-def test_what_parameters_on_the_host_are_not_beside_is_refused(options, message):
+def test_what_parameters_on_the_host_are_not_beside_is_refused(options: dict[str, Any], message: str) -> None:
     """Before a model is loaded or a process group made."""
 
-    def build():
+    def build() -> None:
         config = EngineConfig(**{"optimizer_on_host": True, "parameters_on_host": True, **options})
         refuse_unsupported(config)
         use_replicated_weights(config, torch.device("cuda"), ranks=1)

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.utils.weak import TensorWeakRef
 
 from engines import EngineConfig, LocalBatch, build_engine
@@ -20,7 +22,9 @@ OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.05, off_policy="truncate", aggregat
 EXECUTORS = pytest.mark.parametrize("executor", BUILDERS)
 
 
-def plain_loop(model, batches, temperature=1.0, steps=3):
+def plain_loop(
+    model: Any, batches: list[TensorDict], temperature: float = 1.0, steps: int = 3
+) -> tuple[list[float], list[float]]:
     """Rows one by one through the untouched model, torch's AdamW, no packing, no sharding: the oracle of a step."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -43,7 +47,7 @@ def plain_loop(model, batches, temperature=1.0, steps=3):
 
 
 @pytest.mark.parametrize(("executor", "batching"), [("fsdp2", "packed"), ("fsdp2", "padded"), ("plain", "packed")])
-def test_steps_equal_a_plain_loop(executor, batching):
+def test_steps_equal_a_plain_loop(executor: str, batching: str) -> None:
     batches = [tiny_batch(LENGTHS, seed=seed) for seed in range(3)]
     built = engine(executor=executor, batching=batching, max_tokens_per_rank=20, temperature=0.8)
     oracle = copy.deepcopy(tiny_model("dense", scale=2.0))
@@ -60,7 +64,7 @@ def test_steps_equal_a_plain_loop(executor, batching):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_packed_equals_padded_in_any_micro_batches(kind):
+def test_packed_equals_padded_in_any_micro_batches(kind: str) -> None:
     batch = tiny_batch(LENGTHS)
     want = engine(kind=kind, max_tokens_per_rank=1000)
     first = want.train_batch(batch, OBJECTIVE)
@@ -79,7 +83,7 @@ def test_packed_equals_padded_in_any_micro_batches(kind):
         assert result["tokens"] == sum(LENGTHS)
 
 
-def test_gradient_checkpointing_and_resharding_change_nothing():
+def test_gradient_checkpointing_and_resharding_change_nothing() -> None:
     batch = tiny_batch(LENGTHS)
     want = engine(lr=1e-3)
     want.train_batch(batch, SFT())
@@ -90,7 +94,7 @@ def test_gradient_checkpointing_and_resharding_change_nothing():
 
 
 @EXECUTORS
-def test_rows_without_a_signal_are_not_computed_and_change_nothing(executor):
+def test_rows_without_a_signal_are_not_computed_and_change_nothing(executor: str) -> None:
     batch = tiny_batch(LENGTHS)
     rows = list(batch["advantages"].unbind())
     keep = [True, False, False, True, False, True, True, False]
@@ -106,7 +110,7 @@ def test_rows_without_a_signal_are_not_computed_and_change_nothing(executor):
 
 
 @EXECUTORS
-def test_a_batch_without_any_signal_still_makes_a_step(executor):
+def test_a_batch_without_any_signal_still_makes_a_step(executor: str) -> None:
     batch = tiny_batch(LENGTHS)
     batch["advantages"] = jagged([0 * row for row in batch["advantages"].unbind()])
     result = engine(executor=executor).train_batch(batch, GRPO())
@@ -114,7 +118,7 @@ def test_a_batch_without_any_signal_still_makes_a_step(executor):
 
 
 @pytest.mark.parametrize(("executor", "batching"), [("fsdp2", "packed"), ("fsdp2", "padded"), ("plain", "packed")])
-def test_forward_scores_every_token(executor, batching):
+def test_forward_scores_every_token(executor: str, batching: str) -> None:
     batch = tiny_batch(LENGTHS)
     built = engine(executor=executor, batching=batching, max_tokens_per_rank=16, temperature=0.7)
     scored = built.forward(batch, entropy=True)
@@ -135,7 +139,7 @@ def test_forward_scores_every_token(executor, batching):
 
 @EXECUTORS
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_scores_of_the_engine_are_those_it_trains_on(executor, dropout):
+def test_scores_of_the_engine_are_those_it_trains_on(executor: str, dropout: float) -> None:
     """old_log_probs from forward() give a ratio of one in the first step, whatever dropout the model asks for."""
     batch = tiny_batch(LENGTHS)
     model = tiny_model("dense", scale=2.0, attention_dropout=dropout)
@@ -147,7 +151,7 @@ def test_scores_of_the_engine_are_those_it_trains_on(executor, dropout):
 
 
 @EXECUTORS
-def test_learning_rate_zero_and_schedule(executor):
+def test_learning_rate_zero_and_schedule(executor: str) -> None:
     built = engine(executor=executor, lr=1e-2, warmup_steps=2, lr_schedule="linear", total_steps=4)
     batch = tiny_batch(LENGTHS)
     assert [round(built.train_batch(batch, SFT())["lr"], 6) for _ in range(5)] == [0.005, 0.01, 0.01, 0.005, 0.0]
@@ -157,7 +161,7 @@ def test_learning_rate_zero_and_schedule(executor):
         assert torch.equal(value, before[name])
 
 
-def test_bfloat16_compute_with_float32_weights():
+def test_bfloat16_compute_with_float32_weights() -> None:
     batch = tiny_batch(LENGTHS)
     want = engine(max_tokens_per_rank=20).train_batch(batch, SFT())
     built = engine(max_tokens_per_rank=20, dtype="bfloat16")
@@ -168,7 +172,7 @@ def test_bfloat16_compute_with_float32_weights():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_dropout_adds_no_noise():
+def test_dropout_adds_no_noise() -> None:
     """Scores with dropout in the model's config are those without it, and the gradient is too."""
     batch = tiny_batch(LENGTHS)
     want = engine(max_tokens_per_rank=20)
@@ -181,7 +185,7 @@ def test_dropout_adds_no_noise():
         assert norm == pytest.approx(engine(max_tokens_per_rank=20).train_batch(batch, SFT())["grad_norm"], rel=1e-4)
 
 
-def test_gradient_checkpointing_recomputes_the_layers():
+def test_gradient_checkpointing_recomputes_the_layers() -> None:
     calls = []
     for checkpointing in (False, True):
         built = engine(gradient_checkpointing=checkpointing)
@@ -195,7 +199,7 @@ def test_gradient_checkpointing_recomputes_the_layers():
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize("options", [{}, {"batching": "padded"}, {"weights": "replicated"}], ids=str)
-def test_inputs_of_layers_on_the_host_change_no_bit(kind, options):
+def test_inputs_of_layers_on_the_host_change_no_bit(kind: str, options: dict[str, Any]) -> None:
     curves, built = [], []
     moved: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True, "activation_offload": True}]
     for changes in moved:
@@ -206,7 +210,7 @@ def test_inputs_of_layers_on_the_host_change_no_bit(kind, options):
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved):
+def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved: bool) -> None:
     """Without offload they live until the backward pass."""
     built, alive, inputs = engine(gradient_checkpointing=True, activation_offload=moved), [], []
     layers = inside(built).model.model.layers
@@ -215,7 +219,7 @@ def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved):
     objective = SFT()
 
     class Looking(SFT):
-        def __call__(self, *args):
+        def __call__(self, *args: Any) -> Any:
             gc.collect()
             alive.append([found() is not None for found in inputs])
             return objective(*args)
@@ -225,7 +229,7 @@ def test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host(moved):
 
 
 @EXECUTORS
-def test_parts_of_a_batch_in_one_process(executor):
+def test_parts_of_a_batch_in_one_process(executor: str) -> None:
     """All rows are this rank's: in any order they give the whole batch's step."""
     batch = tiny_batch(LENGTHS)
     rows = [5, 2, 7, 0, 1, 3, 6, 4]
@@ -244,14 +248,14 @@ def test_parts_of_a_batch_in_one_process(executor):
 
 
 @EXECUTORS
-def test_a_view_trains_like_its_batch(executor):
+def test_a_view_trains_like_its_batch(executor: str) -> None:
     batch = tiny_batch(LENGTHS)
     built = [engine(executor=executor) for _ in range(2)]
     assert built[0].train_batch(view_batch(batch), SFT()) == built[1].train_batch(batch, SFT())
 
 
 @EXECUTORS
-def test_parts_that_do_not_fit_are_refused(executor):
+def test_parts_that_do_not_fit_are_refused(executor: str) -> None:
     batch = tiny_batch([5, 3])
     for rows, lengths, message in [
         ((0,), (5, 3), "names 1 rows"),
@@ -267,7 +271,7 @@ def test_parts_that_do_not_fit_are_refused(executor):
 
 
 @EXECUTORS
-def test_reference_policy_only_scores(executor):
+def test_reference_policy_only_scores(executor: str) -> None:
     built = engine(executor=executor, trainable=False)
     batch = tiny_batch(LENGTHS)
     assert not built.forward(batch)["log_probs"].requires_grad
@@ -276,7 +280,7 @@ def test_reference_policy_only_scores(executor):
 
 
 @EXECUTORS
-def test_offload_and_onload(executor):
+def test_offload_and_onload(executor: str) -> None:
     built, stayed = (engine(executor=executor) for _ in range(2))
     batch = tiny_batch(LENGTHS)
     for one in (built, stayed):
@@ -291,7 +295,7 @@ def test_offload_and_onload(executor):
 
 
 @EXECUTORS
-def test_export_equals_the_state_dict(executor):
+def test_export_equals_the_state_dict(executor: str) -> None:
     built = engine(executor=executor)
     state = tiny_model("dense", scale=2.0).state_dict()
     exported = weights(built)
@@ -303,7 +307,7 @@ def test_export_equals_the_state_dict(executor):
 
 
 @EXECUTORS
-def test_plain_facts(executor):
+def test_plain_facts(executor: str) -> None:
     built = engine(executor=executor)
     facts = built.state_summary()
     assert facts["world_size"] == 1
@@ -319,13 +323,13 @@ def test_plain_facts(executor):
     assert not built.supports("tensor_parallel")
 
 
-def test_facts_say_why_layers_are_not_compiled():
+def test_facts_say_why_layers_are_not_compiled() -> None:
     assert engine(compile="off").state_summary()["compiled"] == "no: compile='off'"
     padded = engine(batching="padded").state_summary()["compiled"]
     assert padded == "no: layers are compiled for packed batches alone: set batching='packed'"
 
 
-def test_a_model_that_cannot_be_had_is_refused_with_the_fix(tmp_path):
+def test_a_model_that_cannot_be_had_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no model directory"):
         build_engine(EngineConfig(model=str(tmp_path / "absent"), device="cpu"))
     with pytest.raises(ValueError, match=r"config\.json"):
@@ -337,7 +341,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_fix(tmp_path):
 
 
 @EXECUTORS
-def test_batches_that_cannot_be_trained_are_refused_with_the_fix(executor):
+def test_batches_that_cannot_be_trained_are_refused_with_the_fix(executor: str) -> None:
     batch = tiny_batch(LENGTHS)
     with pytest.raises(ValueError, match="lacks advantages"):
         engine(executor=executor).train_batch(batch.exclude("advantages"), GRPO())

@@ -4,16 +4,20 @@ import dataclasses
 import json
 import math
 import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 import engines.step
-from engines import EngineConfig, LocalBatch, NonFiniteError
+from engines import EngineConfig, LocalBatch, NonFiniteError, StepPlan
 from engines.execution.metrics import MetricSum, agreed_number
+from engines.execution.micro_batches import MicroBatches
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
@@ -33,27 +37,27 @@ from seqpack.batches.batch import jagged
 class Recorded(BigramExecutor):
     """Keeps what it was given to score."""
 
-    def score(self, micro_batches, take, scoring):
+    def score(self, micro_batches: MicroBatches, take: Any, scoring: Any) -> None:
         self.scored = [sorted(one.packed.values) for one in micro_batches]
         super().score(micro_batches, take, scoring)
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedPlanner(DataParallelPlanner):
-    prepared: list = dataclasses.field(default_factory=list)
+    prepared: list[StepPlan] = dataclasses.field(default_factory=list)
 
-    def prepare(self, plan):
+    def prepare(self, plan: StepPlan) -> None:
         self.prepared.append(plan)
 
 
-def bigram(cap=20, **options):
+def bigram(cap: int = 20, **options: Any) -> Any:
     config = EngineConfig(**{"device": "cpu", "lr": 0.5, "max_tokens_per_rank": cap, **options})
     executor: Any = Recorded(ParallelGroups.make(ParallelLayout()), Bigram(48))
     nothing: Any = None
     return Engine(config, executor, RecordedPlanner(cap, 1), weights=nothing)
 
 
-def plain(**options):
+def plain(**options: Any) -> Any:
     model = tiny_model("attention", scale=2.0, num_hidden_layers=2)
     return build_plain_engine(EngineConfig(**{"device": "cpu", "lr": 1e-2, **options}), model)
 
@@ -62,24 +66,24 @@ def plain(**options):
 
 
 @pytest.fixture
-def agreements(monkeypatch):
+def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen = []
     monkeypatch.setattr(engines.step, "check_agreement", lambda *args: seen.append(args))
     return seen
 
 
-def parts_of(batch):
+def parts_of(batch: TensorDict) -> LocalBatch:
     view = view_batch(batch)
     return LocalBatch(view, tuple(range(len(view))), view.lengths)
 
 
-def test_ranks_compare_the_kind_of_call_the_plan_and_the_counts(agreements):
+def test_ranks_compare_the_kind_of_call_the_plan_and_the_counts(agreements: list[Any]) -> None:
     built = bigram()
     batch = tiny_batch([5, 7])
     longer = tiny_batch([5, 8])
     fewer = batch.clone()
     fewer["loss_mask"] = jagged([*(row & (torch.arange(len(row)) > 3) for row in batch["loss_mask"].unbind())])
-    calls = [
+    calls: list[Callable[[TensorDict], Any]] = [
         lambda one: built.train_batch(one, SFT()),
         lambda one: built.train_batch(parts_of(one), SFT()),
         lambda one: built.forward(one),
@@ -108,7 +112,7 @@ def test_ranks_compare_the_kind_of_call_the_plan_and_the_counts(agreements):
     assert {args[1:] for args in agreements} == {("the plan of this step", built.device, built.groups.world)}
 
 
-def test_the_plan_that_was_agreed_on_is_prepared(agreements):
+def test_the_plan_that_was_agreed_on_is_prepared(agreements: list[Any]) -> None:
     built = bigram(cap=8)
     batch = tiny_batch([5, 7, 4])
     batch["advantages"] = jagged([row * (i != 1) for i, row in enumerate(batch["advantages"].unbind())])
@@ -119,7 +123,7 @@ def test_the_plan_that_was_agreed_on_is_prepared(agreements):
     assert [plan.hash for plan in built.planner.prepared] == agreed
 
 
-def test_a_batch_made_ahead_is_agreed_on_and_not_planned_again(agreements):
+def test_a_batch_made_ahead_is_agreed_on_and_not_planned_again(agreements: list[Any]) -> None:
     built, first, following = bigram(), tiny_batch([5, 7]), tiny_batch([4, 6])
     built.prefetch(following, SFT())
     built.train_batch(first, SFT())
@@ -135,16 +139,18 @@ def test_a_batch_made_ahead_is_agreed_on_and_not_planned_again(agreements):
 
 
 @pytest.mark.parametrize("vision", [None, "how the tower sees"])
-def test_media_and_routes_are_checked_as_the_model_takes_them(monkeypatch, vision):
+def test_media_and_routes_are_checked_as_the_model_takes_them(
+    monkeypatch: pytest.MonkeyPatch, vision: str | None
+) -> None:
     """A batch says whether the model sees its media, gets positions where it does, and its routes are of the model."""
 
     class Batch:
         view = "the rows"
 
-        def require(self, keys, sees):
+        def require(self, keys: tuple[str, ...], sees: bool) -> None:
             self.asked = keys, sees
 
-        def with_positions(self, settings):
+        def with_positions(self, settings: Any) -> tuple[str, Any]:
             return "positions", settings
 
     checked = []
@@ -158,14 +164,14 @@ def test_media_and_routes_are_checked_as_the_model_takes_them(monkeypatch, visio
     assert checked == [("the rows", 48, 3, 4)]
 
 
-def test_settings_of_the_tower_are_those_of_the_model(monkeypatch):
-    monkeypatch.setattr(engines.step.VisionSettings, "of", lambda config: ("of", config))
+def test_settings_of_the_tower_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.step.VisionSettings.of", lambda config: ("of", config))
     monkeypatch.setattr(Bigram, "config", "the model's", raising=False)
     assert bigram().vision is None
     assert bigram(vision="frozen").vision == ("of", "the model's")
 
 
-def test_a_step_is_as_finite_as_its_loss_and_its_gradient():
+def test_a_step_is_as_finite_as_its_loss_and_its_gradient() -> None:
     built = bigram(on_nonfinite="skip")
     for loss, norm in ((math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)):
         assert not math.isfinite(built._take_update(loss, torch.tensor(norm)))
@@ -174,7 +180,7 @@ def test_a_step_is_as_finite_as_its_loss_and_its_gradient():
     assert built.step == 1
 
 
-def test_an_error_carries_the_batch_that_it_is_of(monkeypatch):
+def test_an_error_carries_the_batch_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     built, batch = bigram(), tiny_batch([5, 7])
     with torch.no_grad():
         built.executor.model.table[:] = math.nan
@@ -183,7 +189,7 @@ def test_an_error_carries_the_batch_that_it_is_of(monkeypatch):
     assert raised.value.batch is batch
 
 
-def test_only_what_scoring_needs_is_packed():
+def test_only_what_scoring_needs_is_packed() -> None:
     built = bigram()
     batch = tiny_batch([5, 7])
     built.forward(batch)
@@ -193,10 +199,15 @@ def test_only_what_scoring_needs_is_packed():
     assert built.executor.scored == [["input_ids", "position_ids"]]
 
 
-def test_metrics_are_summed_over_the_ranks_that_split_the_batch(monkeypatch):
-    groups = []
+def test_metrics_are_summed_over_the_ranks_that_split_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = []
     reduce = MetricSum.reduce
-    monkeypatch.setattr(MetricSum, "reduce", lambda self, group="none": groups.append(group) or reduce(self))
+
+    def recorded(self: MetricSum, group: Any = "none") -> dict[str, float]:
+        groups.append(group)
+        return reduce(self)
+
+    monkeypatch.setattr(MetricSum, "reduce", recorded)
     built = bigram()
     built.groups = dataclasses.replace(built.groups, plan="those of the plan")
     built.train_batch(tiny_batch([5, 7]), SFT())
@@ -206,7 +217,7 @@ def test_metrics_are_summed_over_the_ranks_that_split_the_batch(monkeypatch):
 # ------------------------------------------------------------------ weights
 
 
-def test_an_export_is_the_checkpoint_or_the_live_module():
+def test_an_export_is_the_checkpoint_or_the_live_module() -> None:
     built = plain()
     live = {name: tensor.clone() for name, tensor in built.executor.tensors()}
     assert {name: tensor.dtype for name, tensor in assemble(built.export_weights(live=True)).items()} == {
@@ -222,7 +233,7 @@ def test_an_export_is_the_checkpoint_or_the_live_module():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_saved_model_is_loaded_by_transformers(tmp_path, dtype):
+def test_a_saved_model_is_loaded_by_transformers(tmp_path: Path, dtype: torch.dtype | None) -> None:
     built = plain()
     built.train_batch(tiny_batch([5, 7]), SFT())
     target = tmp_path / "export"
@@ -241,14 +252,18 @@ def test_a_saved_model_is_loaded_by_transformers(tmp_path, dtype):
         assert torch.equal(tensor, want[name].to(tensor.dtype)), name
 
 
-def test_the_last_step_must_have_made_an_update(tmp_path):
+def test_the_last_step_must_have_made_an_update(tmp_path: Path) -> None:
     built = plain()
     built.guard.in_a_row = 2
     with pytest.raises(NonFiniteError, match="the last 2 steps made no update"):
         built.save_hf(tmp_path / "export")
     with torch.no_grad():
         next(built.executor.model.parameters())[0, 0] = torch.nan
-    for call in (lambda: list(built.export_weights()), lambda: list(built.export_weights(live=True))):
+    calls: list[Callable[[], Any]] = [
+        lambda: list(built.export_weights()),
+        lambda: list(built.export_weights(live=True)),
+    ]
+    for call in calls:
         with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values"):
             call()
     built.guard.in_a_row = 0
@@ -257,12 +272,14 @@ def test_the_last_step_must_have_made_an_update(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
-def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(tmp_path, monkeypatch):
+def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 takes part in the gathering of every tensor, keeps none, and waits for rank 0."""
     built, alive, barriers = plain(), [], []
     given = dict(built.executor.tensors())
 
-    def tensors():
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in given.items():
             copy = tensor.detach().clone()
             alive.append(weakref.ref(copy))
@@ -273,7 +290,7 @@ def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(tmp_path, mon
     built.executor.tensors = tensors
     export = ModelWeights.export
 
-    def recorded(weights, *args, **kwargs):
+    def recorded(weights: ModelWeights, *args: Any, **kwargs: Any) -> Any:
         exported.append(kwargs)
         return export(weights, *args, **kwargs)
 
@@ -293,7 +310,7 @@ def test_other_ranks_gather_one_tensor_at_a_time_and_write_nothing(tmp_path, mon
 # ------------------------------------------------------------------ checkpoints and facts
 
 
-def test_a_checkpoint_without_a_count_has_skipped_nothing(tmp_path):
+def test_a_checkpoint_without_a_count_has_skipped_nothing(tmp_path: Path) -> None:
     built, other = bigram(), bigram()
     built.train_batch(tiny_batch([5, 7]), SFT())
     built.save(str(tmp_path / "one"))
@@ -303,11 +320,19 @@ def test_a_checkpoint_without_a_count_has_skipped_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_stages_of_a_pipeline_read_a_checkpoint_together(monkeypatch, tmp_path, stages):
-    built, calls = bigram(), []
+def test_stages_of_a_pipeline_read_a_checkpoint_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: int
+) -> None:
+    built = bigram()
+    calls: list[Any] = []
+    loaded: list[Any] = []
+
+    def load_checkpoint(*args: Any) -> dict[str, int]:
+        calls.append(args)
+        return {"step": 7}
+
     built.groups = dataclasses.replace(built.groups, layout=ParallelLayout(pp=stages), world="all ranks")
-    monkeypatch.setattr(engines.step, "load_checkpoint", lambda *args: calls.append(args) or {"step": 7})
-    loaded = []
+    monkeypatch.setattr(engines.step, "load_checkpoint", load_checkpoint)
     built.executor.load_state = loaded.append
     built.load(tmp_path)
     assert built.step == 7
@@ -317,7 +342,7 @@ def test_stages_of_a_pipeline_read_a_checkpoint_together(monkeypatch, tmp_path, 
     assert args[2] == (None if stages == 1 else "all ranks")
 
 
-def test_plain_facts():
+def test_plain_facts() -> None:
     built = plain()
     built.train_batch(tiny_batch([5, 7]), SFT())
     assert built.state_summary() == {

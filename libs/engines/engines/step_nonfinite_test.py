@@ -1,6 +1,7 @@
 """NaN and divergence over every executor: no update, an error that says where, no export."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,18 +19,18 @@ EXECUTORS = pytest.mark.parametrize("executor", BUILDERS)
 class Broken(SFT):
     """An objective whose loss is multiplied by something."""
 
-    def __init__(self, factor):
+    def __init__(self, factor: float) -> None:
         super().__init__()
         object.__setattr__(self, "factor", factor)
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, metrics = super().__call__(*args)
         return loss * self.__dict__["factor"], metrics
 
 
 @EXECUTORS
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run(executor, factor):
+def test_a_loss_that_is_not_finite_ends_the_run(executor: str, factor: float) -> None:
     built: Any = engine(executor=executor)
     built.train_batch(tiny_batch(LENGTHS), SFT())
     before = weights(built)
@@ -41,7 +42,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(executor, factor):
 
 
 @EXECUTORS
-def test_skipped_steps_are_counted_and_change_nothing(executor, tmp_path):
+def test_skipped_steps_are_counted_and_change_nothing(executor: str, tmp_path: Path) -> None:
     built: Any = engine(executor=executor, on_nonfinite="skip")
     before = weights(built)
     result = built.train_batch(tiny_batch(LENGTHS), Broken(math.nan))
@@ -61,7 +62,7 @@ def test_skipped_steps_are_counted_and_change_nothing(executor, tmp_path):
 
 
 @EXECUTORS
-def test_ten_skipped_steps_in_a_row_end_a_run(executor):
+def test_ten_skipped_steps_in_a_row_end_a_run(executor: str) -> None:
     built = engine(executor=executor, on_nonfinite="skip")
     batch = tiny_batch([5, 4])
     for _ in range(9):
@@ -74,11 +75,11 @@ def test_ten_skipped_steps_in_a_row_end_a_run(executor):
 
 
 @EXECUTORS
-def test_a_gradient_that_is_not_finite_ends_the_run(executor):
+def test_a_gradient_that_is_not_finite_ends_the_run(executor: str) -> None:
     """The loss is finite, the gradient of sqrt at 0 is not."""
 
     class Infinite(SFT):
-        def __call__(self, log_probs, *rest):
+        def __call__(self, log_probs: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return (log_probs * 0).sum().sqrt(), {}
 
     built = engine(executor=executor)
@@ -86,7 +87,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(executor):
         built.train_batch(tiny_batch(LENGTHS), Infinite())
 
 
-def test_divergence_never_ends_as_an_export(tmp_path):
+def test_divergence_never_ends_as_an_export(tmp_path: Path) -> None:
     """A learning rate that is absurd: an error at the second step, or when the first one's weights are exported."""
     built = engine(lr=1e30)
     built.train_batch(tiny_batch(LENGTHS), SFT())
@@ -102,11 +103,11 @@ def test_divergence_never_ends_as_an_export(tmp_path):
 
 
 @EXECUTORS
-def test_a_step_that_failed_leaves_no_gradient_behind(executor):
+def test_a_step_that_failed_leaves_no_gradient_behind(executor: str) -> None:
     class Raises(SFT):
         calls = 0
 
-        def __call__(self, *args):
+        def __call__(self, *args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             type(self).calls += 1
             if self.calls > 1:
                 raise KeyError("the objective's own mistake")

@@ -5,6 +5,9 @@ random batches.
 """
 
 import math
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from engines import EngineConfig, LocalBatch, NonFiniteError
 from engines.execution.schedule import learning_rate
@@ -22,7 +26,7 @@ from engines.step import Engine
 from engines.storage.manifest import read_manifest
 from engines.testing.bigram_executor import Bigram, BigramExecutor
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
-from seqpack import Totals, make_batch, view_batch
+from seqpack import PackedBatch, Totals, make_batch, view_batch
 
 VOCAB = 7
 LR = 0.5
@@ -33,17 +37,19 @@ class Weighted:
 
     required_keys = ("advantages",)
 
-    def __init__(self, entropy=False):
+    def __init__(self, entropy: bool = False) -> None:
         self.needs_entropy = entropy
-        self.totals = []
-        self.rows = []
+        self.totals: list[Totals] = []
+        self.rows: list[Any] = []
 
-    def zero_gradient_rows(self, batch):
+    def zero_gradient_rows(self, batch: Any) -> torch.Tensor:
         view = view_batch(batch)
         counts = view.row_sums((view.flat("advantages") != 0) & view.trained)
         return counts == 0
 
-    def __call__(self, log_probs, entropy, packed, totals):
+    def __call__(
+        self, log_probs: torch.Tensor, entropy: torch.Tensor | None, packed: PackedBatch, totals: Totals
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.totals.append(totals)
         self.rows.append(packed.indices)
         weight = packed.values["advantages"] * packed.values["loss_mask"]
@@ -59,7 +65,7 @@ class Weighted:
         }
 
 
-def build(cap=20, **options):
+def build(cap: int = 20, **options: Any) -> Any:
     trainable = options.pop("trainable", True)
     clip = options.pop("clip", 1e9)
     config = EngineConfig(**{"device": "cpu", "lr": LR, "max_tokens_per_rank": cap, **options})
@@ -69,7 +75,7 @@ def build(cap=20, **options):
     return Engine(config, executor, DataParallelPlanner(cap, 1), weights=nothing)  # nothing here is exported
 
 
-def batch_of(lengths, seed=0, idle=()):
+def batch_of(lengths: list[int], seed: int = 0, idle: Iterable[int] = ()) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for row, length in enumerate(lengths):
@@ -88,7 +94,9 @@ def batch_of(lengths, seed=0, idle=()):
     return make_batch(samples)
 
 
-def by_hand(model, batch, temperature=1.0, entropy=False):
+def by_hand(
+    model: Bigram, batch: TensorDict, temperature: float = 1.0, entropy: bool = False
+) -> tuple[float, Any, list[Any]]:
     """(loss, gradient of the table, log-probs and entropies by row), one token at a time."""
     table = model.table.detach().clone().requires_grad_()
     masks = [row.tolist() for row in batch["loss_mask"].unbind()]
@@ -113,9 +121,12 @@ rows = st.lists(st.integers(1, 12), min_size=1, max_size=9).filter(lambda sizes:
 
 @settings(deadline=None, max_examples=40)
 @given(rows, st.integers(12, 40), st.integers(0, 99), st.booleans(), st.sampled_from([0.5, 1.0, 2.0]), st.data())
-def test_a_step_is_that_of_the_whole_batch(lengths, cap, seed, entropy, temperature, data):
+def test_a_step_is_that_of_the_whole_batch(
+    lengths: list[int], cap: int, seed: int, entropy: bool, temperature: float, data: st.DataObject
+) -> None:
     idle = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
-    batch, objective = batch_of(lengths, seed, idle), Weighted(entropy)
+    batch = batch_of(lengths, seed, idle)
+    objective: Any = Weighted(entropy)
     if entropy:  # then no row is without a gradient, as an objective with an entropy bonus says itself
         objective.zero_gradient_rows = lambda view: torch.zeros(len(lengths), dtype=torch.bool)
     built = build(cap, temperature=temperature)
@@ -152,7 +163,9 @@ def test_a_step_is_that_of_the_whole_batch(lengths, cap, seed, entropy, temperat
 
 @settings(deadline=None, max_examples=40)
 @given(rows, st.integers(12, 40), st.integers(0, 99), st.booleans(), st.sampled_from([None, 0.5, 2.0]))
-def test_scores_are_those_of_every_token(lengths, cap, seed, entropy, temperature):
+def test_scores_are_those_of_every_token(
+    lengths: list[int], cap: int, seed: int, entropy: bool, temperature: float | None
+) -> None:
     batch = batch_of(lengths, seed)
     built = build(cap, temperature=0.7)
     _, _, want = by_hand(built.executor.model, batch, temperature or 0.7)
@@ -166,7 +179,9 @@ def test_scores_are_those_of_every_token(lengths, cap, seed, entropy, temperatur
 
 @settings(deadline=None, max_examples=40)
 @given(rows, st.integers(12, 30), st.integers(0, 99), st.randoms(), st.data())
-def test_parts_in_any_order(lengths, cap, seed, random, data):
+def test_parts_in_any_order(
+    lengths: list[int], cap: int, seed: int, random: random.Random, data: st.DataObject
+) -> None:
     idle = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
     batch = batch_of(lengths, seed, idle)
     order = list(range(len(lengths)))
@@ -190,11 +205,11 @@ def test_parts_in_any_order(lengths, cap, seed, random, data):
             torch.testing.assert_close(found[key][place], scores[key][row])
 
 
-def whole_idle(batch, row):
+def whole_idle(batch: TensorDict, row: int) -> bool:
     return not bool((batch["advantages"][row] * batch["loss_mask"][row]).any())
 
 
-def test_all_rows_are_computed_where_the_configuration_or_the_model_asks_for_it():
+def test_all_rows_are_computed_where_the_configuration_or_the_model_asks_for_it() -> None:
     batch = batch_of([3, 4, 5, 6], idle=(1, 3))
     assert build().train_batch(batch, Weighted())["computed_sequences"] == 2
     assert build(skip_zero_gradient_rows=False).train_batch(batch, Weighted())["computed_sequences"] == 4
@@ -208,7 +223,7 @@ def test_all_rows_are_computed_where_the_configuration_or_the_model_asks_for_it(
     assert result["loss"] == pytest.approx(want + 0.25 * table)
 
 
-def test_a_dummy_takes_the_place_of_rows_that_are_left_out():
+def test_a_dummy_takes_the_place_of_rows_that_are_left_out() -> None:
     """All rows idle in parts: one micro-batch of one token, whose loss is connected to the table all the same."""
     batch = batch_of([3, 4], idle=(0, 1))
     built = build()
@@ -222,14 +237,14 @@ def test_a_dummy_takes_the_place_of_rows_that_are_left_out():
     assert not only.packed.values["loss_mask"].any()
 
 
-def test_the_rate_follows_the_steps_that_were_made():
+def test_the_rate_follows_the_steps_that_were_made() -> None:
     config: dict[str, Any] = {"lr_schedule": "linear", "total_steps": 4, "on_nonfinite": "skip"}
     built = build(**config)
     batch = batch_of([4, 5])
     wanted = EngineConfig(device="cpu", lr=LR, **config)
 
     class Bad(Weighted):
-        def __call__(self, *args):
+        def __call__(self, *args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return super().__call__(*args)[0] * math.inf, {}
 
     seen = []
@@ -240,11 +255,11 @@ def test_the_rate_follows_the_steps_that_were_made():
     assert seen == [(rate[0], 1, 0, 0), (rate[1], 1, 1, 1), (rate[1], 2, 0, 1), (rate[2], 3, 0, 1)]
 
 
-def test_a_loss_that_is_not_finite_reaches_no_optimizer():
+def test_a_loss_that_is_not_finite_reaches_no_optimizer() -> None:
     """Even where the executor would make a step of it: the gradient is finite here, the loss is not."""
 
     class Infinite(Weighted):
-        def __call__(self, *args):
+        def __call__(self, *args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, metrics = super().__call__(*args)
             return loss + math.inf, metrics
 
@@ -255,7 +270,7 @@ def test_a_loss_that_is_not_finite_reaches_no_optimizer():
     assert torch.equal(built.executor.model.table, before)
 
 
-def test_saved_and_loaded(tmp_path):
+def test_saved_and_loaded(tmp_path: Path) -> None:
     built, other = build(on_nonfinite="skip"), build(on_nonfinite="skip")
     batch = batch_of([4, 5])
     built.train_batch(batch, Weighted())
@@ -270,7 +285,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_checkpoint_under_further_names_is_the_same(tmp_path, wait):
+def test_a_checkpoint_under_further_names_is_the_same(tmp_path: Path, wait: bool) -> None:
     built = build()
     built.train_batch(batch_of([4, 5]), Weighted())
     names = [tmp_path / name for name in ("one", "two", "three")]
@@ -290,11 +305,11 @@ def test_a_checkpoint_under_further_names_is_the_same(tmp_path, wait):
 
 
 class Rows(Weighted):
-    def __call__(self, log_probs, *rest):
+    def __call__(self, log_probs: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return log_probs, {}
 
 
-def test_refusals():
+def test_refusals() -> None:
     batch, built = batch_of([4, 5]), build()
     with pytest.raises(ValueError, match="the batch lacks advantages; it has group, input_ids, loss_mask"):
         built.train_batch(batch.exclude("advantages"), Weighted())
@@ -313,19 +328,23 @@ def test_refusals():
     assert build(12).plan([12]).num_micro_batches == 1
 
 
-def test_a_rank_that_lacks_a_row_is_named():
+def test_a_rank_that_lacks_a_row_is_named() -> None:
     batch = batch_of([4, 5])
     part = LocalBatch(view_batch(batch).select([1]), (1,), (4, 5))
-    for call in (lambda: build().train_batch(part, Weighted()), lambda: build().forward(part)):
+    calls: list[Callable[[], Any]] = [
+        lambda: build().train_batch(part, Weighted()),
+        lambda: build().forward(part),
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match=r"rank 0 of the plan lacks a row .*plan\(lengths\)\.rows_of\(rank\)"):
             call()
 
 
-def test_offloaded_engines_do_nothing_else(tmp_path):
+def test_offloaded_engines_do_nothing_else(tmp_path: Path) -> None:
     built = build()
     batch = batch_of([4, 5])
     built.offload()
-    calls = [
+    calls: list[Callable[[], Any]] = [
         lambda: built.train_batch(batch, Weighted()),
         lambda: built.forward(batch),
         lambda: built.export_weights(),

@@ -1,43 +1,47 @@
 """Two gloo processes equal one, over every executor: curves, scores, checkpoints. One start for all cases."""
 
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from engines import EngineConfig, LocalBatch, build_engine
 from engines.launch import ensure_group
+from engines.protocol import Batch
 from engines.testing.forked import launch_forked
 from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
-from seqpack import index_select
+from seqpack import Objective, index_select
 from seqpack.batches.batch import jagged
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 STEPS = 3
 KINDS = ["dense", "moe"]
-BUILD = {"fsdp2": build_engine, "plain": build_plain_engine}
+BUILD: dict[str, Callable[..., Any]] = {"fsdp2": build_engine, "plain": build_plain_engine}
 OBJECTIVE = GRPO(off_policy="mask")
 
 
-def engine(kind="dense", seed=0, executor="fsdp2", **options):
+def engine(kind: str = "dense", seed: int = 0, executor: str = "fsdp2", **options: Any) -> Any:
     config = EngineConfig(
         **{"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, **options}
     )
     return BUILD[executor](config, tiny_model(kind, seed=seed, scale=2.0, num_hidden_layers=2))
 
 
-def weights(built):
+def weights(built: Any) -> dict[str, torch.Tensor]:
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
-def curve(built, objective, steps=range(STEPS)):
+def curve(built: Any, objective: Objective, steps: Iterable[int] = range(STEPS)) -> list[dict[str, float]]:
     return [built.train_batch(tiny_batch(LENGTHS, seed=step), objective) for step in steps]
 
 
-def batch_with_idle_rows(seed):
+def batch_with_idle_rows(seed: int) -> TensorDict:
     """Rows 1, 4, 5 and 8 have no advantage: they need not be computed, and their groups count all the same."""
     batch = tiny_batch(LENGTHS, seed=seed)
     rows = enumerate(batch["advantages"].unbind())
@@ -45,14 +49,14 @@ def batch_with_idle_rows(seed):
     return batch
 
 
-def own_rows(built, batch, order=1):
+def own_rows(built: Any, batch: TensorDict, order: int = 1) -> LocalBatch:
     """What the plan gives this rank, and nothing else."""
     lengths = [len(row) for row in batch["input_ids"].unbind()]
     rows = built.plan(lengths).rows_of(dist.get_rank())[::order]
     return LocalBatch(index_select(batch, list(rows)), rows, tuple(lengths))
 
 
-def parts(executor):
+def parts(executor: str) -> dict[tuple[str, str], Any]:
     """Steps and scores from whole batches and from each rank's own rows."""
     out: dict[tuple[str, str], Any] = {}
     for how in ("whole", "parts"):
@@ -73,7 +77,7 @@ def parts(executor):
     return out
 
 
-def refused(built, batch, objective=None):
+def refused(built: Any, batch: Batch, objective: Objective | None = None) -> str:
     try:
         built.train_batch(batch, objective) if objective else built.forward(batch)
     except (ValueError, RuntimeError) as error:
@@ -81,12 +85,12 @@ def refused(built, batch, objective=None):
     return "nothing"
 
 
-def refusals():
+def refusals() -> list[Any]:
     """What each rank says; gathered, so that every rank is seen to end."""
     rank, batch = dist.get_rank(), tiny_batch([5, 6, 7, 8])
     lengths = (5, 6, 7, 8)
 
-    def part(rows, lengths=lengths, source=batch):
+    def part(rows: Any, lengths: tuple[int, ...] = lengths, source: TensorDict = batch) -> LocalBatch:
         return LocalBatch(index_select(source, list(rows)), rows, lengths)
 
     other = batch.clone()
@@ -104,9 +108,9 @@ def refusals():
     return everyone
 
 
-def cases(folder, world):
+def cases(folder: Path, world: int) -> dict[Any, Any]:
     """Everything that is compared, as plain data; runs the same in a world of any size."""
-    out = {}
+    out: dict[Any, Any] = {}
     for kind in KINDS:
         built = engine(kind)
         out[kind, "curve"] = curve(built, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask"))
@@ -132,7 +136,7 @@ def cases(folder, world):
     return out
 
 
-def two_ranks(folder, other):
+def two_ranks(folder: Path, other: None) -> dict[Any, Any]:
     out = cases(folder, 2)
     across = engine(seed=3)
     across.load(folder / "world1")
@@ -147,7 +151,7 @@ def two_ranks(folder, other):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
     folder = tmp_path_factory.mktemp("worlds")
     made = ensure_group("cpu")
     one = cases(folder, 1)
@@ -163,7 +167,7 @@ def results(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def assert_same_curve(one, two):
+def assert_same_curve(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
     for left, right in zip(one, two, strict=True):
         for key in left:
             if key not in ("plan_hash", "micro_batches", "fill"):
@@ -171,36 +175,36 @@ def assert_same_curve(one, two):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "padded", "lonely", "resumed", "plain", "plain resumed"])
-def test_same_curve(results, kind):
+def test_same_curve(results: tuple[Any, ...], kind: str) -> None:
     one, two, *_ = results
     assert_same_curve(one[kind, "curve"], two[kind, "curve"])
 
 
-def test_the_ranks_shared_the_work(results):
+def test_the_ranks_shared_the_work(results: tuple[Any, ...]) -> None:
     one, two, *_ = results
     assert two["dense", "curve"][0]["micro_batches"] < one["dense", "curve"][0]["micro_batches"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "hf"])
-def test_same_weights_after_training(results, kind):
+def test_same_weights_after_training(results: tuple[Any, ...], kind: str) -> None:
     one, two, *_ = results
     for name, value in one[kind, "weights"].items():
         torch.testing.assert_close(two[kind, "weights"][name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_same_scores_on_every_rank(results):
+def test_same_scores_on_every_rank(results: tuple[Any, ...]) -> None:
     one, two, *_ = results
     for left, right in zip(one["scores"], two["scores"], strict=True):
         torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
 
 
-def test_checkpoints_move_between_world_sizes(results):
+def test_checkpoints_move_between_world_sizes(results: tuple[Any, ...]) -> None:
     one, two, back, _ = results
     assert_same_curve(one["resumed", "curve"], two["across"])
     assert_same_curve(one["resumed", "curve"], back)
 
 
-def test_hugging_face_directories_agree(results):
+def test_hugging_face_directories_agree(results: tuple[Any, ...]) -> None:
     from safetensors.torch import load_file
 
     *_, folder = results
@@ -210,7 +214,7 @@ def test_hugging_face_directories_agree(results):
         torch.testing.assert_close(right[name], value, atol=1e-5, rtol=1e-5)
 
 
-def test_executors_agree_on_two_ranks(results):
+def test_executors_agree_on_two_ranks(results: tuple[Any, ...]) -> None:
     """Curves, weights, and a checkpoint of one that the other resumes from, written by another number of ranks."""
     one, two, *_ = results
     assert_same_curve(one["plain", "curve"], two["dense", "curve"])
@@ -220,7 +224,7 @@ def test_executors_agree_on_two_ranks(results):
 
 
 @pytest.mark.parametrize("executor", BUILD)
-def test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps(results, executor):
+def test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps(results: tuple[Any, ...], executor: str) -> None:
     found = results[1]["parts", executor]
     assert_same_curve(found["whole", "curve"], found["parts", "curve"])
     assert_same_curve(found["whole", "lonely"], found["parts", "lonely"])
@@ -246,6 +250,6 @@ def test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps(results, exe
         ("numbers", "ValueError: ranks hold different rows under the number 0"),
     ],
 )
-def test_every_rank_says_what_does_not_fit(results, what, message):
+def test_every_rank_says_what_does_not_fit(results: tuple[Any, ...], what: str, message: str) -> None:
     for said in results[1]["refusals"]:
         assert message in said[what]

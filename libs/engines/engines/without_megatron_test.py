@@ -29,7 +29,7 @@ def without() -> None:
     assert not [name for name in sys.modules if name.startswith(("engines.megatron", "megatron."))]
 
 
-def test_the_library_trains_without_megatron_and_says_what_to_install_for_it():
+def test_the_library_trains_without_megatron_and_says_what_to_install_for_it() -> None:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))"  # None: an import of it fails
     code = f"{blocked}; from engines.without_megatron_test import without; without(); print('trained')"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

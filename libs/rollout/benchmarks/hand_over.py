@@ -52,6 +52,7 @@ def measure(
             seconds = time.perf_counter() - begun
             assert engine.transfer is not None
             found.append((engine.transfer.staged_s, engine.transfer.paused_s, seconds))
+        assert engine.transfer is not None
         nbytes = engine.transfer.nbytes
     staged, paused, whole = (1e3 * statistics.median(column) for column in zip(*found[2:], strict=True))
     return {"nbytes": nbytes, "staged_ms": staged, "paused_ms": paused, "whole_ms": whole}

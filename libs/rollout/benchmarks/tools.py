@@ -7,6 +7,8 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 from rollout.rewards.math_answer import MathChecker
 from rollout.tools.arithmetic import calculator
@@ -17,7 +19,7 @@ SCHEMA = {"type": "object", "properties": {}}
 ROUNDS = 5
 
 
-def best(work, count):
+def best(work: Callable[[], object], count: int) -> str:
     """Calls a second in the best round of `work`, which makes so many calls."""
     seconds = []
     for _ in range(ROUNDS):
@@ -27,22 +29,26 @@ def best(work, count):
     return f"{count / min(seconds):9,.0f} calls/s ({min(seconds) / count * 1e3:.2f} ms each)"
 
 
-async def await_nothing():
+async def await_nothing() -> str:
     await asyncio.sleep(0)
     return "x"
 
 
-def tools():
+def play(tool: Tool, call: ToolCall) -> None:
+    asyncio.run(call_tools([tool], [call] * 200))
+
+
+def tools() -> None:
     cases = {
         "a tool that blocks, in its thread": (Tool("f", "", SCHEMA, lambda: "x"), ToolCall("f", "{}")),
         "an async tool, on its own loop": (Tool("f", "", SCHEMA, await_nothing), ToolCall("f", "{}")),
         "the calculator, instant": (calculator(), ToolCall("calculator", '{"expression": "37+58"}')),
     }
     for name, (tool, call) in cases.items():
-        print(f"{name:45}", best(lambda t=tool, c=call: asyncio.run(call_tools([t], [c] * 200)), 200))
+        print(f"{name:45}", best(partial(play, tool, call), 200))
 
 
-def sandbox(backend, count):
+def sandbox(backend: str, count: int) -> None:
     made = Sandbox(backend=backend)
     began = time.perf_counter()
     try:
@@ -56,7 +62,7 @@ def sandbox(backend, count):
     made.close()
 
 
-def main():
+def main() -> None:
     tools()
     bare = [sys.executable, "-I", "-S", "-c", "1 + 1"]
     print(

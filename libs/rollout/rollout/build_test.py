@@ -30,7 +30,7 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-def test_every_setting_refuses_what_it_cannot_be():
+def test_every_setting_refuses_what_it_cannot_be() -> None:
     assert set(BAD) == {field.name for field in fields(RolloutConfig)}
     for name, values in BAD.items():
         for value in values:
@@ -38,7 +38,7 @@ def test_every_setting_refuses_what_it_cannot_be():
                 RolloutConfig(**{name: value})
 
 
-def test_the_engine_has_its_settings():
+def test_the_engine_has_its_settings() -> None:
     model = tiny_model(48)
     engine = build_rollout(RolloutConfig(max_length=20, max_batch=2, decoder="module", seed=5), model, version=3)
     assert isinstance(engine, RolloutEngine)
@@ -57,7 +57,7 @@ def test_the_engine_has_its_settings():
     assert [c.ids for c in done] != [c.ids for c in other]
 
 
-def test_what_is_not_there_is_refused_with_the_reason():
+def test_what_is_not_there_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="hand build_rollout no model"):
         build_rollout(RolloutConfig(backend="openai"), tiny_model(48))
     assert supports(RolloutConfig(backend="openai"), "cancel")
@@ -69,7 +69,7 @@ def test_what_is_not_there_is_refused_with_the_reason():
         build_rollout(RolloutConfig())
 
 
-def test_features_are_answered_before_anything_is_built():
+def test_features_are_answered_before_anything_is_built() -> None:
     engine = build_rollout(RolloutConfig(), tiny_model(48))
     for feature, answer in NATIVE.items():
         assert supports(RolloutConfig(), feature) == answer == engine.supports(feature)

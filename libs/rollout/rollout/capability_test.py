@@ -11,7 +11,7 @@ from rollout.vllm.capability import VLLM
 from seqpack.capability import No
 
 
-def test_every_answer_has_its_evidence_or_its_reason():
+def test_every_answer_has_its_evidence_or_its_reason() -> None:
     here = Path(__file__).parent
     for feature, answer in [*NATIVE.items(), *VLLM.items(), *OPENAI.items()]:
         if isinstance(answer, No):
@@ -23,7 +23,7 @@ def test_every_answer_has_its_evidence_or_its_reason():
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, feature
 
 
-def test_an_unknown_feature_is_a_mistake():
+def test_an_unknown_feature_is_a_mistake() -> None:
     assert feature_of(NATIVE, "cancel")
     assert not feature_of(NATIVE, "tensor_parallel")
     with pytest.raises(ValueError, match=r"unknown feature 'teleport'; known are cancel, continuous_batching, cpu"):

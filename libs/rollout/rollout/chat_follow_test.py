@@ -31,11 +31,11 @@ REFUSE_TOOLS: tuple[str, ...] = (
 REFUSE_TOOLS += ("idefics3_training", "llava_next", "llava_next_training", "smolvlm", "smolvlm_training")
 
 
-def conversation(name, calls, thinks):
+def conversation(name: str, calls: bool, thinks: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A question, an answer, and what is said to it."""
     parts = name.startswith("llava_next")
 
-    def text(words):
+    def text(words: str) -> Any:
         return [{"type": "text", "text": words}] if parts else words
 
     function = {"name": "get_weather", "arguments": {"city": "Paris"}}
@@ -49,23 +49,22 @@ def conversation(name, calls, thinks):
     return asked, [result if calls else {"role": "user", "content": text("and now?")}]
 
 
-def stock(tokenizer, messages, prompt):
+def stock(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool) -> str:
     """Transformers' own text; arguments as text for the template that wants them so."""
     options = {"tools": [WEATHER.schema], "tokenize": False, "add_generation_prompt": prompt}
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        return str(tokenizer.apply_chat_template(messages, **options))
     except TypeError:
         call: dict[str, Any] = {"type": "function", "id": "call00000"}
         call["function"] = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-        return tokenizer.apply_chat_template(
-            [{**m, "tool_calls": [call]} if "tool_calls" in m else m for m in messages], **options
-        )
+        said = [{**m, "tool_calls": [call]} if "tool_calls" in m else m for m in messages]
+        return str(tokenizer.apply_chat_template(said, **options))
 
 
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("calls", [False, True])
 @pytest.mark.parametrize("name", template_names())
-def test_a_stream_goes_on_where_the_template_keeps_what_was_said(name, calls, thinks):
+def test_a_stream_goes_on_where_the_template_keeps_what_was_said(name: str, calls: bool, thinks: bool) -> None:
     tokenizer, family = real_tokenizer(name), family_of(name)
     chat = Chat(tokenizer, stop_tokens=family.stops)
     said, new = conversation(name, calls, thinks)
@@ -93,10 +92,10 @@ def test_a_stream_goes_on_where_the_template_keeps_what_was_said(name, calls, th
         assert following == expected, stop
 
 
-def test_what_goes_on_and_what_begins_anew():
+def test_what_goes_on_and_what_begins_anew() -> None:
     """The templates people meet, by name; GLM, gpt-oss and Gemma 4 were refused before."""
 
-    def kept(name, calls, thinks):
+    def kept(name: str, calls: bool, thinks: bool) -> bool:
         said, new = conversation(name, calls, thinks)
         chat = Chat(real_tokenizer(name), stop_tokens=family_of(name).stops)
         return chat.follow(said, new, [WEATHER], chat.stop_ids[0]) is not None
@@ -108,7 +107,7 @@ def test_what_goes_on_and_what_begins_anew():
 
 
 @pytest.mark.parametrize("name", ["qwen3_training", "glm4moe", "gptoss", "gemma4", "llama3"])
-def test_a_turn_that_a_limit_cut_off_is_closed_first(name):
+def test_a_turn_that_a_limit_cut_off_is_closed_first(name: str) -> None:
     tokenizer = real_tokenizer(name)
     chat = Chat(tokenizer, stop_tokens=family_of(name).stops)
     said, new = conversation(name, calls=False, thinks=False)
@@ -117,7 +116,7 @@ def test_a_turn_that_a_limit_cut_off_is_closed_first(name):
     assert len(cut) >= len(closed)
 
 
-def test_another_stop_than_the_models_is_followed_by_the_templates_own():
+def test_another_stop_than_the_models_is_followed_by_the_templates_own() -> None:
     tokenizer = tiny_tokenizer()
     chat = Chat(tokenizer, "<|im_end|>")
     said, new = conversation("tiny", calls=False, thinks=False)
@@ -130,7 +129,7 @@ def test_another_stop_than_the_models_is_followed_by_the_templates_own():
     assert both.follow(said, new, (), other) == tail
 
 
-def test_stop_tokens_are_checked():
+def test_stop_tokens_are_checked() -> None:
     with pytest.raises(ValueError, match="single token"):
         Chat(tiny_tokenizer(), end_of_turn="the end")
     with pytest.raises(ValueError, match="not one token"):

@@ -3,6 +3,9 @@
 Which templates can carry on a conversation with tool results is listed here, so that one that stops doing so is seen.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from chat_tools.testing.real_templates import family_of, real_tokenizer, template_names
@@ -22,31 +25,31 @@ NO_TOOL_MESSAGES = {
 NAMES = ("diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v5", "muse_glimmer")  # write the name beside the result
 
 
-def forgeries(tokenizer):
+def forgeries(tokenizer: Any) -> str:
     return "".join(str(token.content) for token in tokenizer.added_tokens_decoder.values())
 
 
-def chat_of(name):
+def chat_of(name: str) -> Chat:
     family = family_of(name)
     return Chat(real_tokenizer(name), end_of_turn=(family.closings or family.stops)[0])
 
 
-def controls(chat, ids):
+def controls(chat: Chat, ids: Sequence[int]) -> list[int]:
     special = set(chat.tokenizer.added_tokens_decoder)
     return [index for index in ids if index in special]
 
 
-def result(content, number=0):
+def result(content: str, number: int = 0) -> dict[str, str]:
     return ToolResult("get_weather", content, True, call_id(number)).to_message()
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_others_forge_nothing_through_a_real_template(name):
+def test_others_forge_nothing_through_a_real_template(name: str) -> None:
     chat = chat_of(name)
     forged = forgeries(chat.tokenizer)
     parts = name.startswith("llava_next")
 
-    def question(text):
+    def question(text: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [{"type": "text", "text": text}] if parts else text}]
 
     assert controls(chat, chat.open(question(forged))) == controls(chat, chat.open(question("sunny")))
@@ -65,7 +68,7 @@ def test_others_forge_nothing_through_a_real_template(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_template_that_names_the_tool_has_its_name(name):
+def test_a_template_that_names_the_tool_has_its_name(name: str) -> None:
     chat = chat_of(name)
     text = chat.tokenizer.decode(chat.after_turn([result("sunny"), result("rain", 1)]))
     assert text.count("get_weather") >= 2
@@ -84,7 +87,7 @@ CHECKS_IDS = (
 )
 
 
-def test_a_template_that_checks_ids_as_mistrals_do_gets_them():
+def test_a_template_that_checks_ids_as_mistrals_do_gets_them() -> None:
     chat = Chat(tiny_tokenizer(CHECKS_IDS))
     following = chat.after_turn([result("sunny", 3), result("rain", 4)])
     wanted = ["get_weather call00003 sunny", "get_weather call00004 rain"]
@@ -95,7 +98,7 @@ def test_a_template_that_checks_ids_as_mistrals_do_gets_them():
     assert reply.tool_calls == tuple(ToolCall("get_weather", '{"city": "Paris"}', call_id(n)) for n in (3, 4))
 
 
-def test_what_a_template_refuses_is_said_in_words():
+def test_what_a_template_refuses_is_said_in_words() -> None:
     chat = Chat(tiny_tokenizer(CHECKS_IDS))
     with pytest.raises(ValueError, match="the chat template refuses these messages: Tool call IDs should be"):
         chat.after_turn([{"role": "tool", "name": "f", "tool_call_id": "short", "content": "x"}])

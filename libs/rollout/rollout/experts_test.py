@@ -1,6 +1,7 @@
 """Routed experts as data: bytes and tensors are the same, and what is known is never lost."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from rollout.experts import RoutedExperts, merged
 TABLES = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 32767), min_size=6, max_size=6)), max_size=8)
 
 
-def table(rows):
+def table(rows: Sequence[list[int] | None]) -> torch.Tensor:
     """i16[tokens, 2, 3]; None is a token whose experts are unknown."""
     return torch.tensor([[-1] * 6 if row is None else row for row in rows], dtype=torch.int16).view(-1, 2, 3)
 
 
 @given(TABLES, TABLES, st.integers(0, 12))
-def test_over_takes_the_first_known_and_resized_cuts_or_lengthens(left, right, size):
+def test_over_takes_the_first_known_and_resized_cuts_or_lengthens(
+    left: list[list[int] | None], right: list[list[int] | None], size: int
+) -> None:
     first, second = RoutedExperts.of(table(left)), RoutedExperts.of(table(right))
     assert torch.equal(first.tensor(), table(left))
     assert (len(first), hash(first)) == (len(left), hash(RoutedExperts.of(table(left))))
@@ -32,7 +35,7 @@ def test_over_takes_the_first_known_and_resized_cuts_or_lengthens(left, right, s
     assert merged(None, first) == merged(first, None) == first
 
 
-def test_what_is_no_table_is_refused():
+def test_what_is_no_table_is_refused() -> None:
     for wrong in (torch.zeros(3, 2), torch.zeros(3, 2, 2), torch.full((1, 1, 1), 40000)):
         with pytest.raises(ValueError, match=r"whole numbers|beyond"):
             RoutedExperts.of(wrong)

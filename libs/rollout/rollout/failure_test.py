@@ -5,6 +5,6 @@ import pickle
 from rollout.failure import EpisodeFailed
 
 
-def test_a_failure_crosses_processes_whole():
+def test_a_failure_crosses_processes_whole() -> None:
     failed = pickle.loads(pickle.dumps(EpisodeFailed("the judge is down", retryable=True)))
     assert (failed.reason, failed.retryable, str(failed)) == ("the judge is down", True, "the judge is down")

@@ -1,6 +1,7 @@
 """Objects by name: found once, and whatever is missing is named with what to write instead."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def reward(reply, results):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "neighbour.py").write_text("count = [0]\n")
@@ -25,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_file_is_imported_once_and_finds_its_neighbours(folder, monkeypatch) -> None:
+def test_a_file_is_imported_once_and_finds_its_neighbours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = load_object(f"{folder}/mine.py:reward", "reward")
     assert reward(None, ()) == 1.0
     monkeypatch.chdir(folder)
@@ -34,7 +35,7 @@ def test_a_file_is_imported_once_and_finds_its_neighbours(folder, monkeypatch) -
     assert sys.modules[reward.__module__].reward is reward
 
 
-def test_files_of_one_name_are_two_modules(folder) -> None:
+def test_files_of_one_name_are_two_modules(folder: Path) -> None:
     (folder / "other").mkdir()
     (folder / "other" / "mine.py").write_text("def reward(): return 2\n")
     assert load_object(f"{folder}/other/mine.py:reward", "reward")() == 2
@@ -60,13 +61,13 @@ def test_a_module_by_its_dotted_name() -> None:
         ("mine.py:count", "is a list; a str or dict is needed"),
     ],
 )
-def test_what_is_missing_is_named(folder, monkeypatch, spec, message) -> None:
+def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=message):
         load_object(spec, "reward", (str, dict))
 
 
-def test_errors_of_the_users_code_are_the_users(folder, monkeypatch) -> None:
+def test_errors_of_the_users_code_are_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = folder / "broken.py"
     broken.write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):

@@ -9,7 +9,7 @@ from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
 
 
-def test_the_example():
+def test_the_example() -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     tokenizer = tiny_tokenizer()

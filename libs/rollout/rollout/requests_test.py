@@ -5,16 +5,17 @@ import time
 
 import pytest
 
+from rollout.engine import StopReason
 from rollout.requests import OpenRequests, check_pause, settle
 
 
-def opened():
-    ended = []
+def opened() -> tuple[OpenRequests[str], list[tuple[str, StopReason]]]:
+    ended: list[tuple[str, StopReason]] = []
     return OpenRequests(lambda request, reason: ended.append((request, reason))), ended
 
 
-def test_a_name_is_good_while_its_request_is_open_and_for_one_alone():
-    async def run():
+def test_a_name_is_good_while_its_request_is_open_and_for_one_alone() -> None:
+    async def run() -> None:
         table, ended = opened()
         with table.opened("first", "a", None), table.opened("other", None, None):
             assert len(table) == 1
@@ -30,8 +31,8 @@ def test_a_name_is_good_while_its_request_is_open_and_for_one_alone():
     asyncio.run(run())
 
 
-def test_a_deadline_ends_a_request_that_is_open_and_no_other():
-    async def run():
+def test_a_deadline_ends_a_request_that_is_open_and_no_other() -> None:
+    async def run() -> None:
         table, ended = opened()
         with table.opened("early", None, time.monotonic() + 0.01):
             pass
@@ -44,8 +45,8 @@ def test_a_deadline_ends_a_request_that_is_open_and_no_other():
     asyncio.run(run())
 
 
-def test_a_request_that_breaks_leaves_its_name():
-    async def run():
+def test_a_request_that_breaks_leaves_its_name() -> None:
+    async def run() -> None:
         table, ended = opened()
         with pytest.raises(LookupError), table.opened("it", "a", time.monotonic() + 0.01):
             raise LookupError
@@ -56,11 +57,11 @@ def test_a_request_that_breaks_leaves_its_name():
     asyncio.run(run())
 
 
-def test_who_settles_lets_the_others_ask_first():
-    async def run():
+def test_who_settles_lets_the_others_ask_first() -> None:
+    async def run() -> None:
         seen = []
 
-        async def asking():
+        async def asking() -> None:
             await asyncio.sleep(0)
             seen.append("asked")
 
@@ -73,7 +74,7 @@ def test_who_settles_lets_the_others_ask_first():
     asyncio.run(run())
 
 
-def test_an_unknown_way_to_pause_is_refused():
+def test_an_unknown_way_to_pause_is_refused() -> None:
     check_pause("finish")
     with pytest.raises(ValueError, match='"finish" or "abort", got \'stop\''):
         check_pause("stop")  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def samples_of(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.randint(1, 512, (n,), generator=rng)} for n in lengths]
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]
     """CPU seconds of the steps, without the first, which warms up."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def rate(base: type[Trainer], packed: bool, samples: list[Any], arguments: dict[
     """True tokens a CPU second of one epoch."""
     loaders = []
 
-    class Ours(base):  # type: ignore[misc, valid-type]
+    class Ours(base):  # type: ignore[misc]
         """The trainer with packed rows, or with its own loader over padded batches."""
 
         def get_train_dataloader(self) -> Any:

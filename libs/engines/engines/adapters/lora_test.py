@@ -2,17 +2,21 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engines import EngineConfig, LoraConfig, base_policy, build_engine, save_adapter
+from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.adapters.lora import is_adapter, whole
 from engines.families.torch_operations import choose_torch_operations
+from engines.testing.executors import inside
 from engines.testing.one_rank import one_rank
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
@@ -22,54 +26,55 @@ LENGTHS = [9, 2, 14, 1, 21, 6]
 LORA = LoraConfig(rank=3, alpha=7.0)
 
 
-def base_of(tmp_path, kind="dense", dtype=torch.float32):
+def base_of(tmp_path: Path, kind: str = "dense", dtype: torch.dtype = torch.float32) -> Path:
     path = tmp_path / "base"
-    tiny_model(kind, scale=2.0, num_hidden_layers=2).to(dtype).save_pretrained(path)
+    model: Any = tiny_model(kind, scale=2.0, num_hidden_layers=2).to(dtype)
+    model.save_pretrained(path)
     return path
 
 
-def engine_of(path, lora=LORA, **options):
+def engine_of(path: Path, lora: LoraConfig = LORA, **options: Any) -> TrainEngine:
     settings: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 32, "weight_decay": 0.1}
     return build_engine(EngineConfig(**settings | options, model=str(path), lora=lora))
 
 
-def adapters(built):
-    return {n: whole(p.detach()).clone() for n, p in built.executor.model.named_parameters() if is_adapter(n)}
+def adapters(built: TrainEngine) -> dict[str, Tensor]:
+    return {n: whole(p.detach()).clone() for n, p in inside(built).model.named_parameters() if is_adapter(n)}
 
 
-def perturb(built):
+def perturb(built: TrainEngine) -> TrainEngine:
     """Leave nothing as it was initialised: B is zero, so that A would have no gradient."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for name, parameter in built.executor.model.named_parameters():
+        for name, parameter in inside(built).model.named_parameters():
             if is_adapter(name):
                 local = parameter.to_local()
                 local.add_(torch.randn(local.shape, generator=generator).to(local.dtype) * 0.1)
     return built
 
 
-def stock(path, folder):
+def stock(path: Path, folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     choose_torch_operations(model)
     return peft.PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
 
 
-def log_probs_of(model, ids):
+def log_probs_of(model: Any, ids: Tensor) -> Tensor:
     table = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
     return torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None]).squeeze(1)])
 
 
-def gradients(built, batch):
+def gradients(built: TrainEngine, batch: TensorDict) -> dict[str, Tensor]:
     """Of the adapters, right before the update."""
     found = {}
-    step = built.executor.optimizer_step
+    step = inside(built).optimizer_step
 
-    def spied(lr, loss):
-        parameters = built.executor.model.named_parameters()
+    def spied(lr: float, loss: Tensor) -> Any:
+        parameters = inside(built).model.named_parameters()
         found.update({n: whole(p.grad).clone() for n, p in parameters if p.grad is not None})
         return step(lr, loss)
 
-    built.executor.optimizer_step = spied
+    inside(built).optimizer_step = spied
     built.train_batch(batch, SFT())
     return found
 
@@ -86,7 +91,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "lora", "options"), CASES)
-def test_log_probs_and_gradients_are_those_of_peft(tmp_path, kind, lora, options):
+def test_log_probs_and_gradients_are_those_of_peft(
+    tmp_path: Path, kind: str, lora: LoraConfig, options: dict[str, Any]
+) -> None:
     path, batch = base_of(tmp_path, kind), tiny_batch(LENGTHS)
     built = perturb(engine_of(path, lora, **options))
     save_adapter(built, tmp_path / "adapter")
@@ -105,7 +112,7 @@ def test_log_probs_and_gradients_are_those_of_peft(tmp_path, kind, lora, options
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_merged_export_is_pefts(tmp_path, dtype):
+def test_a_merged_export_is_pefts(tmp_path: Path, dtype: torch.dtype) -> None:
     path = base_of(tmp_path, dtype=dtype)
     built = perturb(engine_of(path))
     save_adapter(built, tmp_path / "adapter")
@@ -125,7 +132,7 @@ def test_a_merged_export_is_pefts(tmp_path, dtype):
     assert all(torch.equal(flat.to(dtype), wanted[name].flatten()) for name, flat in live.items())
 
 
-def test_the_base_stays_as_it_is_and_is_the_reference(tmp_path):
+def test_the_base_stays_as_it_is_and_is_the_reference(tmp_path: Path) -> None:
     path, batch = base_of(tmp_path, dtype=torch.bfloat16), tiny_batch(LENGTHS)
     plain = build_engine(EngineConfig(device="cpu", model=str(path), max_tokens_per_rank=32), trainable=False)
     wanted = plain.forward(batch)["log_probs"].values()
@@ -138,7 +145,7 @@ def test_the_base_stays_as_it_is_and_is_the_reference(tmp_path):
         assert torch.equal(built.forward(batch)["log_probs"].values(), wanted)
     assert not torch.equal(built.forward(batch)["log_probs"].values(), wanted)
     source = AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
-    for name, parameter in built.executor.model.named_parameters():
+    for name, parameter in inside(built).model.named_parameters():
         assert parameter.requires_grad == is_adapter(name)
         if not is_adapter(name):
             assert torch.equal(whole(parameter), source[name])
@@ -149,7 +156,7 @@ def test_the_base_stays_as_it_is_and_is_the_reference(tmp_path):
         pass
 
 
-def test_resume_is_bitwise_and_a_checkpoint_holds_the_adapters_alone(tmp_path):
+def test_resume_is_bitwise_and_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     path = base_of(tmp_path, dtype=torch.bfloat16)
     whole_run = engine_of(path)
     curve = [whole_run.train_batch(tiny_batch(LENGTHS, seed=step), SFT()) for step in range(4)]
@@ -164,10 +171,10 @@ def test_resume_is_bitwise_and_a_checkpoint_holds_the_adapters_alone(tmp_path):
     assert [m["loss"] for m in again] == [m["loss"] for m in curve[2:]]
     left, right = adapters(whole_run), adapters(resumed)
     assert all(torch.equal(left[name], right[name]) for name in left)
-    assert all(is_adapter(name) or name == "lora_base" for name in half.executor.state()["model"])
+    assert all(is_adapter(name) or name == "lora_base" for name in inside(half).state()["model"])
 
 
-def test_an_adapter_of_another_base_is_refused_by_name(tmp_path):
+def test_an_adapter_of_another_base_is_refused_by_name(tmp_path: Path) -> None:
     path = base_of(tmp_path)
     built = engine_of(path)
     built.train_batch(tiny_batch(LENGTHS), SFT())
@@ -186,11 +193,12 @@ def test_an_adapter_of_another_base_is_refused_by_name(tmp_path):
         engine_of(path, LoraConfig()).load(tmp_path / "checkpoint")
 
 
-def test_what_cannot_be_had_is_refused(tmp_path):
+def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     path = base_of(tmp_path)
     with pytest.raises(ValueError, match=r"no linear layer 'query' in this model, but .*q_proj"):
         engine_of(path, LoraConfig(rank=2, targets=("query",)))
-    tiny_model("moe").save_pretrained(tmp_path / "moe")
+    experts: Any = tiny_model("moe")
+    experts.save_pretrained(tmp_path / "moe")
     with pytest.raises(ValueError, match="no linear layer 'up_proj'"):
         engine_of(tmp_path / "moe", LoraConfig(rank=2, targets=("up_proj",)))
     with pytest.raises(ValueError, match=r"lora rank 33 is larger than .*q_proj"):
@@ -215,12 +223,12 @@ def test_what_cannot_be_had_is_refused(tmp_path):
         {"rank_stabilized": True},
     ],
 )
-def test_settings_that_cannot_work_are_refused(options):
+def test_settings_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"lora {list(options)[-1]}"):
         LoraConfig(**options)
 
 
-def test_the_files_say_what_peft_wants_to_know(tmp_path):
+def test_the_files_say_what_peft_wants_to_know(tmp_path: Path) -> None:
     path = base_of(tmp_path)
     save_adapter(engine_of(path, replace(LORA, targets=("q_proj", "v_proj"))), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

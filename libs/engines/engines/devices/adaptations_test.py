@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,16 +12,16 @@ from hypothesis import strategies as st
 from engines.devices.adaptations import Adaptation, Patch, applied, apply
 
 
-def target():
+def target() -> SimpleNamespace:
     return SimpleNamespace(__name__="target", a=1, b=2)
 
 
-def of(owner, *names, **changes):
+def of(owner: Any, *names: str, **changes: Any) -> Adaptation:
     patches = [Patch(owner, name, f"new {name}") for name in names]
     return replace(Adaptation("test", "packaging", ">=20", lambda: patches), **changes)
 
 
-def test_applied_twice_and_undone_twice():
+def test_applied_twice_and_undone_twice() -> None:
     owner = target()
     first = apply(of(owner, "a", "b"))
     assert first.changed == ("target.a", "target.b")
@@ -33,7 +34,7 @@ def test_applied_twice_and_undone_twice():
     assert owner.a == 1
 
 
-def test_applied_for_a_while_and_inside_of_that():
+def test_applied_for_a_while_and_inside_of_that() -> None:
     owner = target()
     with applied(of(owner, "a")):
         with applied(of(owner, "a")):
@@ -46,7 +47,7 @@ def test_applied_for_a_while_and_inside_of_that():
 
 
 @given(st.permutations(["a", "b", "c", "d"]))
-def test_a_failed_patch_changes_nothing(names):
+def test_a_failed_patch_changes_nothing(names: list[str]) -> None:
     """Whichever comes first, what is there stays as it was."""
     owner = target()
     first = next(name for name in names if name in "cd")
@@ -66,21 +67,21 @@ def test_a_failed_patch_changes_nothing(names):
         ({"check": lambda: "parallel groups exist"}, "cannot be applied now: parallel groups exist"),
     ],
 )
-def test_refused(changes, text):
+def test_refused(changes: dict[str, Any], text: str) -> None:
     owner = target()
     with pytest.raises(ValueError, match=text):
         apply(of(owner, "a", **changes))
     assert owner.a == 1
 
 
-def test_unverified_can_be_accepted():
+def test_unverified_can_be_accepted() -> None:
     owner = target()
     changed = apply(of(owner, "a", unverified="no hardware"), accept_unverified=True)
     assert owner.a == "new a"
     changed.undo()
 
 
-def test_what_was_replaced_again_is_not_undone():
+def test_what_was_replaced_again_is_not_undone() -> None:
     owner = target()
     changed = apply(of(owner, "a", "b"))
     ours, owner.b = owner.b, "theirs"

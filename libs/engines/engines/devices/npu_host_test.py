@@ -1,6 +1,9 @@
 """Parameters in host memory beside a device, which is the stand-in for an NPU here."""
 
 import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,23 +24,27 @@ LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in():
+def stand_in() -> Iterator[None]:
     with stand_in_on_path():
         yield
 
 
-def model_of(kind):
+def model_of(kind: str) -> Any:
     return vision_model() if kind == "vision" else tiny_model(kind, num_hidden_layers=2)
 
 
-def timeless(metrics):
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if "second" not in name and "time" not in name}
 
 
-def with_parameters_on(host, kind, source, folder):
+def with_parameters_on(host: bool, kind: str, source: str, folder: str) -> tuple[Any, ...]:
     """Bytes on the device; where parameters and buffers are; steps, weights, scores, of a resumed run too."""
     text = kind != "vision"
-    options = {"optimizer_on_host": host, "parameters_on_host": host, "vision": "off" if text else "trained"}
+    options: dict[str, Any] = {
+        "optimizer_on_host": host,
+        "parameters_on_host": host,
+        "vision": "off" if text else "trained",
+    }
     config = EngineConfig(device="npu", lr=1e-2, max_tokens_per_rank=64 if text else 40, grad_clip=0.1, **options)
     batches = [tiny_batch(LENGTHS, seed=seed) if text else make_batch(samples(seed)) for seed in (0, 10, 20)]
     built = build_engine(dataclasses.replace(config, model=source))  # empty at first, the other is not
@@ -45,7 +52,9 @@ def with_parameters_on(host, kind, source, folder):
     built.save(folder)
     built.offload()
     built.onload()
-    held = devices_of("npu").memory().allocated
+    memory = devices_of("npu").memory()
+    assert memory is not None
+    held = memory.allocated
     other = build_engine(config, model_of(kind))
     other.load(folder)
     steps += [timeless(one.train_batch(batches[2], SFT())) for one in (built, other)]
@@ -58,7 +67,7 @@ def with_parameters_on(host, kind, source, folder):
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("dense", 1), ("moe", 2), ("vision", 2)])
-def test_parameters_on_the_host_change_no_bit(kind, ranks, tmp_path):
+def test_parameters_on_the_host_change_no_bit(kind: str, ranks: int, tmp_path: Path) -> None:
     """Nor a checkpoint's, nor after an offload; a tower finds its positions where the device is, not the parameters."""
     model_of(kind).save_pretrained(tmp_path / "source")
     found = [

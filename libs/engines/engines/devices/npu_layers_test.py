@@ -3,6 +3,7 @@
 By the stand-in that computes on the CPU; everything runs in forks, as torch has one such device a process.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 NORM, ROTARY, SWIGLU, GROUPED = "npu_rms_norm", "npu_rotary_mul", "npu_swiglu", "npu_grouped_matmul"
 TENSOR = {"backend": "megatron", "tensor_parallel": 2}
-CASES = {
+CASES: dict[int, list[tuple[str, bool, dict[str, Any], set[str]]]] = {
     1: [
         ("dense", False, {}, {NORM, ROTARY, SWIGLU}),
         ("attention", True, {"batching": "padded", "gradient_checkpointing": True}, {NORM, ROTARY, SWIGLU}),
@@ -45,12 +46,12 @@ BOUND = 2e-5
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in():
+def stand_in() -> Iterator[None]:
     with stand_in_on_path():
         yield
 
 
-def run(device, kind, grpo, settings):
+def run(device: str, kind: str, grpo: bool, settings: dict[str, Any]) -> tuple[Any, ...]:
     """Losses and norms of two steps, weights and scores; which operators were called."""
     CALLS.clear()
     usual = {"lr": 1e-3, "eps": 1e-3, "max_tokens_per_rank": 20, "dtype": "float32", "device": device}
@@ -63,13 +64,13 @@ def run(device, kind, grpo, settings):
     return [(step["loss"], step["grad_norm"]) for step in steps], weights, scores, dict(CALLS)
 
 
-def run_all(device, ranks):
+def run_all(device: str, ranks: int) -> list[tuple[Any, ...]]:
     with sdpa_kernel(SDPBackend.MATH), set_stance("force_eager"):
         return [run(device, kind, grpo, settings) for kind, grpo, settings, _ in CASES[ranks]]
 
 
 @pytest.mark.parametrize("ranks", CASES)
-def test_steps_by_npu_operators_equal_the_cpus(ranks):
+def test_steps_by_npu_operators_equal_the_cpus(ranks: int) -> None:
     wanted = launch_forked(run_all, ("cpu", ranks), ranks)
     found = launch_forked(run_all, ("npu", ranks), ranks, device="npu")
     for case, here, there in zip(CASES[ranks], wanted, found, strict=True):
@@ -80,14 +81,14 @@ def test_steps_by_npu_operators_equal_the_cpus(ranks):
         assert min(there[3].values()) >= 4, "in two steps and a score"
 
 
-def bare(device):
+def bare(device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
     """A model of experts and delta nets, and its logits."""
     model = tiny_model("moe", seed=0, num_hidden_layers=2).to(device)
     ids = torch.arange(1, 13, device=device)[None]
     return model, lambda: model(input_ids=ids, use_cache=False).logits.detach().cpu()
 
 
-def undone():
+def undone() -> tuple[Any, ...]:
     """Logits before, with the operators, and after; what was changed and is left changed; which calls when."""
     model, logits = bare("npu")
     before = [type(module) for module in model.modules()], model.config._experts_implementation
@@ -106,7 +107,7 @@ def undone():
     return plain, fast, after, before != changed, before == left, by, dict(CALLS), len(applied.changed)
 
 
-def test_undone_all_is_as_before():
+def test_undone_all_is_as_before() -> None:
     plain, fast, after, changed, restored, by, calls, number = launch_forked(undone, device="npu")
     torch.testing.assert_close(fast, plain, rtol=BOUND, atol=BOUND)
     assert torch.equal(after, plain)
@@ -114,7 +115,7 @@ def test_undone_all_is_as_before():
     assert number > 10
 
 
-def undone_in_an_engine():
+def undone_in_an_engine() -> tuple[Any, ...]:
     """Log-probs of an engine whose operators were undone, beside one without; what was called before and after."""
     CALLS.clear()
     usual: dict[str, Any] = {"device": "npu", "dtype": "float32", "max_tokens_per_rank": 20}
@@ -129,23 +130,23 @@ def undone_in_an_engine():
     return torch.equal(*found), before, dict(CALLS)
 
 
-def test_undone_in_an_engine_the_plain_one_is_left():
+def test_undone_in_an_engine_the_plain_one_is_left() -> None:
     """Packed calls too, which run attention layers by a code of their own."""
     assert launch_forked(undone_in_an_engine, device="npu") == (True, {NORM, ROTARY, SWIGLU, GROUPED}, {})
 
 
-def switched_off():
+def switched_off() -> dict[str, int]:
     CALLS.clear()
     for backend in ("fsdp2", "megatron"):
         run("npu", "dense", False, {"backend": backend, "npu_operators": "off"})
     return dict(CALLS)
 
 
-def test_switched_off_none_is_called():
+def test_switched_off_none_is_called() -> None:
     assert launch_forked(switched_off, device="npu") == {}
 
 
-def of_another_version():
+def of_another_version() -> bool:
     torch_npu().__version__ = "2.14.0"
     config = EngineConfig(device="npu", dtype="float32")
     with pytest.raises(ValueError, match=r"torch_npu >=2\.13,<2\.14, and 2\.14\.0 is installed"):
@@ -153,11 +154,11 @@ def of_another_version():
     return True
 
 
-def test_refused_for_another_torch_npu():
+def test_refused_for_another_torch_npu() -> None:
     assert launch_forked(of_another_version, device="npu")
 
 
-def test_families_are_complete():
+def test_families_are_complete() -> None:
     """Each class of norm, MLP and experts in the models of the registry is named, but for Gemma's MLP (it has GELU)."""
     left = set()
     for kind in ("dense", "moe", "next", "attention"):

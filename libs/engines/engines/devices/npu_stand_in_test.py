@@ -4,6 +4,8 @@ Everything runs in forks: torch has one such device a process. The engine on it:
 """
 
 import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,19 +26,19 @@ pytestmark = pytest.mark.skipif(reason_against() is not None, reason=str(reason_
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in():
+def stand_in() -> Iterator[None]:
     with stand_in_on_path():
         yield
 
 
-def on_npu(function, *args, ranks=1):
+def on_npu(function: Callable[..., Any], *args: Any, ranks: int = 1) -> Any:
     return launch_forked(function, args, ranks, device="npu")
 
 
 # ---- the stand-in
 
 
-def test_it_has_the_cpp_library_of_torch(tmp_path, monkeypatch):
+def test_it_has_the_cpp_library_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a compiler that would link its own statically, too: torch has another, and locales of two do not mix."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
@@ -55,12 +57,12 @@ def module_of_npu() -> Any:
     return devices.module
 
 
-def canaries():
+def canaries() -> dict[str, bool]:
     npu = module_of_npu()
     return canary("npu", npu.synchronize, npu.library.calls, npu.memory_allocated)
 
 
-def test_the_stand_in_is_a_device_of_its_own_and_an_alias_is_not():
+def test_the_stand_in_is_a_device_of_its_own_and_an_alias_is_not() -> None:
     found = on_npu(canaries)
     assert len(found) == 9
     assert all(found.values()), found
@@ -68,7 +70,7 @@ def test_the_stand_in_is_a_device_of_its_own_and_an_alias_is_not():
     assert not any(alias.values()), alias
 
 
-def misuses():
+def misuses() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
     npu, package = module_of_npu(), torch_npu()
     x = torch.ones(2, 8, device="npu")
     yield "an unknown function", AttributeError, lambda: npu.synchronise()
@@ -85,26 +87,28 @@ def misuses():
     yield "a gradient that would be lost", RuntimeError, lambda: _grouped(package, x.clone().requires_grad_())
 
 
-def _hccl():
-    return dist.group.WORLD._get_backend(torch.device("npu"))
+def _hccl() -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(torch.device("npu"))
 
 
-def _grouped(package, x):
+def _grouped(package: Any, x: torch.Tensor) -> Any:
     ends = torch.tensor([2], device="npu")
     return package.npu_grouped_matmul([x], [x.t()[None]], group_list=ends, split_item=3, group_type=0)
 
 
-def misuses_raise():
+def misuses_raise() -> dict[str, bool]:
     return {name: raises(kind, call) for name, kind, call in misuses()}
 
 
-def test_misuse_raises():
+def test_misuse_raises() -> None:
     found = on_npu(misuses_raise)
     assert len(found) == 12
     assert all(found.values()), found
 
 
-def test_the_surface_is_the_wheels():
+def test_the_surface_is_the_wheels() -> None:
     """Figures of torch_npu 2.13.0; every schema and signature can be read."""
     surface = read_surface()
     assert surface.version == "2.13.0"
@@ -116,7 +120,7 @@ def test_the_surface_is_the_wheels():
     assert str(signature(surface.functions["set_rng_state"])) == "(new_state, device='npu')"
 
 
-def late_copies():
+def late_copies() -> Any:
     """An event waits for what was asked for before it, and for no more."""
     npu = devices_of("npu")
     first = torch.full([3], 1.0, device="npu").to("cpu", non_blocking=True)
@@ -129,36 +133,36 @@ def late_copies():
     return [*seen, second.tolist()]
 
 
-def test_late_copies_arrive_with_their_event():
+def test_late_copies_arrive_with_their_event() -> None:
     assert on_npu(late_copies) == [[1.0] * 3, True, [2.0] * 3]
 
 
 # ---- operators of torch_npu
 
 
-def plain_norm(x, weight, eps):
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()) * weight
 
 
-def plain_rotary(q, k, cos, sin):
+def plain_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
     return [torch.cat([_half_turned(x, cos[:, None], sin[:, None]), x[..., 4:]], -1) for x in (q, k)]
 
 
-def _half_turned(x, cos, sin):
+def _half_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x[..., :2], x[..., 2:4]
     return torch.cat([a * cos[..., :2] - b * sin[..., :2], b * cos[..., 2:] + a * sin[..., 2:]], -1)
 
 
-def plain_grouped(x, weight, counts):
+def plain_grouped(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     groups = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return torch.einsum("mk,mkn->mn", x, weight[groups])
 
 
-def operator_cases():
+def operator_cases() -> dict[str, tuple[Any, ...]]:
     """Each operation of ours, the formula in float64, and inputs by name; floats get gradients."""
     draw = torch.Generator().manual_seed(0)
 
-    def normal(*shape):
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64)
 
     silu = torch.nn.functional.silu
@@ -174,7 +178,13 @@ def operator_cases():
     }
 
 
-def values_and_gradients(function, inputs, rest, device, dtype):
+def values_and_gradients(
+    function: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    rest: tuple[Any, ...],
+    device: str,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
     given = [t.detach().clone().to(device) for t in inputs]
     given = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in given]
     found = function(*given, *rest)
@@ -184,14 +194,14 @@ def values_and_gradients(function, inputs, rest, device, dtype):
     return [value.detach().cpu().double() for value in [*found, *gradients]]
 
 
-def operators_by_torch_npu():
+def operators_by_torch_npu() -> dict[str, list[torch.Tensor]]:
     return {
         name: values_and_gradients(getattr(npu_operators, name), inputs, rest, "npu", torch.float32)
         for name, (_, inputs, rest) in operator_cases().items()
     }
 
 
-def test_operators_equal_their_formulas():
+def test_operators_equal_their_formulas() -> None:
     """Values and gradients against float64."""
     found = on_npu(operators_by_torch_npu)
     for name, (plain, inputs, _) in operator_cases().items():

@@ -4,7 +4,9 @@ Everything runs in forks: torch has one such device a process. The stand-in itse
 """
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,10 +14,10 @@ import torch.distributed as dist
 from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.devices.accelerator import Accelerator
 from engines.devices.choice import accelerators_here, devices_of
-from engines.execution.micro_batches import MicroBatches
+from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.launch import RankError
 from engines.megatron.executor import MegatronExecutor
 from engines.megatron.groups import release
@@ -31,17 +33,17 @@ LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in():
+def stand_in() -> Iterator[None]:
     with stand_in_on_path():
         yield
 
 
-def on_npu(function, *args, ranks=1):
+def on_npu(function: Callable[..., Any], *args: Any, ranks: int = 1) -> Any:
     return launch_forked(function, args, ranks, device="npu")
 
 
 @contextlib.contextmanager
-def planted(owner, name, value):
+def planted(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -50,7 +52,9 @@ def planted(owner, name, value):
         setattr(owner, name, before)
 
 
-def run(device, kind="dense", grpo=False, options=()):
+def run(
+    device: Literal["cpu", "npu"], kind: str = "dense", grpo: bool = False, options: tuple[tuple[str, Any], ...] = ()
+) -> tuple[Any, ...]:
     """Losses, norms, weights and scores of two steps."""
     objective = GRPO(off_policy="mask") if grpo else SFT()
     settings = {"lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, "dtype": "float32"}
@@ -64,7 +68,7 @@ def run(device, kind="dense", grpo=False, options=()):
     return steps, weights, scores, {parameter.device.type for parameter in parameters_of(inside(built))}
 
 
-def parameters_of(executor):
+def parameters_of(executor: Any) -> list[Any]:
     stages = executor.stages if isinstance(executor, MegatronExecutor) else [executor.model]
     return [parameter for stage in stages for parameter in stage.parameters()]
 
@@ -72,13 +76,13 @@ def parameters_of(executor):
 _all_reduce = dist.all_reduce
 
 
-def all_reduce_of_hccl(tensor, *args, **kwargs):
+def all_reduce_of_hccl(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """HCCL adds up no float64; gloo under the stand-in would."""
     assert (tensor.device.type, tensor.dtype) != ("npu", torch.float64), "HCCL reduces no float64"
     return _all_reduce(tensor, *args, **kwargs)
 
 
-def cases():
+def cases() -> list[dict[str, Any]]:
     return [
         {"kind": "dense"},
         {"kind": "moe", "grpo": True},
@@ -86,17 +90,17 @@ def cases():
     ]
 
 
-def run_all(device):
+def run_all(device: Literal["cpu", "npu"]) -> list[tuple[Any, ...]]:
     """On both devices by the same attention: the CPU would take a flash kernel that no other device has."""
     with sdpa_kernel(SDPBackend.MATH), planted(dist, "all_reduce", all_reduce_of_hccl):
         return [run(device, **case) for case in cases()]
 
 
-def timeless(metrics):
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if "second" not in name and "time" not in name}
 
 
-def same(found, wanted, where):
+def same(found: tuple[Any, ...], wanted: tuple[Any, ...], where: str) -> None:
     steps, weights, scores, place = found
     assert place == {where}
     assert [timeless(metrics) for metrics in steps] == [timeless(metrics) for metrics in wanted[0]]
@@ -106,7 +110,7 @@ def same(found, wanted, where):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_equal_the_cpus(ranks):
+def test_steps_equal_the_cpus(ranks: int) -> None:
     """SFT and GRPO, dense and MoE, packed and padded: metrics, weights and scores to the bit."""
     wanted, found = launch_forked(run_all, ("cpu",), ranks), on_npu(run_all, "npu", ranks=ranks)
     for case, there, here in zip(cases(), found, wanted, strict=True):
@@ -125,7 +129,7 @@ MEGATRON: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def run_megatron(device, ranks):
+def run_megatron(device: Literal["cpu", "npu"], ranks: int) -> list[tuple[Any, ...]]:
     """Nothing is compiled on either device: the compiler's code for a CPU rounds differently."""
     found = []
     with sdpa_kernel(SDPBackend.MATH), planted(dist, "all_reduce", all_reduce_of_hccl), set_stance("force_eager"):
@@ -137,7 +141,7 @@ def run_megatron(device, ranks):
 
 
 @pytest.mark.parametrize("ranks", MEGATRON)
-def test_megatron_steps_equal_the_cpus(ranks):
+def test_megatron_steps_equal_the_cpus(ranks: int) -> None:
     """Tensor, expert, pipeline and context parallelism: metrics, weights and scores to the bit."""
     wanted = launch_forked(run_megatron, ("cpu", ranks), ranks)
     found = on_npu(run_megatron, "npu", ranks, ranks=ranks)
@@ -146,7 +150,7 @@ def test_megatron_steps_equal_the_cpus(ranks):
         same(there, here, "npu")
 
 
-def resumed(folder):
+def resumed(folder: str) -> tuple[bool, bool, list[str]]:
     """A run that goes on from a checkpoint, and one that never stopped."""
     config = EngineConfig(device="npu", lr=1e-2, max_tokens_per_rank=20, dtype="float32")
     made = [build_engine(config, tiny_model(seed=seed, num_hidden_layers=2)) for seed in (0, 1)]
@@ -162,21 +166,23 @@ def resumed(folder):
     return torch.equal(drawn, again), steps[0] == steps[1], [kind.kind for kind in accelerators_here()]
 
 
-def test_a_checkpoint_holds_the_devices_random_state(tmp_path):
+def test_a_checkpoint_holds_the_devices_random_state(tmp_path: Path) -> None:
     assert on_npu(resumed, str(tmp_path / "checkpoint")) == (True, True, ["npu"])
 
 
-def moments_of(built):
+def moments_of(built: TrainEngine) -> list[Any]:
     return [state[name] for state in inside(built).optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
-def with_moments_on(host, folder):
+def with_moments_on(host: bool, folder: str) -> tuple[Any, ...]:
     """Bytes on the device after a step; where moments are, what they weigh; steps and weights, of a resumed run too."""
     config = EngineConfig(device="npu", lr=1e-2, max_tokens_per_rank=20, optimizer_on_host=host, grad_clip=0.1)
     built, other = (build_engine(config, tiny_model("moe", seed=seed, num_hidden_layers=2)) for seed in (0, 1))
     built.train_batch(tiny_batch(LENGTHS), SFT())
     built.save(folder)
-    before, size = devices_of("npu").memory().allocated, sum(m.to_local().nbytes for m in moments_of(built))
+    memory = devices_of("npu").memory()
+    assert memory is not None
+    before, size = memory.allocated, sum(m.to_local().nbytes for m in moments_of(built))
     built.offload()
     built.onload()
     other.load(folder)
@@ -186,7 +192,7 @@ def with_moments_on(host, folder):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_moments_on_the_host_change_no_bit(ranks, tmp_path):
+def test_moments_on_the_host_change_no_bit(ranks: int, tmp_path: Path) -> None:
     """They never stay on the device: not after a step, an offload, a checkpoint; and save what they weigh there."""
     found = [on_npu(with_moments_on, host, str(tmp_path / str(host)), ranks=ranks) for host in (True, False)]
     (lean, places, moments, steps, weights), (full, plain_places, _, wanted, plain_weights) = found
@@ -199,14 +205,14 @@ def test_moments_on_the_host_change_no_bit(ranks, tmp_path):
 # ---- planted errors
 
 
-def stays_on_the_host(self):
+def stays_on_the_host(self: MicroBatches) -> Iterator[MicroBatch]:
     return _iterate(MicroBatches(self.batch, self.parts, self.group, torch.device("cpu"), self.keys))
 
 
 _iterate = MicroBatches.__iter__
 
 
-def unawaited_copies(tensor, *args, **kwargs):
+def unawaited_copies(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _cpu(tensor, "cpu", non_blocking=True)
 
 
@@ -225,23 +231,24 @@ PLANTED = {
 }
 
 
-def run_planted(name):
+def run_planted(name: str) -> None:
     owner, attribute, value, _ = PLANTED[name]
     with planted(owner, attribute, value):
         run("npu")
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_is_caught(name):
+def test_a_planted_error_is_caught(name: str) -> None:
     with pytest.raises(RankError, match=PLANTED[name][-1]):
         on_npu(run_planted, name)
 
 
-def unawaited():
+def unawaited() -> dict[str, torch.Tensor]:
     with planted(torch.Tensor, "cpu", unawaited_copies):
-        return run("npu")[1]
+        weights: dict[str, torch.Tensor] = run("npu")[1]
+        return weights
 
 
-def test_a_copy_that_nobody_waits_for_is_caught():
+def test_a_copy_that_nobody_waits_for_is_caught() -> None:
     weights = on_npu(unawaited)
     assert any(value.isnan().any() for value in weights.values())

@@ -1,5 +1,6 @@
 """What is prepared ahead of time is what would be prepared in time."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engines import EngineConfig, LocalBatch, build_engine
+from engines import EngineConfig, LocalBatch, TrainEngine, build_engine
 from engines.execution import ahead
 from engines.execution.ahead import Ahead, MicroBatchesAhead, tensors_in
-from engines.execution.micro_batches import MicroBatches
+from engines.execution.micro_batches import MicroBatch, MicroBatches
 from engines.parallel.planning import PlannedRows
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
@@ -20,11 +21,11 @@ from seqpack import view_batch
 from seqpack.adapters.context import PackedContext
 
 
-def engine():
+def engine() -> TrainEngine:
     return build_engine(EngineConfig(device="cpu", lr=1e-2, max_tokens_per_rank=20), tiny_model(num_hidden_layers=2))
 
 
-def test_a_prefetched_batch_gives_the_same_step():
+def test_a_prefetched_batch_gives_the_same_step() -> None:
     plain, early = engine(), engine()
     batches = [tiny_batch([7, 3, 12, 5], seed=seed) for seed in range(4)]
     objective = GRPO()
@@ -37,7 +38,7 @@ def test_a_prefetched_batch_gives_the_same_step():
     assert found == expected
 
 
-def test_another_batch_or_objective_is_prepared_in_time():
+def test_another_batch_or_objective_is_prepared_in_time() -> None:
     plain, early = engine(), engine()
     one, other = tiny_batch([7, 3]), tiny_batch([5, 6], seed=1)
     early.prefetch(one, SFT())
@@ -45,7 +46,7 @@ def test_another_batch_or_objective_is_prepared_in_time():
     assert early.train_batch(one, GRPO()) == plain.train_batch(one, GRPO())
 
 
-def test_an_error_is_raised_where_the_batch_is_trained():
+def test_an_error_is_raised_where_the_batch_is_trained() -> None:
     built, batch = engine(), tiny_batch([7, 30])
     built.prefetch(batch, SFT())
     built.train_batch(tiny_batch([7, 3]), SFT())
@@ -54,13 +55,13 @@ def test_an_error_is_raised_where_the_batch_is_trained():
     built.train_batch(tiny_batch([7, 3]), SFT())
 
 
-def test_parts_are_refused():
+def test_parts_are_refused() -> None:
     batch = tiny_batch([7, 3])
     with pytest.raises(ValueError, match="prefetch takes whole batches"):
         engine().prefetch(LocalBatch(batch, (0, 1), (7, 3)), SFT())
 
 
-def test_what_is_ahead_is_taken_once():
+def test_what_is_ahead_is_taken_once() -> None:
     kept, batch, objective = Ahead(), object(), object()
     for asked in ((object(), objective), (batch, object())):
         kept.ask(batch, objective, lambda: 7)
@@ -73,10 +74,10 @@ def test_what_is_ahead_is_taken_once():
     assert kept.take(batch, objective) is None
 
 
-def test_every_tensor_is_found_once():
+def test_every_tensor_is_found_once() -> None:
     @dataclass
     class Holder:
-        inner: dict
+        inner: dict[str, Any]
         same: object
 
     base, hidden = torch.zeros(1), torch.ones(1)
@@ -95,28 +96,28 @@ def group_of(ranks: tuple[int, ...]) -> Any:
 class Cuda:
     """CUDA's streams and events, which write down what happens."""
 
-    def __init__(self, monkeypatch):
-        self.happened = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.happened: list[Any] = []
         cuda = self
         now: list[Any] = ["the step's"]
 
         class Stream:
-            def __init__(self, device):
+            def __init__(self, device: torch.device) -> None:
                 self.device = device
 
         class Event:
-            def record(self, stream):
+            def record(self, stream: Any) -> None:
                 assert now[-1] is stream  # what it stands for was queued before it
                 self.number = sum(what == "recorded" for what, _ in cuda.happened)
                 cuda.happened.append(("recorded", stream.device.type))
 
         @contextmanager
-        def stream(one):
+        def stream(one: Any) -> Iterator[None]:
             now.append(one)
             yield
             now.pop()
 
-        def devices_of(device):
+        def devices_of(device: torch.device) -> SimpleNamespace:
             waits = SimpleNamespace(wait_event=lambda event: cuda.happened.append(("waited", (device, event.number))))
             return SimpleNamespace(
                 kind="cuda",
@@ -131,21 +132,21 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch):
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     ahead._stream.cache_clear()
     yield Cuda(monkeypatch)
     ahead._stream.cache_clear()
 
 
 @pytest.mark.parametrize("begin", [True, False])
-def test_micro_batches_ahead_are_the_micro_batches(cuda, begin):
+def test_micro_batches_ahead_are_the_micro_batches(cuda: Cuda, begin: bool) -> None:
     """Made on a stream of their own, one at a time, each waited for before it is handed out."""
     batch = view_batch(tiny_batch([5, 3, 6, 4]))
     parts = [PlannedRows((3, 1), (0,)), PlannedRows((), (0,)), PlannedRows((0, 2), (0, 1))]
     device = torch.device("cpu")
     source = MicroBatches(LocalBatch(batch, (0, 1, 2, 3), batch.lengths), parts, group_of, device, ("input_ids",))
 
-    def prepare(micro_batch):
+    def prepare(micro_batch: MicroBatch) -> tuple[str, tuple[int, ...]]:
         assert cuda.on_own_stream()
         cuda.happened.append(("made", micro_batch.rows))
         return ("inputs of", micro_batch.rows)
@@ -170,14 +171,14 @@ def test_micro_batches_ahead_are_the_micro_batches(cuda, begin):
             assert torch.equal(one.packed.values["input_ids"], want.packed.values["input_ids"])
 
 
-def test_memory_is_kept_for_the_stream_that_reads_it(cuda):
+def test_memory_is_kept_for_the_stream_that_reads_it(cuda: Cuda) -> None:
     """Tensors of the device alone: the allocator would give those of another stream away too early."""
     kept = []
 
     class OnDevice(torch.Tensor):
         device = torch.device("cuda")
 
-        def record_stream(self, stream):
+        def record_stream(self, stream: Any) -> None:
             kept.append(self)
 
     batch = view_batch(tiny_batch([5]))

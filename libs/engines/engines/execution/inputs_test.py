@@ -1,5 +1,7 @@
 """Packed and padded inputs by hand: which hidden state scores which token, and what a router counts."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,7 @@ IDS = [[10, 11, 12], [20, 21]]
 MASKS = [[False, False, True], [False, True]]
 
 
-def micro_batch(align=1, **more):
+def micro_batch(align: int = 1, **more: Any) -> MicroBatch:
     samples = [
         {"input_ids": ids, "loss_mask": mask, **{key: value[row] for key, value in more.items()}}
         for row, (ids, mask) in enumerate(zip(IDS, MASKS, strict=True))
@@ -25,14 +27,14 @@ def micro_batch(align=1, **more):
     return MicroBatch(packed, (0, 1), packed.values["loss_mask"], (0,))
 
 
-def lists(inputs, names):
+def lists(inputs: Any, names: tuple[str, ...]) -> list[Any]:
     return [getattr(inputs, name).tolist() for name in names]
 
 
 NAMES = ("input_ids", "position_ids", "rows", "targets", "slots", "counted")
 
 
-def test_packed():
+def test_packed() -> None:
     ops = LocalOps("torch")
     inputs = PackedInputs(ops).inputs(micro_batch())
     assert lists(inputs, NAMES) == [
@@ -44,21 +46,23 @@ def test_packed():
         [True] * 5,
     ]
     assert (inputs.tokens, inputs.attention_mask) == (5, None)
+    assert inputs.context is not None
     assert inputs.context.cu_seqlens.tolist() == [0, 3, 5]
     assert (inputs.context.max_seqlen, inputs.context.ops) == (3, ops)
     assert inputs.context.edges == (0, 3, 5)  # on the host, so that nothing waits for the device
+    assert inputs.context.positions is not None
     assert inputs.context.positions.tolist() == [0, 1, 2, 0, 1]
     assert PackedInputs().ops == LocalOps()
 
 
-def test_alignment_padding_is_not_counted():
+def test_alignment_padding_is_not_counted() -> None:
     inputs = PackedInputs().inputs(micro_batch(align=4))
     assert inputs.tokens == 8
     assert inputs.counted.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
     assert inputs.rows.tolist() == [1, 4]
 
 
-def test_padded():
+def test_padded() -> None:
     inputs = PaddedInputs().inputs(micro_batch())
     assert lists(inputs, NAMES) == [
         [[10, 11, 12], [20, 21, 0]],
@@ -69,12 +73,13 @@ def test_padded():
         [True] * 5 + [False],
     ]
     assert (inputs.tokens, inputs.context) == (5, None)
+    assert inputs.attention_mask is not None
     assert inputs.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert inputs.attention_mask.dtype == torch.int64
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.sampled_from([1, 4]))
-def test_hidden_states_before_the_scored_tokens_score_them(lengths, align):
+def test_hidden_states_before_the_scored_tokens_score_them(lengths: list[int], align: int) -> None:
     """In whatever order long and short rows come, packed and padded."""
     batch = tiny_batch(lengths)
     packed = pack_sequences(batch, align=align)
@@ -90,7 +95,7 @@ def test_hidden_states_before_the_scored_tokens_score_them(lengths, align):
         assert int(inputs.counted.sum()) == sum(lengths)
 
 
-def test_positions_of_the_batch_one_row_an_axis():
+def test_positions_of_the_batch_one_row_an_axis() -> None:
     positions = [torch.arange(3).expand(3, 3) + 5, torch.arange(2).expand(3, 2) * torch.tensor([[1], [2], [3]])]
     one = micro_batch(position_ids=[positions[0].contiguous(), positions[1].contiguous()])
     flat = [[5, 6, 7, 0, 1], [5, 6, 7, 0, 2], [5, 6, 7, 0, 3]]
@@ -101,7 +106,7 @@ def test_positions_of_the_batch_one_row_an_axis():
 
 
 @pytest.mark.parametrize("builder", [PackedInputs(), PaddedInputs()])
-def test_a_dummy_scores_and_counts_nothing(builder):
+def test_a_dummy_scores_and_counts_nothing(builder: PackedInputs | PaddedInputs) -> None:
     packed = dummy_micro_batch(view_batch(make_batch([{"input_ids": IDS[0], "loss_mask": MASKS[0]}])))
     inputs = builder.inputs(MicroBatch(packed, (), torch.zeros(1, dtype=torch.bool), (0,)))
     assert inputs.rows.numel() == inputs.targets.numel() == 0
@@ -110,12 +115,13 @@ def test_a_dummy_scores_and_counts_nothing(builder):
 
 
 @pytest.mark.parametrize("builder", [PackedInputs(), PaddedInputs()])
-def test_scores_come_back_to_their_tokens(builder):
+def test_scores_come_back_to_their_tokens(builder: PackedInputs | PaddedInputs) -> None:
     inputs = builder.inputs(micro_batch())
     scores = torch.tensor([-1.5, -2.5], dtype=torch.float64, requires_grad=True)
     out = builder.collect(scores, inputs)
     assert out.tolist() == [0, 0, -1.5, 0, -2.5]
     assert out.dtype == torch.float64
     (out * torch.arange(5)).sum().backward()
+    assert scores.grad is not None
     assert scores.grad.tolist() == [2, 4]
     assert builder.total(out, inputs) is out

@@ -1,12 +1,14 @@
 """Rows that ranks hold: what is refused, what is required, and the facts that they gather, against the whole batch."""
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Never
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from engines.execution.local_batch import LocalBatch, check_held, facts_of, gather_facts
 from engines.tiny import tiny_batch
@@ -16,11 +18,11 @@ from seqpack.batches.batch import jagged
 CPU = torch.device("cpu")
 
 
-def part(batch, rows):
+def part(batch: TensorDict, rows: tuple[int, ...]) -> LocalBatch:
     return LocalBatch(view_batch(batch).select(rows), rows, view_batch(batch).lengths)
 
 
-def test_rows_are_tuples_and_have_places():
+def test_rows_are_tuples_and_have_places() -> None:
     batch = tiny_batch([4, 6, 5])
     held = LocalBatch(view_batch(batch).select([2, 0]), (2, 0), (4, 6, 5))
     assert (held.rows, held.lengths) == ((2, 0), (4, 6, 5))
@@ -42,16 +44,16 @@ def test_rows_are_tuples_and_have_places():
         ((0, 1), (5, 4), "^row 1 has 3 tokens here, lengths says 4$"),
     ],
 )
-def test_rows_that_do_not_fit(rows, lengths, message):
+def test_rows_that_do_not_fit(rows: tuple[int, ...], lengths: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalBatch(tiny_batch([5, 3]), rows, lengths)
 
 
-def test_row_zero_and_the_last_row_fit():
+def test_row_zero_and_the_last_row_fit() -> None:
     assert LocalBatch(tiny_batch([3, 5]), (2, 0), (5, 9, 3)).rows == (2, 0)
 
 
-def test_what_is_required():
+def test_what_is_required() -> None:
     held = part(tiny_batch([5, 3]).select("input_ids", "loss_mask"), (0, 1))
     held.require(())
     held.require(("loss_mask", "input_ids"))
@@ -64,7 +66,7 @@ def test_what_is_required():
         part(batch, (0, 1)).require(("loss_mask",))
 
 
-def test_facts_of_a_whole_batch():
+def test_facts_of_a_whole_batch() -> None:
     view = view_batch(tiny_batch([5, 3, 4]))
     assert facts_of(view, None).zero_gradient == frozenset()
     facts = facts_of(view, torch.tensor([True, False, True]))
@@ -74,23 +76,26 @@ def test_facts_of_a_whole_batch():
 class Ranks:
     """The ranks of a plan in one process: `dist.all_reduce` takes the maximum of what each of them brings."""
 
-    def __init__(self, monkeypatch, size):
-        self.size, self.brought, self.groups, self.reduced = size, [], [], None
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.size = size
+        self.brought: list[torch.Tensor] = []
+        self.groups: list[Any] = []
+        self.reduced: torch.Tensor | None = None
         monkeypatch.setattr(torch.distributed, "all_reduce", self.all_reduce)
 
-    def all_reduce(self, values, op=None, group=None):
+    def all_reduce(self, values: torch.Tensor, op: Any = None, group: Any = None) -> None:
         assert op == torch.distributed.ReduceOp.MAX
         self.groups.append(group)
         self.brought.append(values.clone())
         if self.reduced is not None:
             values.copy_(self.reduced)
 
-    def of(self, index):
+    def of(self, index: int) -> Any:
         return SimpleNamespace(layout=SimpleNamespace(plan_size=self.size), plan="the plan's", plan_index=index)
 
-    def run(self, call):
+    def run(self, call: Callable[[int, Any], Any]) -> list[Any]:
         """The result or error of each rank; what a rank brings does not depend on the others."""
-        found = []
+        found: list[Any] = []
         for final in (False, True):
             found = []
             for index in range(self.size):
@@ -104,14 +109,16 @@ class Ranks:
 
 
 @pytest.fixture
-def patch():
+def patch() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as made:
         yield made
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=7), st.integers(1, 3), st.booleans(), st.data())
-def test_gathered_facts_are_those_of_the_whole_batch(lengths, size, grouped, data):
+def test_gathered_facts_are_those_of_the_whole_batch(
+    lengths: list[int], size: int, grouped: bool, data: st.DataObject
+) -> None:
     batch = tiny_batch(lengths, seed=data.draw(st.integers(0, 9)))
     batch["loss_mask"] = jagged([row & (i % 3 != 1) for i, row in enumerate(batch["loss_mask"].unbind())])
     batch = batch if grouped else batch.exclude("group")
@@ -130,7 +137,7 @@ def test_gathered_facts_are_those_of_the_whole_batch(lengths, size, grouped, dat
     with pytest.MonkeyPatch.context() as patch:
         ranks = Ranks(patch, size)
 
-        def call(index, groups):
+        def call(index: int, groups: Any) -> Any:
             one = part(batch, held[index])
             own = zero[list(held[index])] if skip else None
             return gather_facts(one, own, [row for row in held[index] if owner[row] == index], groups, CPU)
@@ -141,7 +148,7 @@ def test_gathered_facts_are_those_of_the_whole_batch(lengths, size, grouped, dat
     assert set(ranks.groups) == (set() if size == 1 else {"the plan's"})
 
 
-def test_a_row_that_no_rank_holds_counts_nothing(patch):
+def test_a_row_that_no_rank_holds_counts_nothing(patch: pytest.MonkeyPatch) -> None:
     """Rows that nobody computes may be held by nobody: they are not trained, and are in no group."""
     batch = tiny_batch([5, 4, 6])
     (found,) = Ranks(patch, 1).run(lambda _, groups: gather_facts(part(batch, (0, 2)), None, [0, 2], groups, CPU))
@@ -150,7 +157,7 @@ def test_a_row_that_no_rank_holds_counts_nothing(patch):
     assert found.zero_gradient == frozenset()
 
 
-def test_large_group_numbers_stay_apart(patch):
+def test_large_group_numbers_stay_apart(patch: pytest.MonkeyPatch) -> None:
     """Hashes serve as numbers: neighbours of 2**40 are one in float32, those of 2**60 in float64."""
     batch = tiny_batch([5, 4, 6, 3])
     batch["group"] = torch.tensor([2**40, 2**40 + 1, 2**60, 2**60 + 1])
@@ -159,11 +166,11 @@ def test_large_group_numbers_stay_apart(patch):
     assert view_batch(batch).totals.groups == 4
 
 
-def test_facts_are_exchanged_where_the_group_is(patch):
+def test_facts_are_exchanged_where_the_group_is(patch: pytest.MonkeyPatch) -> None:
     class ExchangedError(Exception):
         pass
 
-    def all_reduce(values, op, group):
+    def all_reduce(values: torch.Tensor, op: Any, group: Any) -> Never:
         raise ExchangedError(values.device.type)
 
     groups, batch = Ranks(patch, 2).of(0), tiny_batch([5, 4])
@@ -177,7 +184,7 @@ def test_facts_are_exchanged_where_the_group_is(patch):
 
 
 @pytest.mark.parametrize("key", ["loss_mask", "group", "zero"])
-def test_rows_that_differ_are_named_on_every_rank(patch, key):
+def test_rows_that_differ_are_named_on_every_rank(patch: pytest.MonkeyPatch, key: str) -> None:
     batch, other = tiny_batch([5, 4, 6]), tiny_batch([5, 4, 6])
     zero, odd = torch.tensor([False, False, False]), torch.tensor([False, False, False])
     if key == "loss_mask":
@@ -188,7 +195,7 @@ def test_rows_that_differ_are_named_on_every_rank(patch, key):
         odd = torch.tensor([False, True, False])
     given = [(batch, zero), (other, odd)]
 
-    def call(index, groups):
+    def call(index: int, groups: Any) -> Any:
         whole, mask = given[index]
         return gather_facts(part(whole, (0, 1, 2)), mask, [index], groups, CPU)
 
@@ -196,14 +203,14 @@ def test_rows_that_differ_are_named_on_every_rank(patch, key):
     assert Ranks(patch, 2).run(call) == [want] * 2
 
 
-def test_a_rank_that_lacks_a_row_is_named_on_every_rank(patch):
+def test_a_rank_that_lacks_a_row_is_named_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     batch = tiny_batch([5, 4, 6])
     for lacking, needed in ((None, [[0], [1]]), (0, [[2], [1]]), (1, [[0], [2, 1]])):
 
-        def facts(index, groups, needed=needed):
+        def facts(index: int, groups: Any, needed: list[list[int]] = needed) -> Any:
             return gather_facts(part(batch, (0, 1)), None, needed[index], groups, CPU).zero_gradient
 
-        def held(index, groups, needed=needed):
+        def held(index: int, groups: Any, needed: list[list[int]] = needed) -> None:
             return check_held(part(batch, (0, 1)), needed[index], groups, CPU)
 
         want = f"rank {lacking} of the plan lacks a row that it is to compute: give each rank at least "

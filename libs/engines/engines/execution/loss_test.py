@@ -1,5 +1,6 @@
 """The loss of a micro-batch: shares, what the model adds, and dummies that stay connected."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,16 @@ from seqpack.batches.batch import make_batch
 NAMES = ("required_keys", "needs_entropy", "zero_gradient_rows", "__call__")
 
 
-def micro_batch(ranks=(0,)):
+def micro_batch(ranks: tuple[int, ...] = (0,)) -> MicroBatch:
     batch = make_batch([{"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}])
     packed = pack_sequences(batch)
     return MicroBatch(packed, (0,), packed.values["loss_mask"], ranks)
 
 
-def objective(loss, metrics, seen=None):
-    def call(*args):
+def objective(
+    loss: Callable[[torch.Tensor], torch.Tensor], metrics: dict[str, torch.Tensor], seen: list[Any] | None = None
+) -> Any:
+    def call(*args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if seen is not None:
             seen.append(args)
         return loss(args[0]), metrics
@@ -30,8 +33,9 @@ def objective(loss, metrics, seen=None):
     return call
 
 
-def test_an_objective_gets_scores_batch_and_totals():
-    one, totals, seen = micro_batch(), Totals(5, 3, 2), []
+def test_an_objective_gets_scores_batch_and_totals() -> None:
+    one, totals = micro_batch(), Totals(5, 3, 2)
+    seen: list[Any] = []
     log_probs, entropy = torch.tensor([0.0, -1.0, -2.0], requires_grad=True), torch.ones(3)
     step = StepLoss(objective(lambda x: x.sum(), {"some": torch.tensor(2.0)}, seen), totals)
     loss = step(one, Scores(log_probs, entropy))
@@ -43,7 +47,7 @@ def test_an_objective_gets_scores_batch_and_totals():
     assert step.metrics._sums == {"some": 2.0, "loss": -3.0}
 
 
-def test_a_ranks_share_is_the_sum_of_its_losses():
+def test_a_ranks_share_is_the_sum_of_its_losses() -> None:
     step = StepLoss(objective(lambda x: x.sum(), {"some": torch.tensor(2.0)}), Totals(1, 1))
     assert step.share(torch.device("cpu")) == 0.0
     for log_prob in (-4.0, -1.0):
@@ -52,7 +56,7 @@ def test_a_ranks_share_is_the_sum_of_its_losses():
     assert (share.item(), share.shape, share.dtype) == (-5.0, (), torch.float64)
 
 
-def test_what_the_model_adds_is_part_of_loss_and_metrics():
+def test_what_the_model_adds_is_part_of_loss_and_metrics() -> None:
     log_probs = torch.tensor([0.0, -1.0], requires_grad=True)
     auxiliary = 3 * torch.tensor(0.5, requires_grad=True)
     step = StepLoss(objective(lambda x: x.sum(), {"some": torch.tensor(2.0)}), Totals(1, 1))
@@ -60,14 +64,14 @@ def test_what_the_model_adds_is_part_of_loss_and_metrics():
     assert step.metrics._sums == {"some": 2.0, "loss": 0.5, "auxiliary_loss": 1.5}
 
 
-def test_ranks_that_share_a_micro_batch_share_its_metrics_and_not_its_loss():
+def test_ranks_that_share_a_micro_batch_share_its_metrics_and_not_its_loss() -> None:
     step = StepLoss(objective(lambda x: x.sum(), {"some": torch.tensor(2.0)}), Totals(1, 1))
     loss = step(micro_batch(ranks=(0, 1, 2, 3)), Scores(torch.full((2,), -4.0, requires_grad=True)))
     assert loss.item() == -8.0
     assert step.metrics._sums == {"some": 0.5, "loss": -2.0}
 
 
-def test_a_loss_without_the_log_probs_is_connected_to_them():
+def test_a_loss_without_the_log_probs_is_connected_to_them() -> None:
     log_probs = torch.zeros(2, requires_grad=True)  # those of a dummy
     loss = StepLoss(objective(lambda x: torch.tensor(7.0), {}), Totals(1, 1))(micro_batch(), Scores(log_probs))
     assert loss.item() == 7.0
@@ -76,17 +80,17 @@ def test_a_loss_without_the_log_probs_is_connected_to_them():
     assert torch.equal(log_probs.grad, torch.zeros(2))
 
 
-def test_a_loss_that_is_no_scalar_is_refused():
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
     step = StepLoss(objective(lambda x: x, {}), Totals(1, 1))
     with pytest.raises(ValueError, match=r"must return a scalar loss, its shape is \(2,\)"):
         step(micro_batch(), Scores(torch.zeros(2, requires_grad=True)))
 
 
-def test_what_an_objective_lacks_is_named():
+def test_what_an_objective_lacks_is_named() -> None:
     class Whole:
         required_keys, needs_entropy, zero_gradient_rows = (), False, None
 
-        def __call__(self):
+        def __call__(self) -> None:
             """Nothing is called here."""
 
     whole: Any = Whole()

@@ -1,6 +1,6 @@
 """Metrics add up by shape and name alone, and what cannot add up is refused."""
 
-from typing import Any
+from typing import Any, Never
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from engines.execution.metrics import MetricSum, agreed_number, check_agreement
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 
 
-def test_scalars_add_pairs_divide_maxima_stay():
+def test_scalars_add_pairs_divide_maxima_stay() -> None:
     collected = MetricSum()
     for value in (1.0, 3.0):
         collected.add(
@@ -31,7 +31,7 @@ def test_scalars_add_pairs_divide_maxima_stay():
         ({"b": torch.zeros(())}, "same metrics for every micro-batch"),
     ],
 )
-def test_what_does_not_add_up(metrics, message):
+def test_what_does_not_add_up(metrics: dict[str, Any], message: str) -> None:
     collected = MetricSum()
     if "b" in metrics:
         collected.add({"a": torch.zeros(())})
@@ -39,11 +39,11 @@ def test_what_does_not_add_up(metrics, message):
         collected.add(metrics)
 
 
-def test_one_rank_agrees_with_itself():
+def test_one_rank_agrees_with_itself() -> None:
     check_agreement(2**52 - 1, "anything", torch.device("cpu"))
 
 
-def test_shares_scale_sums_and_not_maxima():
+def test_shares_scale_sums_and_not_maxima() -> None:
     collected = MetricSum()
     collected.add({"sum": torch.tensor(2.0), "mean": torch.tensor([3.0, 4.0]), "gap/max": torch.tensor(5.0)}, 0.5)
     collected.add({"sum": torch.tensor(2.0), "mean": torch.tensor([3.0, 2.0]), "gap/max": torch.tensor(-1.0)}, 0.25)
@@ -52,7 +52,7 @@ def test_shares_scale_sums_and_not_maxima():
     assert all(value.dtype == torch.float64 for value in collected._sums.values())
 
 
-def test_some_kinds_alone():
+def test_some_kinds_alone() -> None:
     assert MetricSum().reduce() == {}
     one = MetricSum()
     one.add({"b/max": torch.tensor(-2.0), "a/max": torch.tensor(-3.0)})
@@ -62,7 +62,7 @@ def test_some_kinds_alone():
     assert two.reduce() == {"a": 7.0, "b": 0.25, "c": 8.0}
 
 
-def test_the_sum_of_one_key():
+def test_the_sum_of_one_key() -> None:
     """Of this rank alone, before anything is exchanged; a rank without micro-batches has 0, where its model is."""
     collected, meta = MetricSum(), torch.device("meta")
     empty = collected.sum_of("loss", meta)
@@ -75,7 +75,7 @@ def test_the_sum_of_one_key():
     assert collected.sum_of("other", torch.device("cpu")) == 0.0
 
 
-def test_a_metric_takes_no_gradient_along():
+def test_a_metric_takes_no_gradient_along() -> None:
     collected = MetricSum()
     collected.add({"a": torch.ones((), requires_grad=True) * 2, "a/max": torch.ones((), requires_grad=True) * 2})
     assert not any(value.requires_grad for value in collected._sums.values())
@@ -85,7 +85,7 @@ def test_a_metric_takes_no_gradient_along():
     ("metrics", "key"),
     [({"a": torch.zeros(()), "c": torch.zeros(())}, "'c'"), ({}, "'a'"), ({"A": torch.ones(2)}, "'A'")],
 )
-def test_the_odd_key_is_named(metrics, key):
+def test_the_odd_key_is_named(metrics: dict[str, Any], key: str) -> None:
     collected = MetricSum()
     collected.add({"a": torch.zeros(())})
     with pytest.raises(ValueError, match=f"same metrics for every micro-batch; {key} is not in all"):
@@ -100,11 +100,12 @@ ALONE: Any = "alone"
 
 
 @pytest.fixture
-def two_ranks(monkeypatch):
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[float]], list[Any]]:
     """Another rank, which holds `other`; what was exchanged is in `calls`."""
-    other, calls = [], []
+    other: list[list[float]] = []
+    calls: list[Any] = []
 
-    def all_reduce(values, op, group):
+    def all_reduce(values: torch.Tensor, op: Any, group: Any) -> None:
         calls.append((op, group))
         brought = torch.tensor(other.pop(0), dtype=values.dtype)
         values.copy_(values + brought if op == torch.distributed.ReduceOp.SUM else torch.maximum(values, brought))
@@ -114,7 +115,7 @@ def two_ranks(monkeypatch):
     return other, calls
 
 
-def test_ranks_are_added_up(two_ranks):
+def test_ranks_are_added_up(two_ranks: tuple[list[list[float]], list[Any]]) -> None:
     other, calls = two_ranks
     other += [[10.0, 1.0, 3.0], [0.5, -9.0]]
     one = MetricSum()
@@ -127,7 +128,7 @@ def test_ranks_are_added_up(two_ranks):
 
 
 @pytest.mark.parametrize("theirs", [-1, 0, 1, 2**52 - 1])
-def test_ranks_that_disagree_raise(two_ranks, theirs):
+def test_ranks_that_disagree_raise(two_ranks: tuple[list[list[float]], list[Any]], theirs: int) -> None:
     other, calls = two_ranks
     mine = 2**52 - 2
     for number in (mine, mine + theirs):
@@ -143,11 +144,11 @@ def test_ranks_that_disagree_raise(two_ranks, theirs):
     assert len(calls) == 2
 
 
-def test_the_number_is_exchanged_where_the_group_is(monkeypatch):
+def test_the_number_is_exchanged_where_the_group_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class ExchangedError(Exception):
         pass
 
-    def all_reduce(values, op, group):
+    def all_reduce(values: torch.Tensor, op: Any, group: Any) -> Never:
         raise ExchangedError(values.device.type, values.dtype)
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
@@ -157,7 +158,7 @@ def test_the_number_is_exchanged_where_the_group_is(monkeypatch):
     assert raised.value.args == ("meta", torch.float64)
 
 
-def test_facts_become_the_same_number_everywhere():
+def test_facts_become_the_same_number_everywhere() -> None:
     """From SHA-256, and so not from Python's own hashes, which differ between processes."""
     assert agreed_number(("whole", 7, (1, 2))) == 738318689090192
     assert len({agreed_number(fact) for fact in (1, 2, "1", (1,), ((1,),))}) == 5

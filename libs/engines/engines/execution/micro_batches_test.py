@@ -1,15 +1,17 @@
 """A rank's micro-batches: rows, wanted tokens, who shares them, and the dummies between them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from engines.execution.local_batch import LocalBatch
 from engines.execution.micro_batches import MicroBatches, dummy_micro_batch
 from engines.parallel.planning import PlannedRows
 from engines.tiny import tiny_batch
-from seqpack import pack_sequences, view_batch
+from seqpack import PackedBatch, pack_sequences, view_batch
 from seqpack.batches.batch import jagged
 from seqpack.batches.jagged import Ragged
 from seqpack.batches.view import BatchView
@@ -18,7 +20,7 @@ CPU = torch.device("cpu")
 PARTS = [PlannedRows((3, 1), (0,)), PlannedRows((), (0,)), PlannedRows((0,), (0, 1))]
 
 
-def local(batch, rows):
+def local(batch: TensorDict, rows: Sequence[int]) -> LocalBatch:
     return LocalBatch(view_batch(batch).select(rows), tuple(rows), view_batch(batch).lengths)
 
 
@@ -27,14 +29,14 @@ def group_of(ranks: tuple[int, ...]) -> Any:
     return f"group of {ranks}"
 
 
-def same(one, other):
+def same(one: PackedBatch, other: PackedBatch) -> None:
     assert one.values.keys() == other.values.keys()
     assert all(torch.equal(one.values[key], other.values[key]) for key in one.values)
     assert torch.equal(one.cu_seqlens, other.cu_seqlens)
 
 
 @pytest.mark.parametrize("keys", [None, ("input_ids",), ("input_ids", "loss_mask")])
-def test_micro_batches_are_the_rows_packed(keys):
+def test_micro_batches_are_the_rows_packed(keys: tuple[str, ...] | None) -> None:
     batch = tiny_batch([5, 3, 6, 4])
     batch["loss_mask"] = jagged([torch.arange(n) == n - 1 for n in (5, 3, 6, 4)])
     made = MicroBatches(local(batch, [3, 0, 1]), PARTS, group_of, CPU, keys)
@@ -57,7 +59,7 @@ def test_micro_batches_are_the_rows_packed(keys):
 
 
 @pytest.mark.parametrize("axes", [0, 3])
-def test_a_dummy_is_the_first_token_with_every_key(axes):
+def test_a_dummy_is_the_first_token_with_every_key(axes: int) -> None:
     batch = tiny_batch([5, 3])
     shape = (axes,) if axes else ()
     batch["position_ids"] = jagged([torch.arange(n).expand(*shape, n).contiguous() + 4 for n in (5, 3)])
@@ -76,7 +78,7 @@ def test_a_dummy_is_the_first_token_with_every_key(axes):
     assert set(dummy_micro_batch(view, ("input_ids",)).values) == {"input_ids"}
 
 
-def test_a_dummy_trains_nothing_whatever_its_row_does():
+def test_a_dummy_trains_nothing_whatever_its_row_does() -> None:
     """Also of a view whose mask says otherwise."""
     view = view_batch(tiny_batch([5, 3]))
     mask = view.columns["loss_mask"]
@@ -84,7 +86,7 @@ def test_a_dummy_trains_nothing_whatever_its_row_does():
     assert dummy_micro_batch(view).values["loss_mask"].tolist() == [False]
 
 
-def test_everything_is_on_the_executors_device():
+def test_everything_is_on_the_executors_device() -> None:
     """The device "meta" holds shapes alone."""
     meta = torch.device("meta")
     for made in MicroBatches(local(tiny_batch([5, 3, 6, 4]), [3, 0, 1]), PARTS, lambda ranks: None, meta):

@@ -12,7 +12,7 @@ BAD = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (math
 
 
 @pytest.mark.parametrize(("loss", "norm"), BAD)
-def test_stop_ends_at_the_first(loss, norm):
+def test_stop_ends_at_the_first(loss: float, norm: float) -> None:
     guard = FiniteGuard(EngineConfig())
     guard.check(1, 0.5, 2.0)
     assert (guard.skipped, guard.in_a_row) == (0, 0)
@@ -24,7 +24,7 @@ def test_stop_ends_at_the_first(loss, norm):
 
 
 @pytest.mark.parametrize(("loss", "norm"), BAD)
-def test_skip_ends_at_the_tenth_in_a_row(loss, norm):
+def test_skip_ends_at_the_tenth_in_a_row(loss: float, norm: float) -> None:
     guard = FiniteGuard(EngineConfig(on_nonfinite="skip"), skipped=3)
     for step in range(1, 10):
         guard.check(step, loss, norm)
@@ -41,7 +41,7 @@ def test_skip_ends_at_the_tenth_in_a_row(loss, norm):
     assert guard.skipped == 22
 
 
-def test_tensors_are_handed_on_until_one_is_not_finite():
+def test_tensors_are_handed_on_until_one_is_not_finite() -> None:
     given = [
         ("a", torch.ones(2)),
         ("b", torch.tensor([1, 2])),

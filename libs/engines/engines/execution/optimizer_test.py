@@ -1,6 +1,7 @@
 """What decays, and clipping against torch's own."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ GROUP: Any = "the group"  # stands for a process group
 
 
 class Several(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.cube = nn.Parameter(torch.randn(2, 3, 4))
         self.matrix = nn.Parameter(torch.randn(3, 4))
@@ -37,7 +38,7 @@ class Several(nn.Module):
         self.frozen = nn.Parameter(torch.randn(2, 2), requires_grad=False)
 
 
-def test_matrices_decay_and_the_rest_does_not():
+def test_matrices_decay_and_the_rest_does_not() -> None:
     module = Several()
     config = EngineConfig(lr=0.25, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.125)
     optimizer = build_optimizer(module, config)
@@ -50,7 +51,7 @@ def test_matrices_decay_and_the_rest_does_not():
         assert (one["lr"], one["betas"], one["eps"], one["fused"]) == (0.25, (0.5, 0.75), 1e-3, True)
 
 
-def test_groups_without_parameters_are_left_out():
+def test_groups_without_parameters_are_left_out() -> None:
     vectors, matrices = nn.LayerNorm(3), nn.Linear(2, 3, bias=False)
     config = EngineConfig(weight_decay=0.5)
     assert [one["weight_decay"] for one in build_optimizer(vectors, config).param_groups] == [0.0]
@@ -59,7 +60,12 @@ def test_groups_without_parameters_are_left_out():
         build_optimizer(matrices.requires_grad_(False), config)
 
 
-def with_gradients(seed=0, scale=1.0):
+def grad_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def with_gradients(seed: int = 0, scale: float = 1.0) -> Several:
     module = Several()
     generator = torch.Generator().manual_seed(seed)
     for parameter in (module.cube, module.matrix, module.vector, module.scalar):
@@ -67,14 +73,14 @@ def with_gradients(seed=0, scale=1.0):
     return module
 
 
-def clip_gradients(module, limit, group=None):
+def clip_gradients(module: nn.Module, limit: float | None, group: Any = None) -> float:
     norm = float(gradient_norm(module, torch.zeros(()), group))
     scale_gradients(module, norm, limit)
     return norm
 
 
 @pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 1.001, 3.0, None])
-def test_clipping_equals_torchs(share):
+def test_clipping_equals_torchs(share: float | None) -> None:
     whole = with_gradients()
     norm = torch.cat([p.grad.flatten().double() for p in whole.parameters() if p.grad is not None]).norm().item()
     limit = None if share is None else share * norm
@@ -86,20 +92,20 @@ def test_clipping_equals_torchs(share):
         if one.grad is not None:
             torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-5)
     if share is None or share >= 1.001:  # bit for bit as it was
-        assert torch.equal(whole.cube.grad, with_gradients().cube.grad)
+        assert torch.equal(grad_of(whole.cube), grad_of(with_gradients().cube))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_leaves_gradients_alone(bad):
+def test_a_norm_that_is_not_finite_leaves_gradients_alone(bad: float) -> None:
     module = with_gradients()
-    module.vector.grad[2] = bad
+    grad_of(module.vector)[2] = bad
     norm = clip_gradients(module, 0.5)
     assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
-    assert torch.equal(module.cube.grad, with_gradients().cube.grad)
-    assert torch.equal(module.vector.grad[:2], with_gradients().vector.grad[:2])
+    assert torch.equal(grad_of(module.cube), grad_of(with_gradients().cube))
+    assert torch.equal(grad_of(module.vector)[:2], grad_of(with_gradients().vector)[:2])
 
 
-def test_no_gradients_and_empty_shards():
+def test_no_gradients_and_empty_shards() -> None:
     assert clip_gradients(Several(), 1.0) == 0.0
     module = nn.ParameterList([nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(2))])
     module[0].grad = torch.zeros(0, 3)
@@ -109,7 +115,7 @@ def test_no_gradients_and_empty_shards():
     torch.testing.assert_close(module[1].grad, torch.tensor([0.6, 0.8]))
 
 
-def test_squares_are_added_up_in_double_precision():
+def test_squares_are_added_up_in_double_precision() -> None:
     """Squares of 1 beside one of 2**26: in float32 they would be lost."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(2000)])
     for parameter in module:
@@ -125,11 +131,11 @@ class Cuda(torch.Tensor):
 
 
 @pytest.fixture
-def exchanged(monkeypatch):
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(dtype, group) of each sum over the ranks of GROUP, two of them; others have one rank, and sum nothing."""
     given = []
 
-    def all_reduce(values, op, group=None):
+    def all_reduce(values: torch.Tensor, op: Any, group: Any = None) -> None:
         given.append((values.dtype, group))
         values.add_(144.0)
 
@@ -138,7 +144,7 @@ def exchanged(monkeypatch):
     return given
 
 
-def test_shards_of_other_ranks_count(exchanged):
+def test_shards_of_other_ranks_count(exchanged: list[Any]) -> None:
     """The squares of all ranks' shards are added over the group that is given, in float64."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(2))])
     module[0].grad = torch.tensor([3.0, 4.0])
@@ -149,14 +155,14 @@ def test_shards_of_other_ranks_count(exchanged):
     assert len(exchanged) == 1
 
 
-def test_the_losses_of_other_ranks_count(exchanged):
+def test_the_losses_of_other_ranks_count(exchanged: list[Any]) -> None:
     assert finite_everywhere(torch.tensor(1.0))
     assert exchanged == []
     assert not finite_everywhere(torch.tensor(1.0), group=GROUP)
     assert [group for _, group in exchanged] == [GROUP]
 
 
-def test_a_shard_counts_by_its_local_part():
+def test_a_shard_counts_by_its_local_part() -> None:
     """No exchange of DTensor's own: the norm is a plain tensor, and the local part is scaled."""
     mesh = init_device_mesh("cpu", (1,))
     module = nn.ParameterList([nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))])
@@ -170,7 +176,7 @@ def test_a_shard_counts_by_its_local_part():
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Cuda])
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_makes_no_update(loss, kind):
+def test_a_loss_that_is_not_finite_makes_no_update(loss: float, kind: type[torch.Tensor]) -> None:
     module = with_gradients()
     before = [p.detach().clone() for p in module.parameters()]
     optimizer = build_optimizer(module, EngineConfig(lr=0.1))
@@ -184,7 +190,7 @@ def test_a_loss_that_is_not_finite_makes_no_update(loss, kind):
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Cuda])
 @pytest.mark.parametrize("limit", [0.5, 1e3, None])
-def test_the_update_is_that_of_clipped_gradients_at_this_rate(limit, kind):
+def test_the_update_is_that_of_clipped_gradients_at_this_rate(limit: float | None, kind: type[torch.Tensor]) -> None:
     """`eps` is large: with the usual one the first update of AdamW is the same for gradients of any scale."""
     whole, other = with_gradients(), with_gradients()
     other.load_state_dict(whole.state_dict())
@@ -202,13 +208,15 @@ def test_the_update_is_that_of_clipped_gradients_at_this_rate(limit, kind):
         assert getattr(optimizers[0], left, None) is None
 
 
-def test_the_norm_of_bfloat16_gradients_is_not_rounded():
+def test_the_norm_of_bfloat16_gradients_is_not_rounded() -> None:
     module = nn.ParameterList([nn.Parameter(torch.zeros(257, dtype=torch.bfloat16))])
     module[0].grad = torch.ones(257, dtype=torch.bfloat16)
     assert clip_gradients(module, None) == pytest.approx(math.sqrt(257), rel=1e-5)
 
 
-def plain_bfloat16_steps(weight, gradients, config, decay):
+def plain_bfloat16_steps(
+    weight: torch.Tensor, gradients: list[torch.Tensor], config: EngineConfig, decay: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Algorithm 2 of Loshchilov and Hutter in float64; what is kept of the moments is rounded to bfloat16."""
     (beta1, beta2), first, second = config.betas, torch.zeros_like(weight), torch.zeros_like(weight)
     for count, grad in enumerate(gradients, start=1):
@@ -220,7 +228,7 @@ def plain_bfloat16_steps(weight, gradients, config, decay):
 
 
 @pytest.mark.parametrize("scale", [None, 4.0])
-def test_moments_in_bfloat16_are_the_formula_with_rounded_ones(scale):
+def test_moments_in_bfloat16_are_the_formula_with_rounded_ones(scale: float | None) -> None:
     config = EngineConfig(lr=1e-2, weight_decay=0.1, moments_dtype="bfloat16", betas=(0.9, 0.95))
     module = Several()
     optimizer = build_optimizer(module, config)
@@ -251,14 +259,14 @@ def test_moments_in_bfloat16_are_the_formula_with_rounded_ones(scale):
             torch.testing.assert_close(state["exp_avg_sq"].double(), second, atol=1e-4, rtol=2**-7)
 
 
-def test_bfloat16_moments_train_as_float32_ones(tmp_path):
+def test_bfloat16_moments_train_as_float32_ones(tmp_path: Path) -> None:
     """And half as large; a resumed run goes on bit for bit."""
 
-    def engine(**options):
+    def engine(**options: Any) -> Any:
         config = EngineConfig(device="cpu", lr=3e-3, max_tokens_per_rank=40, weight_decay=0.1, **options)
         return build_engine(config, tiny_model(num_hidden_layers=2, scale=1.0))
 
-    def run(built, first, last):
+    def run(built: Any, first: int, last: int) -> list[float]:
         return [
             built.train_batch(tiny_batch([7, 19, 4, 12], seed=step % 4), SFT())["loss"] for step in range(first, last)
         ]
@@ -277,7 +285,7 @@ def test_bfloat16_moments_train_as_float32_ones(tmp_path):
     assert sizes[1] == sizes[0] / 2 > 0
 
 
-def moment_bytes(built):
+def moment_bytes(built: Any) -> int:
     states = built.executor.optimizer.state.values()
     moments = [state[name].to_local() for state in states for name in ("exp_avg", "exp_avg_sq")]
     return sum(moment.numel() * moment.element_size() for moment in moments)

@@ -1,6 +1,8 @@
 """Learning rates by group: torch's AdamW with param groups, every optimizer, resumed runs, and patterns that fail."""
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(**options):
+def config_of(**options: Any) -> EngineConfig:
     usual: dict[str, Any] = {
         "device": "cpu",
         "lr": 1e-2,
@@ -51,20 +53,20 @@ def config_of(**options):
     return EngineConfig(**{**usual, **SCHEDULE, "learning_rates": RATES, **options})
 
 
-def model():
+def model() -> Any:
     return tiny_model("dense", scale=2.0, num_hidden_layers=2)
 
 
-def engine(**options) -> Any:
+def engine(**options: Any) -> Any:
     torch.manual_seed(0)  # of adapters
     return build_engine(config_of(**options), model())
 
 
-def curve(built, steps=range(STEPS)):
+def curve(built: Any, steps: Iterable[int] = range(STEPS)) -> list[float]:
     return [built.train_batch(tiny_batch(LENGTHS, seed=step), SFT())["loss"] for step in steps]
 
 
-def rate_by_hand(name, base):
+def rate_by_hand(name: str, base: float) -> float:
     """As RATES say, read by a person."""
     if "embed_tokens" in name:
         return 3e-2
@@ -73,7 +75,7 @@ def rate_by_hand(name, base):
     return 0.0 if "norm" in name else base
 
 
-def torchs():
+def torchs() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of a plain loop in float64: stock transformers, a sequence at a time, torch's AdamW."""
     net, config = model().double().eval(), config_of(grad_clip=None)
     choose_torch_operations(net)
@@ -103,7 +105,7 @@ def torchs():
     return losses, {name: p.detach().flatten() for name, p in net.named_parameters()}
 
 
-def test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate():
+def test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate() -> None:
     config, module = config_of(grad_clip=None), model().double()  # the norm that clips is float32
     groups = ParallelGroups.make(layout_of(config, 1))
     planner, inputs = planner_and_inputs(config, module.config, groups)
@@ -121,7 +123,7 @@ def test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate():
 
 
 @pytest.mark.parametrize("kind", ["replicated", "moments on the host", "bfloat16 moments"])
-def test_every_optimizer_gives_each_group_its_rate(kind):
+def test_every_optimizer_gives_each_group_its_rate(kind: str) -> None:
     mine, plain = engine(**KINDS[kind]), engine()
     got, want = curve(mine), curve(plain)
     loose = 5e-3 if kind == "bfloat16 moments" else 1e-5
@@ -130,7 +132,7 @@ def test_every_optimizer_gives_each_group_its_rate(kind):
         torch.testing.assert_close(weights(mine)[name], value, rtol=loose, atol=loose, msg=name)
 
 
-def test_a_first_step_of_adapters_is_as_long_as_its_rate():
+def test_a_first_step_of_adapters_is_as_long_as_its_rate() -> None:
     """Adam's first step is lr * gradient / (|gradient| + eps): of B, 16 times A's; under frozen weights nothing."""
     built = engine(**KINDS["adapters"], eps=1e-30, weight_decay=0.0, warmup_steps=1)
     parts = {n: p for n, p in built.executor.scorer.named_parameters() if p.requires_grad}
@@ -152,7 +154,7 @@ def test_a_first_step_of_adapters_is_as_long_as_its_rate():
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_resumed_run_has_the_bits_of_a_straight_one(tmp_path, kind):
+def test_a_resumed_run_has_the_bits_of_a_straight_one(tmp_path: Path, kind: str) -> None:
     whole = engine(**KINDS[kind])
     curve(whole, range(2))
     whole.save(tmp_path / "at")
@@ -165,7 +167,7 @@ def test_a_resumed_run_has_the_bits_of_a_straight_one(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("saves", "loads"), [("sharded", "replicated"), ("replicated", "sharded"), ("sharded",) * 2])
-def test_a_checkpoint_goes_on_at_the_rates_of_who_loads_it(tmp_path, saves, loads):
+def test_a_checkpoint_goes_on_at_the_rates_of_who_loads_it(tmp_path: Path, saves: str, loads: str) -> None:
     """Saved without groups of rates, or with them, and loaded with others."""
     first = engine(**KINDS[saves] | {"learning_rates": ("linear_attn=1e-3",)})
     curve(first, range(2))
@@ -179,13 +181,13 @@ def test_a_checkpoint_goes_on_at_the_rates_of_who_loads_it(tmp_path, saves, load
     assert not still.intersection(name for name, p in model().named_parameters() if p.ndim > 1)
 
 
-def ranks(kind, shards):
+def ranks(kind: str, shards: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     built = engine(**KINDS[kind], shard_ranks=shards, max_tokens_per_rank=40 if dist.get_world_size() == 1 else 20)
     return curve(built), weights(built)
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("sharded", None), ("sharded", 1), ("replicated", None)])
-def test_two_ranks_give_the_steps_of_one(kind, shards):
+def test_two_ranks_give_the_steps_of_one(kind: str, shards: int | None) -> None:
     one, two = ranks(kind, None), launch_forked(ranks, (kind, shards), world_size=2)
     assert two[0] == pytest.approx(one[0], rel=1e-5)
     for name, value in one[1].items():
@@ -202,12 +204,14 @@ def test_two_ranks_give_the_steps_of_one(kind, shards):
         ("moe", ("up_proj=1",), "which are one parameter here"),
     ],
 )
-def test_a_pattern_that_changes_nothing_or_splits_a_parameter_is_refused(kind, rates, message):
+def test_a_pattern_that_changes_nothing_or_splits_a_parameter_is_refused(
+    kind: str, rates: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build_engine(EngineConfig(device="cpu", learning_rates=rates), tiny_model(kind))
 
 
-def test_what_is_frozen_has_no_rate():
+def test_what_is_frozen_has_no_rate() -> None:
     with pytest.raises(ValueError, match=r"all that 'embed_tokens' names is frozen, as model.embed_tokens.weight"):
         engine(lora=LoraConfig(rank=3), learning_rates=("embed_tokens=1",))
     options: dict[str, Any] = {"vision": "frozen", "learning_rates": ("visual=1",)}
@@ -218,7 +222,7 @@ def test_what_is_frozen_has_no_rate():
     assert len(towers) == len(built.executor.scales) == len(list(built.executor.model.model.visual.parameters()))
 
 
-def test_names_are_those_on_disk():
+def test_names_are_those_on_disk() -> None:
     """Experts in pieces, and a text part under its prefix."""
     net = tiny_model("moe")
     config = EngineConfig(learning_rates=(r"\.mlp\.experts\.\d+\.=1e-4",))
@@ -231,6 +235,6 @@ def test_names_are_those_on_disk():
         rate_scales(config, net, DiskNames(split_experts=False))
 
 
-def test_a_reference_policy_has_no_rates():
+def test_a_reference_policy_has_no_rates() -> None:
     reference: Any = build_engine(config_of(learning_rates=("nothing=1",)), model(), trainable=False)
     assert reference.executor.scales == {}

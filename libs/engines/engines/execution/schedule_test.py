@@ -1,5 +1,7 @@
 """Learning rates by hand."""
 
+from typing import Any
+
 import pytest
 
 from engines.config import EngineConfig
@@ -24,6 +26,6 @@ from engines.execution.schedule import learning_rate
         ({"lr_schedule": "cosine", "total_steps": 2}, [8.0, 4.0, 0.0, 0.0]),
     ],
 )
-def test_by_hand(options, rates):
+def test_by_hand(options: dict[str, Any], rates: list[float]) -> None:
     config = EngineConfig(lr=8.0, **options)
     assert [learning_rate(config, step) for step in range(len(rates))] == pytest.approx(rates, abs=1e-12)

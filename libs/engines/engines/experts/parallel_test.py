@@ -1,5 +1,8 @@
 """Ranks that share the experts under FSDP2, against one process that has them all (more: parallel_matrix_test)."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,16 +18,16 @@ ON_FOUR = ("Qwen3.5 MoE", "Qwen3 MoE", "replay", "padded")  # two share experts,
 ALL_SHARE = ("one micro-batch", "replay, a rank without tokens")  # four ranks, an expert each
 
 
-def alone(folder):
+def alone(folder: Path) -> tuple[Any, ...]:
     every = list(dict.fromkeys((*ON_TWO, *ON_FOUR, *ALL_SHARE)))
     return run_all(every, 1), save(folder, "one", 1), exact("moe", 0), exact("moe", 1)
 
 
-def on_two(folder):
+def on_two(folder: Path) -> tuple[Any, ...]:
     return run_all(ON_TWO, 2), save(folder, "two", 2), load(folder, "one", 2), load(folder, "four", 2)
 
 
-def on_four(folder):
+def on_four(folder: Path) -> tuple[Any, ...]:
     read = from_disk(folder / "model", 2)
     return (
         run_all(ON_FOUR, 2),
@@ -36,28 +39,29 @@ def on_four(folder):
     )
 
 
-def read_back(folder):
+def read_back(folder: Path) -> dict[str, Any]:
     return {name: load(folder, name, 1) for name in ("one", "two", "four")}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    tiny_model("moe", num_hidden_layers=2).save_pretrained(folder / "model")
+    model: Any = tiny_model("moe", num_hidden_layers=2)
+    model.save_pretrained(folder / "model")
     one = launch_forked(alone, (folder,))
     four = launch_forked(on_four, (folder,), 4)
     two = launch_forked(on_two, (folder,), 2)
     return {"one": one, "two": two, "four": four, "back": launch_forked(read_back, (folder,)), "folder": folder}
 
 
-def test_ranks_that_share_the_experts_give_the_steps_of_one(found):
+def test_ranks_that_share_the_experts_give_the_steps_of_one(found: dict[str, Any]) -> None:
     one = found["one"][0]
     for ranks, runs in (("2 of 2", found["two"][0]), ("2 of 4", found["four"][0]), ("4 of 4", found["four"][1])):
         for name, many in runs.items():
             assert_same_steps(one[name], many, f"{ranks}: {name}")
 
 
-def test_a_gradient_of_every_expert_is_not_nothing(found):
+def test_a_gradient_of_every_expert_is_not_nothing(found: dict[str, Any]) -> None:
     for name, run in found["one"][0].items():
         if "without tokens" not in name:
             assert all(gradient.abs().sum() > 0 for gradient in run.gradients.values()), name
@@ -65,7 +69,7 @@ def test_a_gradient_of_every_expert_is_not_nothing(found):
     assert all(float(g[2:].abs().sum()) == 0 for key, g in idle.items() if key.endswith(("gate_up_proj", "down_proj")))
 
 
-def test_float64_steps_are_those_of_stock_transformers(found):
+def test_float64_steps_are_those_of_stock_transformers(found: dict[str, Any]) -> None:
     losses, weights = found["one"][2]
     for other, trained in (found["one"][3], found["four"][5]):
         assert other == pytest.approx(losses, rel=1e-12)
@@ -74,7 +78,7 @@ def test_float64_steps_are_those_of_stock_transformers(found):
             assert value.dtype == torch.float64
 
 
-def test_a_checkpoint_fits_any_number_of_ranks_that_share_experts(found):
+def test_a_checkpoint_fits_any_number_of_ranks_that_share_experts(found: dict[str, Any]) -> None:
     saved = {"one": found["one"][1], "two": found["two"][1], "four": found["four"][2]}
     loads = [("one", found["two"][2]), ("four", found["two"][3]), ("one", found["four"][3]), *found["back"].items()]
     assert len(loads) == 6
@@ -85,7 +89,7 @@ def test_a_checkpoint_fits_any_number_of_ranks_that_share_experts(found):
             assert after[key] == pytest.approx(straight[key], rel=3e-6), (name, key)
 
 
-def test_each_rank_reads_its_own_experts_and_exports_every_byte(found, one_rank):  # noqa: F811
+def test_each_rank_reads_its_own_experts_and_exports_every_byte(found: dict[str, Any], one_rank: None) -> None:  # noqa: F811
     whole = from_disk(found["folder"] / "model", 1)
     read = found["four"][4]
     assert whole.keys() == read.keys()
@@ -101,12 +105,12 @@ def test_each_rank_reads_its_own_experts_and_exports_every_byte(found, one_rank)
         ("moe", {"expert_parallel": 2}, r"ep=2 must divide"),
     ],
 )
-def test_what_has_not_been_run_is_refused(one_rank, kind, options, words):  # noqa: F811
+def test_what_has_not_been_run_is_refused(one_rank: None, kind: str, options: dict[str, Any], words: str) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=words):
         build_engine(EngineConfig(**{"device": "cpu", "expert_parallel": 2, **options}), tiny_model(kind))
 
 
-def test_experts_that_do_not_divide_are_refused():
+def test_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="3 ranks cannot share 4 experts evenly"):
         check_sizes(tiny_model("moe"), 3, 1)
     with pytest.raises(ValueError, match=r"5 ranks cannot share 32 rows of an expert's matrix evenly"):

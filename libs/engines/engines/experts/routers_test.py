@@ -2,13 +2,15 @@
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.nn import functional as F  # noqa: N812
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.families.cases import CASES
 from engines.launch import ensure_group
 from engines.testing.executors import inside
@@ -30,7 +32,7 @@ VARIANTS = {
 RAW_TOP_K = next(case for case in CASES if case.model_type == "qwen3_next" and "raw top k" in case.switches)
 
 
-def model(kind="moe", coefficient=0.0):
+def model(kind: str = "moe", coefficient: float = 0.0) -> Any:
     if kind == "raw":
         return RAW_TOP_K.model()
     return tiny_model(
@@ -38,19 +40,19 @@ def model(kind="moe", coefficient=0.0):
     )
 
 
-def config(**options):
+def config(**options: Any) -> EngineConfig:
     return EngineConfig(**{"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.0, "grad_clip": None, **options})
 
 
-def weights(built):
+def weights(built: TrainEngine) -> dict[str, torch.Tensor]:
     return {part.name: part.flat.clone() for part in built.export_weights(2**40, live=True)}
 
 
-def routers_of(stock):
+def routers_of(stock: Any) -> list[Any]:
     return [module for module in stock.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
-def chosen_by(stock, batch):
+def chosen_by(stock: Any, batch: TensorDict) -> list[torch.Tensor]:
     """i16[tokens, layers, k] a row: what the routers of the stock model choose, one sequence at a time."""
     rows, found = [], []
     handles = [router.register_forward_hook(lambda _m, _i, out: found.append(out[2])) for router in routers_of(stock)]
@@ -64,13 +66,13 @@ def chosen_by(stock, batch):
     return rows
 
 
-def with_experts(batch, rows):
+def with_experts(batch: TensorDict, rows: list[torch.Tensor]) -> TensorDict:
     batch = batch.clone()
     batch[ROUTED_EXPERTS] = jagged(rows, 0)
     return batch
 
 
-def other_experts(count, layers=LAYERS, seed=1):
+def other_experts(count: int, layers: int = LAYERS, seed: int = 1) -> list[torch.Tensor]:
     """Random experts, different ones of each token, and a third of the tokens unknown."""
     rng = torch.Generator().manual_seed(seed)
     rows = []
@@ -83,7 +85,7 @@ def other_experts(count, layers=LAYERS, seed=1):
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("kind", ["moe", "next"])
-def test_replaying_its_own_choice_changes_nothing(kind, options):
+def test_replaying_its_own_choice_changes_nothing(kind: str, options: dict[str, Any]) -> None:
     batch = tiny_batch(LENGTHS)
     plain = build_engine(config(**options), model(kind, 0.5))
     told = with_experts(batch, chosen_by(model(kind).eval(), batch))
@@ -96,12 +98,12 @@ def test_replaying_its_own_choice_changes_nothing(kind, options):
 class Forced:
     """The stock model with its routers' choice overridden: logits and weights as in its own code, the experts given."""
 
-    def __init__(self, stock):
+    def __init__(self, stock: Any) -> None:
         self.stock = stock
         for layer, router in enumerate(routers_of(stock)):
             router.forward = lambda hidden, layer=layer, router=router: self.route(layer, router, hidden)
 
-    def route(self, layer, router, hidden):
+    def route(self, layer: int, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         probabilities = F.softmax(logits, dtype=torch.float, dim=-1)
         own = torch.topk(probabilities, TOP_K, dim=-1).indices
@@ -112,7 +114,7 @@ class Forced:
             value = value / value.sum(-1, keepdim=True)
         return logits, value, taken
 
-    def loss(self, batch, rows):
+    def loss(self, batch: TensorDict, rows: list[torch.Tensor]) -> Any:
         total: Any = 0.0
         tokens = int(batch["loss_mask"].values().sum())
         for ids, mask, self.row in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), rows, strict=True):
@@ -123,7 +125,7 @@ class Forced:
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("kind", ["moe", "next", "raw"])
-def test_the_experts_of_another_are_those_of_stock_transformers(kind, options):
+def test_the_experts_of_another_are_those_of_stock_transformers(kind: str, options: dict[str, Any]) -> None:
     batch = tiny_batch(LENGTHS)
     made = model(kind).eval()
     rows = other_experts(len(LENGTHS), len(routers_of(made)))
@@ -144,18 +146,20 @@ def test_the_experts_of_another_are_those_of_stock_transformers(kind, options):
     assert (scores - free).abs().max() > 5e-3  # other experts were taken, in scoring too
 
 
-def on_ranks(context_parallel, replay, coefficient):
+def on_ranks(
+    context_parallel: str, replay: bool, coefficient: float
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     options = {"max_tokens_per_rank": 16, "context_parallel": context_parallel, "routing_replay": replay}
     built = build_engine(config(**options), model(coefficient=coefficient))
     batch = with_experts(tiny_batch(LENGTHS), other_experts(len(LENGTHS)))
     return [built.train_batch(batch, SFT()) for _ in range(2)], weights(built)
 
 
-def on_all(*modes):
+def on_all(*modes: str) -> dict[tuple[str, bool], tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
     return {(mode, replay): on_ranks(mode, replay, 0.5) for mode in modes for replay in (True, False)}
 
 
-def test_two_ranks_equal_one_however_they_share_sequences():
+def test_two_ranks_equal_one_however_they_share_sequences() -> None:
     want = on_all("off")
     torch.distributed.destroy_process_group()
     got = launch_forked(on_all, ("off", "static:2", "dynamic"), world_size=2)
@@ -174,7 +178,7 @@ def test_two_ranks_equal_one_however_they_share_sequences():
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_load_of_a_step_is_what_the_batch_says(options):
+def test_the_load_of_a_step_is_what_the_batch_says(options: dict[str, Any]) -> None:
     """Counted by hand where the experts of all tokens are given."""
     rows = [row.clamp(min=0) for row in other_experts(len(LENGTHS))]
     rows = [torch.where(row[..., :1] == row[..., 1:], torch.tensor([0, 1], dtype=torch.int16), row) for row in rows]
@@ -189,7 +193,7 @@ def test_the_load_of_a_step_is_what_the_batch_says(options):
     assert result["experts_unused"] == sum(EXPERTS - len(count) for count in counts) / (LAYERS * EXPERTS)
 
 
-def test_an_expert_that_nothing_went_to_is_told():
+def test_an_expert_that_nothing_went_to_is_told() -> None:
     rows = [torch.tensor([0, 2], dtype=torch.int16).expand(length, LAYERS, TOP_K) for length in LENGTHS]
     built = build_engine(config(routing_replay=True, router_aux_loss_coef=0.0), model())
     result = built.train_batch(with_experts(tiny_batch(LENGTHS), rows), SFT())
@@ -198,7 +202,7 @@ def test_an_expert_that_nothing_went_to_is_told():
     assert "experts_unused" not in build_engine(config(), tiny_model()).train_batch(tiny_batch(LENGTHS), SFT())
 
 
-def test_the_routers_loss_counts_the_experts_that_were_taken():
+def test_the_routers_loss_counts_the_experts_that_were_taken() -> None:
     """All tokens at experts 0 and 1: the loss is coefficient x E x sum of P_e / R over these two."""
     rows = [torch.tensor([0, 1], dtype=torch.int16).expand(length, LAYERS, TOP_K) for length in LENGTHS]
     batch = with_experts(tiny_batch(LENGTHS), rows)
@@ -213,7 +217,7 @@ def test_the_routers_loss_counts_the_experts_that_were_taken():
     assert built.train_batch(batch, SFT())["auxiliary_loss"] == pytest.approx(3 * EXPERTS * share.item(), rel=1e-5)
 
 
-def test_experts_are_computed_in_one_grouped_product():
+def test_experts_are_computed_in_one_grouped_product() -> None:
     """Transformers' own path over sorted tokens, for every family with experts: no loop that asks the device."""
     for kind in ("moe", "next"):
         made = model(kind)
@@ -223,13 +227,13 @@ def test_experts_are_computed_in_one_grouped_product():
     assert sum(event.count for event in profile.key_averages() if event.key == "aten::_grouped_mm") >= 2 * LAYERS
 
 
-def bad(change):
+def bad(change: Callable[[list[torch.Tensor]], Any]) -> TensorDict:
     rows = other_experts(len(LENGTHS))
     change(rows)
     return with_experts(tiny_batch(LENGTHS), rows)
 
 
-def put(row, token, layer, experts):
+def put(row: int, token: int, layer: int, experts: list[int]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     return lambda rows: rows[row][token, layer].copy_(torch.tensor(experts))
 
 
@@ -245,13 +249,13 @@ def put(row, token, layer, experts):
     ],
     ids=["none", "beyond", "below", "half", "twice", "layers"],
 )
-def test_what_cannot_be_replayed_is_refused(batch, problem):
+def test_what_cannot_be_replayed_is_refused(batch: TensorDict, problem: str) -> None:
     built = build_engine(config(routing_replay=True), model())
     for call in (lambda: built.train_batch(batch, SFT()), lambda: built.forward(batch)):
         with pytest.raises(ValueError, match=problem):
             call()
 
 
-def test_a_model_without_experts_is_refused():
+def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ValueError, match="routing_replay is for models with experts, qwen3_5_text has none"):
         build_engine(config(routing_replay=True), tiny_model())

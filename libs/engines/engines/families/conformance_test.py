@@ -2,19 +2,19 @@
 
 import pytest
 
-from engines.families.cases import CASES
+from engines.families.cases import CASES, Case
 from engines.families.conformance import Row, measure, table
 from engines.families.registry import FAMILIES, family_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_packed_equals_padded_equals_stock_one_by_one(case):
+def test_packed_equals_padded_equals_stock_one_by_one(case: Case) -> None:
     row = measure(case)
     assert row.problems == []
     assert (row.auxiliary is not None) == bool(getattr(case.config(), "output_router_logits", False))
 
 
-def test_every_family_has_cases_with_all_its_kinds():
+def test_every_family_has_cases_with_all_its_kinds() -> None:
     cases = {family.name: [case for case in CASES if family_of(case.config()) is family] for family in FAMILIES}
     for family in FAMILIES:
         configs = [case.config() for case in cases[family.name]]
@@ -31,7 +31,7 @@ def test_every_family_has_cases_with_all_its_kinds():
         assert all(config.attention_dropout > 0 for config in configs)
 
 
-def test_a_row_beyond_its_bounds_is_named():
+def test_a_row_beyond_its_bounds_is_named() -> None:
     row = Row("x", 1e-6, 2e-5, 0.0, float("nan"), 1e-4, False, 0.0)
     assert [problem.split()[0] for problem in row.problems] == [
         *("exported", "log_prob_padded", "gradient_padded", "auxiliary")

@@ -1,6 +1,8 @@
 """What is not registered, and fields and values that no test has run, are refused before weights are loaded."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +36,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_other_families_are_refused_before_weights_are_loaded(kind, tmp_path):
+def test_other_families_are_refused_before_weights_are_loaded(kind: str, tmp_path: Path) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)  # a config.json alone: no weight could be loaded
     with pytest.raises(ValueError, match=rf"'{kind}' is not supported.*{REFUSED[kind]}"):
         load_model(EngineConfig(model=str(tmp_path)))
 
 
-def test_the_refusal_says_what_to_write():
+def test_the_refusal_says_what_to_write() -> None:
     with pytest.raises(
         ValueError, match=r"engines/families/phi\.py.*registry\.py.*cases\.py.*python -m engines families"
     ):
@@ -48,7 +50,7 @@ def test_the_refusal_says_what_to_write():
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_field_of_the_stock_config_has_a_rule(kind):
+def test_every_field_of_the_stock_config_has_a_rule(kind: str) -> None:
     """A transformers release that adds a field fails here first."""
     family_of(AutoConfig.for_model(kind))
 
@@ -57,7 +59,7 @@ def test_every_field_of_the_stock_config_has_a_rule(kind):
     ("kind", "fields"),
     [("qwen3_next", {"use_sliding_window": False}), ("gemma3_text", {"cache_implementation": "hybrid"})],
 )
-def test_fields_that_only_published_checkpoints_have_are_known(kind, fields):
+def test_fields_that_only_published_checkpoints_have_are_known(kind: str, fields: dict[str, Any]) -> None:
     family_of(AutoConfig.for_model(kind, **fields))
 
 
@@ -81,7 +83,9 @@ def test_fields_that_only_published_checkpoints_have_are_known(kind, fields):
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "a_new_key": 1}),
     ],
 )
-def test_fields_that_change_the_result_are_refused_by_name(kind, field, value):
+def test_fields_that_change_the_result_are_refused_by_name(
+    kind: str, field: str, value: bool | dict[str, Any] | float
+) -> None:
     config = AutoConfig.for_model(kind)
     setattr(config, field, value)
     with pytest.raises(
@@ -103,7 +107,7 @@ def test_fields_that_change_the_result_are_refused_by_name(kind, field, value):
         ("qwen3_5_text", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
     ],
 )
-def test_values_that_no_case_has_run_are_refused(kind, changes, words):
+def test_values_that_no_case_has_run_are_refused(kind: str, changes: dict[str, Any], words: str) -> None:
     config = AutoConfig.for_model(kind)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -111,29 +115,29 @@ def test_values_that_no_case_has_run_are_refused(kind, changes, words):
         family_of(config)
 
 
-def test_a_field_that_is_unset_is_no_reason():
+def test_a_field_that_is_unset_is_no_reason() -> None:
     config = tiny_config("attention")
     config.final_logit_softcapping = None
     assert family_of(config).name == "qwen3"
 
 
-def test_two_families_cannot_have_one_model_type():
+def test_two_families_cannot_have_one_model_type() -> None:
     before = list(FAMILIES)
     with pytest.raises(ValueError, match="'llama' belongs to the family llama"):
         register_family(dataclasses.replace(FAMILIES[0], model_types=("another", "llama"), wrappers=()))
     assert before == FAMILIES
 
 
-def test_vision_language_configs_are_their_text_part():
+def test_vision_language_configs_are_their_text_part() -> None:
     assert family_of(AutoConfig.for_model("qwen3_5")).name == "qwen3_5"
     assert family_of(AutoConfig.for_model("qwen3_5_moe")).name == "qwen3_5_moe"
 
 
-def test_modules_that_are_not_what_their_config_says():
+def test_modules_that_are_not_what_their_config_says() -> None:
     config = tiny_config("attention")
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification"):
         adapt_for_packing(transformers.Qwen3ForSequenceClassification(config))
-    model = tiny_model("attention")
+    model: Any = tiny_model("attention")
     model.lm_head = torch.nn.Linear(32, 48, bias=True)
     with pytest.raises(ValueError, match="without bias"):
         adapt_for_packing(model)

@@ -3,12 +3,14 @@
 import copy
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.families.router import RouterCounts, RouterLoss
 from engines.launch import ensure_group
 from engines.testing.forked import launch_forked
@@ -22,21 +24,21 @@ LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
 KINDS = ["moe", "next"]
 
 
-def model(kind="moe", coefficient=0.5, **changes):
+def model(kind: str = "moe", coefficient: float = 0.5, **changes: Any) -> Any:
     return tiny_model(
         kind, scale=2.0, num_hidden_layers=2, output_router_logits=True, router_aux_loss_coef=coefficient, **changes
     )
 
 
-def config(**options):
+def config(**options: Any) -> EngineConfig:
     return EngineConfig(**{"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.0, "grad_clip": None, **options})
 
 
-def weights(built):
+def weights(built: TrainEngine) -> dict[str, torch.Tensor]:
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
-def stock_step(stock, batch):
+def stock_step(stock: Any, batch: TensorDict) -> tuple[float, float, float]:
     """Transformers' own loss on the padded batch, its labels and router included, and torch's AdamW."""
     ids = batch["input_ids"].to_padded_tensor(0)
     mask = torch.zeros_like(ids)
@@ -64,7 +66,9 @@ def stock_step(stock, batch):
     ],
     ids=["one", "many", "recomputed", "padded"],
 )
-def test_one_step_equals_transformers_on_the_whole_batch(kind, coefficient, options):
+def test_one_step_equals_transformers_on_the_whole_batch(
+    kind: str, coefficient: float, options: dict[str, Any]
+) -> None:
     batch = tiny_batch(LENGTHS)
     stock = copy.deepcopy(model(kind, coefficient)).train()
     loss, auxiliary, norm = stock_step(stock, batch)
@@ -78,7 +82,7 @@ def test_one_step_equals_transformers_on_the_whole_batch(kind, coefficient, opti
         torch.testing.assert_close(live[name].view_as(parameter), parameter.data, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_the_coefficient_counts():
+def test_the_coefficient_counts() -> None:
     losses = [
         build_engine(config(), model(coefficient=c)).train_batch(tiny_batch(LENGTHS), SFT())["loss"]
         for c in (0.0, 1.0, 10.0)
@@ -88,7 +92,7 @@ def test_the_coefficient_counts():
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 3.0])
-def test_the_engines_coefficient_is_said_in_place_of_the_configs(coefficient):
+def test_the_engines_coefficient_is_said_in_place_of_the_configs(coefficient: float) -> None:
     batch = tiny_batch(LENGTHS)
     want = build_engine(config(), model(coefficient=coefficient)).train_batch(batch, SFT())
     for own in (1.0, 0.0):
@@ -98,7 +102,7 @@ def test_the_engines_coefficient_is_said_in_place_of_the_configs(coefficient):
         build_engine(config(router_aux_loss_coef=coefficient), tiny_model("dense"))
 
 
-def test_rows_without_another_gradient_have_the_routers():
+def test_rows_without_another_gradient_have_the_routers() -> None:
     """What an objective calls a row without a gradient still has one of the router's loss."""
     batch = tiny_batch(LENGTHS)
     batch["advantages"] = jagged([0 * row for row in batch["advantages"].unbind()])
@@ -108,21 +112,21 @@ def test_rows_without_another_gradient_have_the_routers():
     assert result["auxiliary_loss"] > 0
 
 
-def test_scoring_and_models_that_do_not_ask_pay_nothing():
+def test_scoring_and_models_that_do_not_ask_pay_nothing() -> None:
     built = build_engine(config(), tiny_model("moe", num_hidden_layers=2))
     assert "auxiliary_loss" not in built.train_batch(tiny_batch(LENGTHS), SFT())
     with pytest.raises(ValueError, match="output_router_logits"):
         build_plain_engine(config(), model())
 
 
-def on_ranks(context_parallel):
+def on_ranks(context_parallel: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     built = build_engine(config(max_tokens_per_rank=16, context_parallel=context_parallel), model())
     results = [built.train_batch(tiny_batch(lengths), SFT()) for lengths in (LENGTHS, [9], [14, 13, 3])]
     return results, weights(built)
 
 
 @pytest.mark.parametrize("context_parallel", ["off", "static:2", "dynamic"])
-def test_two_ranks_equal_one(context_parallel):
+def test_two_ranks_equal_one(context_parallel: str) -> None:
     want, one = on_ranks("off")
     torch.distributed.destroy_process_group()
     got, two = launch_forked(on_ranks, (context_parallel,), world_size=2)
@@ -134,7 +138,7 @@ def test_two_ranks_equal_one(context_parallel):
         torch.testing.assert_close(two[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
-def test_the_formula_against_transformers_function():
+def test_the_formula_against_transformers_function() -> None:
     """On random logits with padding, summed over parts of any size."""
     rng = torch.Generator().manual_seed(0)
     loss = RouterLoss(2.0, experts=5, top_k=2, layers=3)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ IDS = torch.arange(2, 20).view(2, 9)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "next", "attention"])
-def test_nothing_else_changes_and_undo_restores(kind):
-    model = tiny_model(kind).eval()
+def test_nothing_else_changes_and_undo_restores(kind: str) -> None:
+    model: Any = tiny_model(kind).eval()
     mask = torch.ones_like(IDS)
     mask[0, :4] = 0
     plain = copy.deepcopy(model)
@@ -40,8 +41,8 @@ def test_nothing_else_changes_and_undo_restores(kind):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_another_adaptation_and_packed_arguments_are_refused():
-    model = tiny_model("dense")
+def test_another_adaptation_and_packed_arguments_are_refused() -> None:
+    model: Any = tiny_model("dense")
     adapted = adapt_for_packing(model)
     with pytest.raises(ValueError, match=r"another adaptation already replaced the forward of model\.layers\.0"):
         choose_torch_operations(model)
@@ -91,7 +92,7 @@ PROGRAM = """
     """
 
 
-def test_with_packages_of_kernels_and_no_device(tmp_path):
+def test_with_packages_of_kernels_and_no_device(tmp_path: Path) -> None:
     for name, code in KERNELS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(code))

@@ -23,7 +23,9 @@ SOME = ("q_proj", "in_proj_qkv", "down_proj", "o_proj")
 ATTENTION = ("q_proj", "v_proj")
 
 
-def adapted(targets: tuple[str, ...], functions: bool, backend: str | None = None, dtype: torch.dtype = torch.float64):
+def adapted(
+    targets: tuple[str, ...], functions: bool, backend: str | None = None, dtype: torch.dtype = torch.float64
+) -> Any:
     model: Any = tiny_model().to(dtype).eval()
     add_adapters(
         model, LoraConfig(rank=3, alpha=7.0, targets=targets), ModelWeights.of(family_of(model.config), model), dtype
@@ -61,7 +63,7 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any], bound: float) -
 
 
 @pytest.mark.parametrize("targets", [ALL, SOME, ATTENTION])
-def test_equals_the_modules_own_forward(targets):
+def test_equals_the_modules_own_forward(targets: tuple[str, ...]) -> None:
     models = [adapted(targets, functions) for functions in (False, True)]
     with Float64Stays():
         expected, found = (run(model) for model in models)
@@ -71,7 +73,7 @@ def test_equals_the_modules_own_forward(targets):
     assert all(is_adapter(name) for name in trained)
 
 
-def test_the_base_alone_where_adapters_are_off():
+def test_the_base_alone_where_adapters_are_off() -> None:
     model, plain = adapted(ALL, True), adapted(ALL, False)
     with without_adapters(model), without_adapters(plain), torch.no_grad():
         ids, positions = torch.arange(2, 12), torch.arange(10)
@@ -81,7 +83,7 @@ def test_the_base_alone_where_adapters_are_off():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_traced_whole_and_once(backend):
+def test_traced_whole_and_once(backend: str) -> None:
     torch._dynamo.reset()
     model, plain = (adapted(ALL, True, kind, torch.float32) for kind in (backend, None))
     before, counts = compilations(), []

@@ -1,9 +1,12 @@
 """On one Hopper GPU: compiled layers, fused head and replicated weights against the plain path and float32."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.cuda import set_sync_debug_mode
 
 from engines import EngineConfig, LoraConfig, build_engine
@@ -26,23 +29,23 @@ LENGTHS = [700, 5, 333, 64, 1, 945]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def group():
+def group() -> Iterator[None]:
     made = ensure_group("cuda")
     yield
     if made:
         torch.distributed.destroy_process_group()
 
 
-def engine(**options):
+def engine(**options: Any) -> Any:
     config = {"device": "cuda", "lr": 1e-3, "max_tokens_per_rank": 2048, **options}
     return build_engine(EngineConfig(**config), tiny_model("dense", scale=1.0, **FUSED_SIZES))
 
 
-def batch(seed=0, lengths=LENGTHS):
+def batch(seed: int = 0, lengths: list[int] = LENGTHS) -> TensorDict:
     return tiny_batch(lengths, seed=seed, vocab=512)
 
 
-def gradients(built, data):
+def gradients(built: Any, data: TensorDict) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients by name) of a step that is not made."""
     work = built._agree_on(data, SFT())
     loss = StepLoss(SFT(), work.facts.totals)
@@ -52,13 +55,13 @@ def gradients(built, data):
     return float(loss.share(built.device)), whole
 
 
-def error(found, exact):
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     squares = sum(float((found[name] - value).square().sum()) for name, value in exact.items())
-    return (squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5
+    return float((squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5)
 
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
-def test_compiled_layers_equal_plain_ones(weights):
+def test_compiled_layers_equal_plain_ones(weights: str) -> None:
     """Gradient errors against float32: no larger than the plain path's."""
     exact_loss, exact = gradients(engine(dtype="float32", weights="sharded"), batch())
     plain_loss, plain = gradients(engine(compile="off", weights="sharded"), batch())
@@ -68,7 +71,7 @@ def test_compiled_layers_equal_plain_ones(weights):
     assert error(fast, exact) <= 1.05 * error(plain, exact)
 
 
-def adapted(path, **options):
+def adapted(path: str, **options: Any) -> Any:
     """With adapters that do something, the same ones each time."""
     lora = LoraConfig(rank=8, alpha=16.0)
     config = EngineConfig(model=path, device="cuda", lr=1e-3, max_tokens_per_rank=2048, lora=lora, **options)
@@ -80,9 +83,10 @@ def adapted(path, **options):
     return built
 
 
-def test_compiled_layers_with_adapters_equal_plain_ones(tmp_path):
+def test_compiled_layers_with_adapters_equal_plain_ones(tmp_path: Path) -> None:
     """Gradient errors of adapters against float32: no larger than the plain path's; the rest has no gradient."""
-    tiny_model("dense", scale=1.0, **FUSED_SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
+    model: Any = tiny_model("dense", scale=1.0, **FUSED_SIZES).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
     exact_loss, exact = gradients(adapted(str(tmp_path), dtype="float32"), batch())
     plain_loss, plain = gradients(adapted(str(tmp_path), compile="off"), batch())
     fast_loss, fast = gradients(adapted(str(tmp_path), compile="on"), batch())
@@ -93,7 +97,7 @@ def test_compiled_layers_with_adapters_equal_plain_ones(tmp_path):
     assert error(fast, exact) <= 1.05 * error(plain, exact)
 
 
-def test_compiled_once_whatever_the_batch():
+def test_compiled_once_whatever_the_batch() -> None:
     built = engine(compile="on")
     built.train_batch(batch(), SFT())
     before = compilations()
@@ -103,7 +107,7 @@ def test_compiled_once_whatever_the_batch():
     assert compilations() == before
 
 
-def test_the_host_never_waits_in_forward_backward_and_update():
+def test_the_host_never_waits_in_forward_backward_and_update() -> None:
     """From a prefetched batch to the norm of its gradient."""
     built = engine(compile="on", weights="replicated")
     built.train_batch(batch(), SFT())
@@ -120,7 +124,7 @@ def test_the_host_never_waits_in_forward_backward_and_update():
     assert bool(norm.isfinite())
 
 
-def test_a_prefetched_batch_gives_the_same_step():
+def test_a_prefetched_batch_gives_the_same_step() -> None:
     objective, batches = SFT(), [batch(seed) for seed in range(3)]
     plain, ahead = engine(compile="on", max_tokens_per_rank=1024), engine(compile="on", max_tokens_per_rank=1024)
     for data, following in zip(batches, [*batches[1:], batches[0]], strict=True):
@@ -130,7 +134,7 @@ def test_a_prefetched_batch_gives_the_same_step():
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
-def test_scores_are_those_that_are_trained_on():
+def test_scores_are_those_that_are_trained_on() -> None:
     built = engine(compile="on")
     data = batch()
     data["old_log_probs"] = built.forward(data)["log_probs"]
@@ -140,7 +144,7 @@ def test_scores_are_those_that_are_trained_on():
 
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
-def test_training_learns_and_checkpointing_changes_little(weights):
+def test_training_learns_and_checkpointing_changes_little(weights: str) -> None:
     """Later steps at this rate take what backward passes differ in, from run to run, apart by percents."""
     steps = {}
     for checkpointing in (False, True):
@@ -156,7 +160,7 @@ def test_training_learns_and_checkpointing_changes_little(weights):
 
 @pytest.mark.parametrize("vocabulary", [512, 65536, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_prob_kernels_equal_plain_ones(vocabulary, temperature):
+def test_log_prob_kernels_equal_plain_ones(vocabulary: int, temperature: float) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(300, vocabulary, generator=generator, device="cuda")
     targets = torch.randint(0, vocabulary, (300,), generator=generator, device="cuda")
@@ -173,10 +177,10 @@ def test_log_prob_kernels_equal_plain_ones(vocabulary, temperature):
 
 
 @pytest.mark.parametrize("lengths", [[700, 5, 333, 1, 1, 64, 2, 3], [1], [40], [4096]])
-def test_convolution_kernels_equal_plain_ones(lengths):
+def test_convolution_kernels_equal_plain_ones(lengths: list[int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def randn(*shape):
+    def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
     tokens, keys, values = sum(lengths), 2, 4
@@ -194,7 +198,7 @@ def test_convolution_kernels_equal_plain_ones(lengths):
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])
-def test_update_kernel_equals_the_plain_one(limit):
+def test_update_kernel_equals_the_plain_one(limit: float | None) -> None:
     start = torch.randn(1000, 33, device="cuda")
     whole, (high, rest) = [start.clone() for _ in range(2)], split(start)
     moments = [(torch.zeros_like(start), torch.zeros_like(start)) for _ in range(3)]

@@ -17,49 +17,55 @@ from seqpack.adapters.model import packed_hidden
 LENGTHS = (5, 1, 17, 9)
 
 
-def context_of(lengths):
+def context_of(lengths: tuple[int, ...]) -> PackedContext:
     edges = (0, *accumulate(lengths))
     return PackedContext(torch.tensor(edges, dtype=torch.int32), max(lengths), edges=edges)
 
 
-def run_packed(model, ids, lengths, weights):
+def run_packed(
+    model: Any, ids: torch.Tensor, lengths: tuple[int, ...], weights: torch.Tensor
+) -> dict[str, torch.Tensor]:
     positions = torch.cat([torch.arange(n) for n in lengths])
     hidden = packed_hidden(model, ids, positions, context_of(lengths))
     return results(model, model.get_output_embeddings()(hidden), weights)
 
 
-def run_stock(model, ids, lengths, weights):
+def run_stock(
+    model: Any, ids: torch.Tensor, lengths: tuple[int, ...], weights: torch.Tensor
+) -> dict[str, torch.Tensor]:
     logits = torch.cat([model(part[None], use_cache=False).logits[0] for part in ids.split(lengths)])
     return results(model, logits, weights)
 
 
-def results(model, logits, weights):
+def results(model: Any, logits: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
     (logits.log_softmax(-1) * weights).sum().backward()
     return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-def inputs(lengths, dtype=torch.float64, seed=0):
+def inputs(
+    lengths: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 48, (sum(lengths),), generator=generator)
     return ids, torch.randn(sum(lengths), 48, generator=generator, dtype=dtype)
 
 
-def fast_model(backend, dtype=torch.float64, **changes):
+def fast_model(backend: str | None, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     model = tiny_model(**changes).to(dtype).eval()
     adapt_for_packing(model)
     use_layer_functions(model, backend)
     return model
 
 
-def largest_error(found, expected):
-    return max(((found[key] - value).norm() / value.norm()).item() for key, value in expected.items())
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max(float((found[key] - value).norm() / value.norm()) for key, value in expected.items())
 
 
 @pytest.mark.parametrize(
     "changes",
     [{}, {"linear_num_key_heads": 4}, {"num_key_value_heads": 4, "tie_word_embeddings": False}, {"hidden_size": 24}],
 )
-def test_equals_stock_transformers(changes):
+def test_equals_stock_transformers(changes: dict[str, Any]) -> None:
     ids, weights = inputs(LENGTHS)
     with Float64Stays():
         expected = run_stock(tiny_model(**changes).double().eval(), ids, LENGTHS, weights)
@@ -67,7 +73,7 @@ def test_equals_stock_transformers(changes):
     assert largest_error(found, expected) < 1e-9
 
 
-def test_equals_the_packed_path_in_float64():
+def test_equals_the_packed_path_in_float64() -> None:
     """The plain reference beside it: the same packed call without layer functions."""
     ids, weights = inputs(LENGTHS)
     plain = tiny_model().double().eval()
@@ -79,7 +85,7 @@ def test_equals_the_packed_path_in_float64():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_traced_whole_and_once(backend):
+def test_traced_whole_and_once(backend: str | None) -> None:
     """Whatever the batch, there are four functions and four gradients, and no graph break (fullgraph)."""
     torch._dynamo.reset()
     model = fast_model(backend, torch.float32)
@@ -95,7 +101,7 @@ def test_traced_whole_and_once(backend):
     assert counts == [8] * len(counts)
 
 
-def test_one_token_runs_uncompiled():
+def test_one_token_runs_uncompiled() -> None:
     torch._dynamo.reset()
     model, before = fast_model("eager", torch.float32), compilations()
     given = inputs((1,), torch.float32)
@@ -103,7 +109,7 @@ def test_one_token_runs_uncompiled():
     assert compilations() == before
 
 
-def test_calls_without_a_context_and_after_undo_are_stock():
+def test_calls_without_a_context_and_after_undo_are_stock() -> None:
     model: Any = tiny_model().eval()
     ids = inputs((9,))[0][None]
     expected = model(ids).logits
@@ -114,7 +120,7 @@ def test_calls_without_a_context_and_after_undo_are_stock():
     assert not any("forward" in vars(module) for module in (model.base_model.norm, *model.base_model.layers))
 
 
-def test_nothing_crosses_a_boundary():
+def test_nothing_crosses_a_boundary() -> None:
     """Another first sequence changes nothing in the second, bit for bit."""
     model = fast_model(None, torch.float32)
     ids, weights = inputs((6, 11), torch.float32)

@@ -1,5 +1,8 @@
 """Each piece against transformers' formula, and its written gradient against autograd's, in float64."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,16 +16,20 @@ from seqpack.ops import causal_conv1d
 EPS = 1e-6
 
 
-def randn(*shape, seed=0, dtype=torch.float64):
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def by_autograd(function, operands, grad):
+def by_autograd(
+    function: Callable[..., Any], operands: Sequence[torch.Tensor], grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in operands]
     return torch.autograd.grad((function(*leaves) * grad).sum(), leaves)
 
 
-def check(function, gradient, operands, shape):
+def check(
+    function: Callable[..., Any], gradient: Callable[..., Any], operands: Sequence[torch.Tensor], shape: tuple[int, ...]
+) -> None:
     grad = randn(*shape, seed=9)
     found = gradient(*operands, grad)
     found = found if isinstance(found, tuple) else (found,)
@@ -32,7 +39,7 @@ def check(function, gradient, operands, shape):
 
 @given(st.integers(1, 5), st.integers(1, 9))
 @settings(max_examples=20, deadline=None)
-def test_norms(tokens, width):
+def test_norms(tokens: int, width: int) -> None:
     x, z, w = randn(tokens, 3, width), randn(tokens, 3, width, seed=1), randn(width, seed=2)
     norm, gated = stock.Qwen3_5RMSNorm(width, EPS).double(), stock.Qwen3_5RMSNormGated(width, EPS).double()
     norm.weight.data, gated.weight.data = w, w
@@ -52,7 +59,7 @@ def test_norms(tokens, width):
     )
 
 
-def test_swiglu_unit_and_decay():
+def test_swiglu_unit_and_decay() -> None:
     p, u = randn(7, 5), randn(7, 5, seed=1)
     torch.testing.assert_close(pointwise.swiglu(p, u), functional.silu(p) * u)
     check(pointwise.swiglu, pointwise.swiglu_grad, (p, u), p.shape)
@@ -65,7 +72,7 @@ def test_swiglu_unit_and_decay():
 
 
 @pytest.mark.parametrize("rotated", [8, 4, 2])
-def test_rotation(rotated):
+def test_rotation(rotated: int) -> None:
     x, angles = randn(6, 3, 8), randn(6, rotated // 2, seed=3)
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     expected, _ = stock.apply_rotary_pos_emb(x, x, cos, sin)
@@ -74,7 +81,7 @@ def test_rotation(rotated):
     torch.testing.assert_close(pointwise.rotate_grad(randn(*x.shape, seed=9), cos, sin), autograd)
 
 
-def test_rotation_back_uses_the_partners_sine():
+def test_rotation_back_uses_the_partners_sine() -> None:
     """Halves of cos and sin need not be equal for the gradient to be right (multi-axis positions make them so)."""
     x, cos, sin = randn(6, 3, 8), randn(6, 8, seed=1), randn(6, 8, seed=2)
     (autograd,) = by_autograd(lambda q: pointwise.rotate(q, cos, sin), (x,), randn(*x.shape, seed=9))
@@ -83,7 +90,7 @@ def test_rotation_back_uses_the_partners_sine():
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
-def test_convolution_stays_in_its_sequence(lengths, taps):
+def test_convolution_stays_in_its_sequence(lengths: list[int], taps: int) -> None:
     tokens = sum(lengths)
     x, w = randn(tokens, 3), randn(3, taps, seed=1)
     position = torch.cat([torch.arange(n) for n in lengths])
@@ -98,7 +105,7 @@ def test_convolution_stays_in_its_sequence(lengths, taps):
     )
 
 
-def test_float32_inside_and_the_operands_dtype_outside():
+def test_float32_inside_and_the_operands_dtype_outside() -> None:
     x, w = randn(5, 64, dtype=torch.float32), randn(64, seed=1, dtype=torch.float32)
     exact = pointwise.rms_norm(x.bfloat16().double(), w.bfloat16().double(), EPS)
     rounded = pointwise.rms_norm(x.bfloat16(), w.bfloat16(), EPS)

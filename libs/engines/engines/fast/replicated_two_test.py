@@ -1,5 +1,7 @@
 """Whole weights with shared masters on two and three gloo processes: the curves, scores, weights and files of one."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,26 +18,26 @@ from objectives import SFT
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6, 4]
 
 
-def engine(kind="dense", **options):
+def engine(kind: str = "dense", **options: Any) -> Any:
     config = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 20, "weight_decay": 0.1, **options}
     return build_engine(EngineConfig(weights="replicated", **config), tiny_model(kind, scale=2.0, num_hidden_layers=2))
 
 
-def curve(built, steps=range(3)):
+def curve(built: Any, steps: Iterable[int] = range(3)) -> list[dict[str, float]]:
     return [built.train_batch(tiny_batch(LENGTHS, seed=step), SFT()) for step in steps]
 
 
-def exported(built):
+def exported(built: Any) -> dict[str, torch.Tensor]:
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
-def same(one, other, tolerance):
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
 
 
-def on_ranks(folder):
+def on_ranks(folder: Path) -> dict[Any, Any]:
     """Curves, weights, scores and a resumed run, of engines whose micro-batches differ in number."""
     out: dict[Any, Any] = {}
     for dtype in ("float32", "bfloat16"):
@@ -52,7 +54,7 @@ def on_ranks(folder):
     return out
 
 
-def test_two_ranks_equal_one(tmp_path):
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
     one, two = (launch(on_ranks, (tmp_path / str(ranks),), world_size=ranks) for ranks in (1, 2))
     for cap in (20, 200):
         (losses, weights, scores), (others, other_weights, other_scores) = one["float32", cap], two["float32", cap]
@@ -68,7 +70,7 @@ def test_two_ranks_equal_one(tmp_path):
     same(one["moe"][1], two["moe"][1], 1e-4)
 
 
-def in_parts(large):
+def in_parts(large: int) -> tuple[Any, ...]:
     """A curve where parameters of so many entries travel by themselves, and how many do; weights whoever reads them."""
     exchange.LARGE = large
     built = engine(dtype="float32", max_tokens_per_rank=200)
@@ -90,7 +92,7 @@ def in_parts(large):
     return sum(len(b.large) for b in buckets), losses, scores, weights, torch.equal(*stock), read, exported(built)
 
 
-def test_large_parameters_by_themselves_change_nothing_and_weights_are_waited_for_where_they_are_read():
+def test_large_parameters_by_themselves_change_nothing_and_weights_are_waited_for_where_they_are_read() -> None:
     (_, losses, scores, weights, *_, last), together, *apart = (
         launch_forked(in_parts, (large,), world_size=ranks)
         for ranks, large in ((1, 16), (2, exchange.LARGE), (2, 16), (3, 16))

@@ -1,12 +1,14 @@
 """Hybrid sharding on gloo processes: copies of shards give the steps, files and exports of one process."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.families.registry import family_of
@@ -54,7 +56,7 @@ LOADED_BY_FOUR = (
 )
 
 
-def config_of(shards, **given):
+def config_of(shards: int | None, **given: Any) -> EngineConfig:
     usual = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1, "grad_clip": 0.1, "max_tokens_per_rank": 14}
     options: dict[str, Any] = usual | given
     if dist.get_world_size() == 1:  # alone nobody shares a sequence
@@ -62,7 +64,7 @@ def config_of(shards, **given):
     return EngineConfig(shard_ranks=shards, **options)
 
 
-def engine(name, shards=None, seed=0):
+def engine(name: str, shards: int | None = None, seed: int = 0) -> Any:
     kind, options = CASES[name]
     torch.manual_seed(seed)  # of adapters
     make = vision_model if kind == "vision" else tiny_model
@@ -70,26 +72,27 @@ def engine(name, shards=None, seed=0):
     return build_engine(config_of(shards, **options), make(kind, **sizes))
 
 
-def batch_of(built, seed=0):
+def batch_of(built: Any, seed: int = 0) -> TensorDict:
     return tiny_batch(LENGTHS, seed=seed) if built.config.vision == "off" else make_batch(samples(10 * seed))
 
 
-def curve(built, steps=range(STEPS)):
+def curve(built: Any, steps: Iterable[int] = range(STEPS)) -> list[dict[str, float]]:
     return [built.train_batch(batch_of(built, step), SFT()) for step in steps]
 
 
-def gathered(value):
+def gathered(value: Any) -> list[Any]:
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
 
 
-def run(name, shards=None):
+def run(name: str, shards: int | None = None) -> tuple[Any, ...]:
     """Of a case: its curve, the first step's gradients, weights, scores, and of each rank: what it holds, and bits."""
-    built, seen = engine(name, shards), {}
+    built = engine(name, shards)
+    seen: dict[str, torch.Tensor] = {}
     step = built.executor.optimizer_step
 
-    def looked(*args):
+    def looked(*args: Any) -> Any:
         seen.update(seen or gradients(built))
         return step(*args)
 
@@ -101,7 +104,7 @@ def run(name, shards=None):
     return rows, seen, weights(built), scores, held
 
 
-def exact(shards=None):
+def exact(shards: int | None = None) -> tuple[Any, ...]:
     """Losses, norms and weights in float64."""
     config = config_of(shards)
     module = tiny_model("dense", scale=2.0, num_hidden_layers=2).double()
@@ -114,7 +117,9 @@ def exact(shards=None):
         return rows, weights(built)
 
 
-def save(folder, name, case, shards=None):
+def save(
+    folder: Path, name: str, case: str, shards: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
     """Train and save: what was saved, what the next step is, and the bytes of the files of shards."""
     built = engine(case, shards)
     curve(built, range(2))
@@ -126,13 +131,15 @@ def save(folder, name, case, shards=None):
     return weights(built), curve(built, [2])[0], size
 
 
-def load(folder, name, case, shards=None):
+def load(
+    folder: Path, name: str, case: str, shards: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     built = engine(case, shards, seed=5)
     built.load(folder / name / case)
     return weights(built), curve(built, [2])[0]
 
 
-def one(folder):
+def one(folder: Path) -> dict[Any, Any]:
     return {
         "runs": {name: run(name) for name in CASES},
         "exact": exact(),
@@ -140,7 +147,7 @@ def one(folder):
     }
 
 
-def two(folder):
+def two(folder: Path) -> dict[Any, Any]:
     return {
         "runs": {name: run(name, 1) for name in ON_TWO},
         "exact": exact(1),
@@ -149,7 +156,7 @@ def two(folder):
     }
 
 
-def four(folder):
+def four(folder: Path) -> dict[Any, Any]:
     return {
         "runs": {name: run(name, 2) for name in CASES},
         "exact": exact(2),
@@ -161,18 +168,19 @@ def four(folder):
     }
 
 
-def back(folder, shards):
+def back(folder: Path, shards: int | None) -> dict[Any, Any]:
     return {name: load(folder, *name, shards) for name in LOADED_BY_TWO}
 
 
-def crossings():
+def crossings() -> list[tuple[float, list[int]]]:
     """Sums over ranks of different copies that a step of several micro-batches makes, and one of a single."""
     counts, stock = [], dist.all_reduce
 
     for name in ("dense", "one micro-batch"):
-        built, found = engine(name, 2), []
+        built = engine(name, 2)
+        found: list[int] = []
 
-        def counted(tensor, *args, found=found, **options):
+        def counted(tensor: torch.Tensor, *args: Any, found: list[int] = found, **options: Any) -> Any:
             group = options.get("group")
             found += [tensor.numel()] if group is not None and dist.get_process_group_ranks(group) == [0, 2] else []
             return stock(tensor, *args, **options)
@@ -185,7 +193,7 @@ def crossings():
 
 
 class BreaksOff(SFT):
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         Calls.number += 1
         if Calls.number == 2:
             raise ArithmeticError("the second micro-batch")
@@ -196,7 +204,7 @@ class Calls:
     number = 0
 
 
-def broken_off():
+def broken_off() -> list[str]:
     built, said = engine("dense", 2), []
     for objective in (BreaksOff(), SFT()):
         try:
@@ -207,9 +215,10 @@ def broken_off():
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    tiny_model("moe", num_hidden_layers=2).save_pretrained(folder / "model")
+    model: Any = tiny_model("moe", num_hidden_layers=2)
+    model.save_pretrained(folder / "model")
     results = {
         1: launch_forked(one, (folder,)),
         2: launch_forked(two, (folder,), 2),
@@ -219,14 +228,14 @@ def found(tmp_path_factory):
     return results, loaded | {"one": launch_forked(back, (folder, None))}, folder
 
 
-def same(one, other, tolerance, what):
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float, what: str) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, atol=tolerance, rtol=tolerance, msg=f"{what}: {name}")
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*((4, name) for name in CASES), *((2, name) for name in ON_TWO)])
-def test_copies_of_shards_give_the_steps_of_one_process(found, ranks, name):
+def test_copies_of_shards_give_the_steps_of_one_process(found: tuple[Any, ...], ranks: int, name: str) -> None:
     (rows, grads, trained, scores, _), (others, other_grads, also, other_scores, _) = (
         found[0][number]["runs"][name] for number in (1, ranks)
     )
@@ -241,7 +250,7 @@ def test_copies_of_shards_give_the_steps_of_one_process(found, ranks, name):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_float64_steps_are_those_of_one_process(found, ranks):
+def test_float64_steps_are_those_of_one_process(found: tuple[Any, ...], ranks: int) -> None:
     (rows, trained), (others, also) = (found[0][number]["exact"] for number in (1, ranks))
     assert [pytest.approx(row, rel=1e-12) for row in rows] == others
     same(trained, also, 1e-11, "weight")
@@ -249,7 +258,7 @@ def test_float64_steps_are_those_of_one_process(found, ranks):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copies_have_equal_bits_and_shards_their_share(found, name):
+def test_copies_have_equal_bits_and_shards_their_share(found: tuple[Any, ...], name: str) -> None:
     (everything, _), *_ = found[0][1]["runs"][name][4]
     held = found[0][4]["runs"][name][4]
     assert held[0] == held[2]
@@ -260,21 +269,21 @@ def test_copies_have_equal_bits_and_shards_their_share(found, name):
     assert everything / 2 <= max(size for size, _ in held) < 0.6 * everything
 
 
-def test_gradients_cross_the_copies_once_a_step(found):
+def test_gradients_cross_the_copies_once_a_step(found: tuple[Any, ...]) -> None:
     (several, many), (single, few) = found[0][4]["crossings"]
     assert several > single == 1.0
     assert many == few
     assert len(few) == 3  # two layers and the rest
 
 
-def test_a_step_that_was_broken_off_is_not_followed_by_another(found):
+def test_a_step_that_was_broken_off_is_not_followed_by_another(found: tuple[Any, ...]) -> None:
     first, second = found[0][4]["broken off"]
     assert first == "ArithmeticError: the second micro-batch"
     assert "RuntimeError: an error ended the step before" in second
 
 
 @pytest.mark.parametrize("case", ["dense", "adapters"])
-def test_a_checkpoint_fits_any_layout(found, case):
+def test_a_checkpoint_fits_any_layout(found: tuple[Any, ...], case: str) -> None:
     """Every bit of the weights; the next step is that of the run that went on."""
     results, loaded, _ = found
     worlds = {"one": results[1][case], "two": results[2].get(case), "four": results[4][case]}
@@ -290,14 +299,14 @@ def test_a_checkpoint_fits_any_layout(found, case):
             assert after[key] == pytest.approx(straight[key], rel=5e-6), (name, key)
 
 
-def test_each_shard_is_written_once(found):
+def test_each_shard_is_written_once(found: tuple[Any, ...]) -> None:
     """Four ranks with two copies of two shards write what two ranks write, but for the headers."""
     sizes = found[0][2]["dense"][2], found[0][4]["dense"][2]
     assert sizes[1] < 1.2 * sizes[0]
 
 
 @pytest.mark.parametrize("case", ["dense", "adapters"])
-def test_exports_are_those_of_one_process(found, case):
+def test_exports_are_those_of_one_process(found: tuple[Any, ...], case: str) -> None:
     from safetensors.torch import load_file
 
     folder = found[2]
@@ -306,7 +315,7 @@ def test_exports_are_those_of_one_process(found, case):
         same(left, right, 1e-5, case)
 
 
-def test_each_rank_reads_its_own_rows_and_exports_every_byte(found, one_rank):  # noqa: F811
+def test_each_rank_reads_its_own_rows_and_exports_every_byte(found: tuple[Any, ...], one_rank: None) -> None:  # noqa: F811
     built = build_engine(EngineConfig(model=str(found[2] / "model"), device="cpu"))
     read = found[0][4]["disk"]
     whole = weights(built)
@@ -314,7 +323,7 @@ def test_each_rank_reads_its_own_rows_and_exports_every_byte(found, one_rank):  
     assert all(torch.equal(value, read[key]) for key, value in whole.items())
 
 
-def test_a_size_that_does_not_divide_is_refused(one_rank):  # noqa: F811
+def test_a_size_that_does_not_divide_is_refused(one_rank: None) -> None:  # noqa: F811
     with pytest.raises(ValueError, match="shard_ranks=3 does not divide the 4 ranks of this run: choose a divisor"):
         shards_of(EngineConfig(shard_ranks=3), 4)
     assert [shards_of(EngineConfig(shard_ranks=n), 4) for n in (None, 1, 2, 4)] == [4, 1, 2, 4]

@@ -1,20 +1,26 @@
 """A vision-language model trained on packed rows is stock transformers on one sequence at a time, tower included."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from engines import EngineConfig, LocalBatch, LoraConfig, build_engine
+from engines import EngineConfig, LocalBatch, LoraConfig, TrainEngine, build_engine
 from engines.launch import ensure_group
+from engines.step import Engine
 from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (
     TOWER,
+    Sample,
     as_stock,
     assert_close_gradients,
     gradients,
@@ -34,7 +40,10 @@ __all__ = ["one_rank"]
 model = vision_model
 
 
-def engine(module=None, vision="trained", **options):
+Curve = tuple[list[float], list[float], Tensor]  # losses, gradient norms, scores
+
+
+def engine(module: Any = None, vision: Any = "trained", **options: Any) -> TrainEngine:
     usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 64, "weight_decay": 0.1}
     given = None if "model" in options else module or model()
     return build_engine(EngineConfig(**usual | options, vision=vision), given)
@@ -51,7 +60,9 @@ def engine(module=None, vision="trained", **options):
     ],
     ids=["one row", "padded", "rows and recompute", "text alone"],
 )
-def test_packed_rows_equal_stock_transformers_one_at_a_time(kind, make, options):
+def test_packed_rows_equal_stock_transformers_one_at_a_time(
+    kind: str, make: Callable[[], list[Sample]], options: dict[str, Any]
+) -> None:
     rows, module = make(), model(kind)
     stock, built = as_stock(copy.deepcopy(module)), engine(module, **options)
     found = built.forward(make_batch(rows))["log_probs"]
@@ -70,7 +81,7 @@ def test_packed_rows_equal_stock_transformers_one_at_a_time(kind, make, options)
 
 
 @pytest.mark.parametrize("kind", ["vision", "vision_moe"])
-def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_one(kind, tmp_path):
+def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_one(kind: str, tmp_path: Path) -> None:
     module = model(kind).bfloat16()
     module.save_pretrained(tmp_path / "source")
     files = load_file(tmp_path / "source/model.safetensors")
@@ -95,7 +106,7 @@ def test_a_frozen_tower_stays_bit_for_bit_and_the_rest_learns_as_with_a_trained_
         assert torch.equal(grad, found["trained"][name]), name
 
 
-def test_a_checkpoint_is_read_and_resumed(tmp_path):
+def test_a_checkpoint_is_read_and_resumed(tmp_path: Path) -> None:
     batches = [make_batch(samples(seed)) for seed in (0, 10, 20)]
     straight = engine()
     first = straight.train_batch(batches[0], SFT())
@@ -107,7 +118,7 @@ def test_a_checkpoint_is_read_and_resumed(tmp_path):
     assert first["loss"] != rest[0]
 
 
-def test_text_alone_is_trained_as_before_and_a_text_model_refuses_images(tmp_path):
+def test_text_alone_is_trained_as_before_and_a_text_model_refuses_images(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     text = engine(vision="off", model=str(tmp_path))
     seeing = engine(model=str(tmp_path))
@@ -118,13 +129,13 @@ def test_text_alone_is_trained_as_before_and_a_text_model_refuses_images(tmp_pat
         text.forward(make_batch(samples()))
 
 
-def changed(key, value):
+def changed(key: str, value: Callable[[Tensor], Tensor]) -> TensorDict:
     rows = samples()
     rows[0][key] = value(rows[0][key])
     return make_batch(rows)
 
 
-def without(*keys):
+def without(*keys: str) -> TensorDict:
     return make_batch([{k: v for k, v in row.items() if k not in keys} for row in samples()])
 
 
@@ -140,11 +151,12 @@ def without(*keys):
         (lambda: changed("mm_token_type_ids", lambda t: t * 2), "sample 0: mm_token_type_ids says 2 of a token 44"),
     ],
 )
-def test_media_that_do_not_fit_are_refused_before_a_step(batch, problem):
+def test_media_that_do_not_fit_are_refused_before_a_step(batch: Callable[[], TensorDict], problem: str) -> None:
     built = engine()
     for call in (built.forward, lambda given: built.train_batch(given, SFT())):
         with pytest.raises(ValueError, match=problem):
             call(batch())
+    assert isinstance(built, Engine)
     assert built.step == 0
     other = make_batch(samples())
     other["input_features"] = jagged([torch.zeros(1, 2)] * len(samples()), 0)
@@ -152,7 +164,7 @@ def test_media_that_do_not_fit_are_refused_before_a_step(batch, problem):
         built.forward(other)
 
 
-def test_what_cannot_be_built_is_refused():
+def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(ValueError, match="vision='off': 'off' is for text models"):
         engine(vision="off")
     with pytest.raises(ValueError, match="sees no images here"):
@@ -167,7 +179,7 @@ def test_what_cannot_be_built_is_refused():
         engine(odd)
 
 
-def curve(**options):
+def curve(**options: Any) -> Curve:
     built = engine(**options)
     out = [built.train_batch(make_batch(make(10 * step)), GRPO(off_policy="mask")) for step, make in enumerate(STEPS)]
     scores = built.forward(make_batch(samples()))["log_probs"].values().clone()
@@ -182,22 +194,25 @@ FROZEN = {"max_tokens_per_rank": 40, "vision": "frozen"}
 class Elsewhere(torch.nn.Module):
     """A table of positions whose weight is on another device until its own forward gathers it, as FSDP2 offloads."""
 
-    def __init__(self, table):
+    def __init__(self, table: Any) -> None:
         super().__init__()
         self._table = [table]
         self.weight = torch.nn.Parameter(torch.empty_like(table.weight, device="meta"))
 
-    def forward(self, places):
+    def forward(self, places: Tensor) -> Any:
         return self._table[0](places)
 
 
-def positions_by_parameter(tower, grid_thw):
+def positions_by_parameter(tower: Any, grid_thw: Tensor) -> Tensor:
     """As in verl before its pull request 5682: what is looked up is made where the table's weight is."""
-    return torch.arange(int(grid_thw.prod()), device=tower.pos_embed.weight.device) % tower.num_grid_per_side**2
+    size = tower.num_grid_per_side**2
+    places: Tensor = torch.arange(int(grid_thw.prod()), device=tower.pos_embed.weight.device) % size
+    return places
 
 
-def test_the_tower_reads_no_device_from_an_offloaded_parameter():
-    tower = tiny_model("vision", num_hidden_layers=2).model.visual.eval()
+def test_the_tower_reads_no_device_from_an_offloaded_parameter() -> None:
+    whole: Any = tiny_model("vision", num_hidden_layers=2)
+    tower = whole.model.visual.eval()
     grid = torch.tensor([[1, 4, 6], [1, 2, 2]])
     patches = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel())
     want = tower(patches, grid_thw=grid).pooler_output
@@ -207,9 +222,9 @@ def test_the_tower_reads_no_device_from_an_offloaded_parameter():
     assert positions_by_parameter(tower, grid[:1]).device != grid.device  # the bug would show
 
 
-def on_two():
+def on_two() -> list[Any]:
     """All modes; and a step in which one rank holds text alone, the other all images."""
-    out = [curve(**mode) for mode in (*MODES, FROZEN)]
+    out: list[Any] = [curve(**mode) for mode in (*MODES, FROZEN)]
     built = engine(max_tokens_per_rank=40)
     rows = samples()
     lengths = tuple(len(row["input_ids"]) for row in rows)
@@ -219,7 +234,7 @@ def on_two():
     return out
 
 
-def test_two_ranks_equal_one():
+def test_two_ranks_equal_one() -> None:
     single = [curve(), curve(vision="frozen")]
     alone = engine().train_batch(make_batch(samples()), SFT())["loss"]
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """A vision tower beside experts that two ranks share: stock transformers, one sequence at a time, in one process."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.testing.expert_parallel import weights
 from engines.testing.forked import launch_forked
 from engines.testing.vision import (
@@ -36,7 +37,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def engine(ranks, **options):
+Run = tuple[Tensor, dict[str, Tensor], list[float], dict[str, Tensor]]  # what `run` says
+Found = tuple[dict[str, Run], dict[str, Tensor]]
+
+
+def engine(ranks: int, **options: Any) -> TrainEngine:
     usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "max_tokens_per_rank": 40, "vision": "trained"}
     if dist.is_initialized() and dist.get_world_size() == 1:
         options = options | {"context_parallel": "off"}
@@ -44,7 +49,7 @@ def engine(ranks, **options):
     return build_engine(config, vision_model("vision_moe"))
 
 
-def run(mode, ranks):
+def run(mode: str, ranks: int) -> Run:
     """Scores, the first step's gradients, losses of text and images in turn, and weights."""
     built = engine(ranks, **MODES[mode])
     scores = built.forward(make_batch(samples()))["log_probs"].values().clone()
@@ -53,40 +58,42 @@ def run(mode, ranks):
     return scores, seen, losses, weights(built)
 
 
-def run_all(ranks):
+def run_all(ranks: int) -> dict[str, Run]:
     return {mode: run(mode, ranks) for mode in MODES}
 
 
-def saved(folder, ranks):
+def saved(folder: Path, ranks: int) -> dict[str, Tensor]:
     built = engine(ranks)
     built.train_batch(make_batch(samples()), SFT())
     built.save(folder / f"of_{ranks}")
     return weights(built)
 
 
-def on_two(folder):
+def on_two(folder: Path) -> Found:
     return run_all(2), saved(folder, 2)
 
 
-def read(folder, ranks, by):
+def read(folder: Path, ranks: int, by: int) -> dict[str, Tensor]:
     built = engine(by)
     built.load(folder / f"of_{ranks}")
     return weights(built)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def found(folder):
-    return launch_forked(on_two, (folder,), world_size=2)
+def found(folder: Path) -> Found:
+    of_two: Found = launch_forked(on_two, (folder,), world_size=2)
+    return of_two
 
 
 @pytest.fixture(scope="module")
-def one():
-    return launch_forked(run_all, (1,))
+def one() -> dict[str, Run]:
+    of_one: dict[str, Run] = launch_forked(run_all, (1,))
+    return of_one
 
 
 def stock_step() -> tuple[Tensor, dict[str, Tensor]]:
@@ -105,7 +112,7 @@ def stock_step() -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_two_ranks_that_share_experts_equal_stock_transformers_one_sequence_at_a_time(found, mode):
+def test_two_ranks_that_share_experts_equal_stock_transformers_one_sequence_at_a_time(found: Found, mode: str) -> None:
     scores, want = stock_step()
     got = found[0][mode]
     assert float((got[0] - scores).abs().max()) < 1e-5
@@ -119,7 +126,7 @@ def test_two_ranks_that_share_experts_equal_stock_transformers_one_sequence_at_a
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_their_steps_are_those_of_one_process(found, one, mode):
+def test_their_steps_are_those_of_one_process(found: Found, one: dict[str, Run], mode: str) -> None:
     """Text alone in between: a rank without an image takes part in all collectives."""
     _, _, losses, trained = found[0][mode]
     assert losses == pytest.approx(one[mode][2], rel=2e-5)
@@ -130,7 +137,7 @@ def test_their_steps_are_those_of_one_process(found, one, mode):
     assert all(torch.equal(trained[name], value) for name, value in began.items()) == (mode == "frozen")
 
 
-def test_checkpoints_fit_ranks_that_share_experts_and_one_that_has_all(found, folder):
+def test_checkpoints_fit_ranks_that_share_experts_and_one_that_has_all(found: Found, folder: Path) -> None:
     whole = launch_forked(saved, (folder, 1))
     for want, got in (
         (found[1], launch_forked(read, (folder, 2, 1))),

@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.launch import ensure_group
 from engines.testing.forked import launch_forked
 from engines.testing.images import model_arguments
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (
+    Sample,
     as_stock,
     assert_close_gradients,
     gradients,
@@ -32,12 +35,15 @@ __all__ = ["one_rank"]
 LAYERS, EXPERTS, TOP_K = 4, 4, 2
 
 
-def engine(module=None, **options):
+Curve = tuple[list[list[float]], Tensor]  # metrics of each step, scores
+
+
+def engine(module: Any = None, **options: Any) -> TrainEngine:
     usual: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-3, "max_tokens_per_rank": 40, "vision": "trained"}
     return build_engine(EngineConfig(**usual | options), module or vision_model("vision_moe"))
 
 
-def given_experts(rows, seed=1):
+def given_experts(rows: list[Sample], seed: int = 1) -> list[Tensor]:
     """i16[tokens, layers, k] a row: random ones, different for each token; those of a third of the tokens unknown."""
     rng, out = torch.Generator().manual_seed(seed), []
     for row in rows:
@@ -48,25 +54,27 @@ def given_experts(rows, seed=1):
     return out
 
 
-def with_experts(rows, experts):
+def with_experts(rows: list[Sample], experts: list[Tensor]) -> TensorDict:
     batch = make_batch(rows)
     batch[ROUTED_EXPERTS] = jagged(experts, 0)
     return batch
 
 
-def routers_of(stock):
+def routers_of(stock: Any) -> list[Any]:
     return [module for module in stock.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
 class Forced:
     """The stock model that sends the tokens of `row` to its experts; logits and weights as in its own code."""
 
-    def __init__(self, stock):
-        self.stock, self.row = stock, None
+    row: Tensor
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
         for layer, router in enumerate(routers_of(stock)):
             router.forward = lambda hidden, layer=layer, router=router: self.route(layer, router, hidden)
 
-    def route(self, layer, router, hidden):
+    def route(self, layer: int, router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         probabilities = F.softmax(logits, dtype=torch.float, dim=-1)
         own, given = torch.topk(probabilities, TOP_K, dim=-1).indices, self.row[:, layer].long()
@@ -74,14 +82,14 @@ class Forced:
         value = torch.stack([p[t] for p, t in zip(probabilities, taken, strict=True)])
         return logits, value / value.sum(-1, keepdim=True), taken
 
-    def scores(self, rows, experts):
+    def scores(self, rows: list[Sample], experts: list[Tensor]) -> list[Tensor]:
         out = []
         for row, self.row in zip(rows, experts, strict=True):
             out += stock_scores(self.stock, [row])
         return out
 
 
-def test_replayed_experts_are_those_of_stock_transformers():
+def test_replayed_experts_are_those_of_stock_transformers() -> None:
     rows, module = samples(), vision_model("vision_moe")
     experts = given_experts(rows)
     forced = Forced(as_stock(copy.deepcopy(module)))
@@ -97,7 +105,7 @@ def test_replayed_experts_are_those_of_stock_transformers():
     assert_close_gradients(gradients(built, with_experts(rows, experts)), want)
 
 
-def test_the_routers_loss_counts_tokens_of_images_as_any_other():
+def test_the_routers_loss_counts_tokens_of_images_as_any_other() -> None:
     """Switch's loss of the whole batch, from the stock routers' own logits."""
     rows, module = samples(), vision_model("vision_moe")
     stock, logits = as_stock(copy.deepcopy(module)), []
@@ -113,10 +121,15 @@ def test_the_routers_loss_counts_tokens_of_images_as_any_other():
 
 
 STEPS = (text_only, samples)
-MODES = ({}, {"context_parallel": "static:2"}, {"context_parallel": "dynamic"}, {"vision": "frozen"})
+MODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"context_parallel": "static:2"},
+    {"context_parallel": "dynamic"},
+    {"vision": "frozen"},
+)
 
 
-def curve(**options):
+def curve(**options: Any) -> Curve:
     built = engine(routing_replay=True, router_aux_loss_coef=0.5, **options)
     out = []
     for step, make in enumerate(STEPS):
@@ -126,11 +139,11 @@ def curve(**options):
     return out, built.forward(with_experts(samples(), given_experts(samples())))["log_probs"].values().clone()
 
 
-def on_two():
+def on_two() -> list[Curve]:
     return [curve(**mode) for mode in MODES]
 
 
-def test_two_ranks_equal_one():
+def test_two_ranks_equal_one() -> None:
     trained, frozen = curve(), curve(vision="frozen")
     dist.destroy_process_group()
     found = launch_forked(on_two, world_size=2)
@@ -141,7 +154,7 @@ def test_two_ranks_equal_one():
         assert float((got[1] - want[1]).abs().max()) < 1e-3
 
 
-def test_the_stock_model_sees_its_images():
+def test_the_stock_model_sees_its_images() -> None:
     """What the tests above compare with sees its images: without them it says something else."""
     (row, *_), module = samples(), as_stock(vision_model("vision_moe"))
     given = model_arguments(row)

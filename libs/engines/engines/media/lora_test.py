@@ -1,5 +1,6 @@
 """Adapters on the text part of a model that sees images, against peft on stock transformers one sequence at a time."""
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -8,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from engines import EngineConfig, LoraConfig, base_policy, build_engine, save_adapter
+from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.adapters.lora import is_adapter
+from engines.testing.executors import inside
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (
     TOWER,
@@ -28,34 +30,34 @@ __all__ = ["one_rank"]
 
 
 @pytest.fixture(params=["vision", "vision_moe"])
-def base(request, tmp_path):
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     vision_model(request.param, num_hidden_layers=2).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def engine(path, **options):
+def engine(path: Path, **options: Any) -> TrainEngine:
     settings: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "max_tokens_per_rank": 40, "vision": "frozen"}
     return build_engine(EngineConfig(**settings | options, model=str(path), lora=LoraConfig(rank=3, alpha=7.0)))
 
 
-def perturb(built):
+def perturb(built: TrainEngine) -> TrainEngine:
     """Leave nothing as it was initialised: B is zero, so that A would have no gradient."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for name, parameter in built.executor.model.named_parameters():
+        for name, parameter in inside(built).model.named_parameters():
             if is_adapter(name):
                 local = parameter.to_local()
                 local.add_(torch.randn(local.shape, generator=generator) * 0.1)
     return built
 
 
-def stock(path, folder):
+def stock(path: Path, folder: Path) -> tuple[Any, Any]:
     made = as_stock(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32))
     return made, peft.PeftModel.from_pretrained(made, folder, is_trainable=True).eval()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"batching": "padded"}])
-def test_log_probs_and_gradients_are_those_of_peft(base, tmp_path, options):
+def test_log_probs_and_gradients_are_those_of_peft(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     rows, built = samples(), perturb(engine(base, **options))
     save_adapter(built, tmp_path / "adapter")
     made, adapted = stock(base, tmp_path / "adapter")
@@ -70,7 +72,7 @@ def test_log_probs_and_gradients_are_those_of_peft(base, tmp_path, options):
     assert_close_gradients(own, want)
 
 
-def test_the_tower_and_the_base_stay_bit_for_bit(base, tmp_path):
+def test_the_tower_and_the_base_stay_bit_for_bit(base: Path, tmp_path: Path) -> None:
     built, before = engine(base, lr=0.1), load_file(base / "model.safetensors")
     first = built.forward(make_batch(samples()))["log_probs"].values()
     for step in range(2):
@@ -90,7 +92,7 @@ def test_the_tower_and_the_base_stay_bit_for_bit(base, tmp_path):
     assert float((built.forward(make_batch(samples()))["log_probs"].values() - wanted).abs().max()) < 1e-5
 
 
-def test_a_checkpoint_of_adapters_is_resumed(base, tmp_path):
+def test_a_checkpoint_of_adapters_is_resumed(base: Path, tmp_path: Path) -> None:
     built = engine(base)
     built.train_batch(make_batch(samples()), SFT())
     built.save(tmp_path / "saved")

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,23 +17,23 @@ SETTINGS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "image_m
 
 
 @pytest.fixture
-def reader(tmp_path):
+def reader(tmp_path: Path) -> ImageReader:
     size = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS | size))
     return ImageReader.of(tmp_path)
 
 
-def picture(width=24, height=16, seed=0):
+def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
-def png(image):
+def png(image: Image.Image) -> bytes:
     out = io.BytesIO()
     image.save(out, format="PNG")
     return out.getvalue()
 
 
-def test_patches_are_the_pixels_of_merged_blocks(reader):
+def test_patches_are_the_pixels_of_merged_blocks(reader: ImageReader) -> None:
     """Held to the definition: blocks of 2 x 2 patches row by row, each patch colours x frames x height x width."""
     image = picture()
     patches, grids = reader([image])
@@ -49,7 +51,7 @@ def test_patches_are_the_pixels_of_merged_blocks(reader):
                     at += 1
 
 
-def test_every_form_of_a_picture_is_the_same_one(reader, tmp_path):
+def test_every_form_of_a_picture_is_the_same_one(reader: ImageReader, tmp_path: Path) -> None:
     image = picture()
     data = png(image)
     (tmp_path / "a.png").write_bytes(data)
@@ -74,12 +76,12 @@ def test_every_form_of_a_picture_is_the_same_one(reader, tmp_path):
         ({"bytes": None, "path": None}, "picture 1: a NoneType is no picture"),
     ],
 )
-def test_what_cannot_be_read_is_named(reader, broken, problem):
+def test_what_cannot_be_read_is_named(reader: ImageReader, broken: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         reader([picture(), broken])
 
 
-def test_settings_are_needed(reader, tmp_path):
+def test_settings_are_needed(reader: ImageReader, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no picture to read"):
         reader([])
     with pytest.raises(ValueError, match=r"has no preprocessor_config\.json"):

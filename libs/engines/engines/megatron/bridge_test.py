@@ -1,16 +1,20 @@
 """The map of boxes, without any process: it tiles both sides exactly, over layouts and models."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from engines.adapters.config import LoraConfig
 from engines.adapters.lora import add_adapters, is_adapter
+from engines.capability import No
 from engines.families.registry import family_of
 from engines.megatron.adapters import adapted_linears, with_adapters
 from engines.megatron.bridge import Box, Place, held_by, tensor_shapes
@@ -34,7 +38,7 @@ small = st.sampled_from([1, 2])
 layouts = st.builds(ParallelLayout, dp=small, cp=small, tp=small, pp=st.sampled_from([1, 2]))
 
 
-def count(shape, boxes):
+def count(shape: Sequence[int], boxes: Iterable[Box]) -> Tensor:
     """How often each element is in a box."""
     seen = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
@@ -49,7 +53,7 @@ ROUTED = Qwen3MoeConfig(
 
 
 @pytest.mark.parametrize("config", [*KINDS.values(), ROUTED], ids=[*KINDS, "qwen3_moe"])
-def test_it_knows_every_tensor_of_the_stock_model(config):
+def test_it_knows_every_tensor_of_the_stock_model(config: Any) -> None:
     with torch.device("meta"):
         live = live_tensors(AutoModelForCausalLM.from_config(config))
     assert tensor_shapes(ModelSizes.of(config)) == {name: tuple(tensor.shape) for name, tensor in live.items()}
@@ -63,7 +67,9 @@ def test_it_knows_every_tensor_of_the_stock_model(config):
     small,
     st.sampled_from([StageSizes(), StageSizes(chunks=2), StageSizes(first=1), StageSizes(last=1)]),
 )
-def test_owned_boxes_fill_the_model_once_and_held_boxes_fill_their_parameter(kind, layout, ep, etp, stages):
+def test_owned_boxes_fill_the_model_once_and_held_boxes_fill_their_parameter(
+    kind: str, layout: ParallelLayout, ep: int, etp: int, stages: StageSizes
+) -> None:
     config = KINDS[kind]
     if config.model_type == "qwen3_5_moe_text" and layout.dp * layout.cp * layout.tp % (ep * etp) == 0:
         layout = replace(layout, ep=ep, etp=etp)
@@ -72,7 +78,7 @@ def test_owned_boxes_fill_the_model_once_and_held_boxes_fill_their_parameter(kin
     assert supported(config, layout, stages)
     sizes = ModelSizes.of(config)
     split = stages.split(len(sizes.layer_types), layout.pp)
-    owned = {name: [] for name in tensor_shapes(sizes)}
+    owned: dict[str, list[Box]] = {name: [] for name in tensor_shapes(sizes)}
     for rank in range(layout.world_size):
         every = held_by(sizes, layout, rank, split)
         assert len({(held.chunk, held.name) for held in every}) == len(every)
@@ -90,7 +96,9 @@ def test_owned_boxes_fill_the_model_once_and_held_boxes_fill_their_parameter(kin
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), layouts, st.sampled_from([(), ("q_proj",), ("o_proj", "in_proj_qkv")]))
-def test_owned_boxes_of_adapters_fill_them_once_and_stand_beside_their_weights(kind, layout, targets):
+def test_owned_boxes_of_adapters_fill_them_once_and_stand_beside_their_weights(
+    kind: str, layout: ParallelLayout, targets: tuple[str, ...]
+) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(KINDS[kind])
     targets = tuple(t for t in targets if kind != "attention" or t != "in_proj_qkv")
@@ -101,7 +109,7 @@ def test_owned_boxes_of_adapters_fill_them_once_and_stand_beside_their_weights(k
     sizes = ModelSizes.of(KINDS[kind])
     shapes = with_adapters(tensor_shapes(sizes), model)
     assert {name for name in shapes if is_adapter(name)} == {f"{name}.lora_{x}" for name in layers for x in "AB"}
-    owned = {name: [] for name in shapes if is_adapter(name)}
+    owned: dict[str, list[Box]] = {name: [] for name in shapes if is_adapter(name)}
     for rank in range(layout.world_size):
         held = held_by(sizes, layout, rank, StageSizes().split(4, layout.pp))
         for one in adapted_linears(held, shapes, Place.of(layout, rank)):
@@ -126,12 +134,12 @@ def test_owned_boxes_of_adapters_fill_them_once_and_stand_beside_their_weights(k
 
 
 @pytest.mark.parametrize("model", PEER)
-def test_names_are_those_of_megatron_bridge(model):
+def test_names_are_those_of_megatron_bridge(model: str) -> None:
     config = {"Qwen3": KINDS["attention"], "Qwen3 MoE": ROUTED, "Qwen3.5": KINDS["untied"], "Qwen3.5 MoE": KINDS["moe"]}
     assert our_names(config[model]) | UNTIED == PEER[model]
 
 
-def test_a_table_is_read_off_its_source():
+def test_a_table_is_read_off_its_source() -> None:
     """As its files have them: dictionaries and calls with f-strings, experts behind names."""
     source = """
 def _moe_routed_expert_mappings(hf_prefix, megatron_prefix, packed):
@@ -161,7 +169,7 @@ class Bridge:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
-def test_any_run_of_elements_is_cut_into_boxes(size, data):
+def test_any_run_of_elements_is_cut_into_boxes(size: list[int], data: st.DataObject) -> None:
     """As ranks share a buffer out: a run begins and ends anywhere."""
     start = data.draw(st.integers(0, math.prod(size)))
     stop = data.draw(st.integers(start, math.prod(size)))
@@ -172,7 +180,7 @@ def test_any_run_of_elements_is_cut_into_boxes(size, data):
     assert len(found) <= 2 * len(size) - 1
 
 
-def test_attention_by_hand():
+def test_attention_by_hand() -> None:
     """A group of two heads: transformers has [q0 g0 q1 g1 | q2 g2 q3 g3], Megatron [q0 q1 g0 g1 k v]."""
     sizes = ModelSizes.of(KINDS["dense"])
     held = {one.name: one for one in held_by(sizes, ParallelLayout(tp=2), 1, ((4,),))}
@@ -206,7 +214,10 @@ def test_attention_by_hand():
         ("moe", {"shared_expert_intermediate_size": 15}, {"tp": 2}, "shared expert's size 15"),
     ],
 )
-def test_what_has_not_run_is_a_no_with_the_reason(kind, changes, layout, reason):
+def test_what_has_not_run_is_a_no_with_the_reason(
+    kind: str, changes: dict[str, Any], layout: dict[str, int], reason: str
+) -> None:
     answer = supported(tiny_config(kind, **changes), ParallelLayout(**layout))
     assert not answer
+    assert isinstance(answer, No)
     assert reason in answer.reason

@@ -3,11 +3,13 @@
 A checkpoint as published ones are: vision-language, `model.language_model.*`, `mtp.*`, in bfloat16.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engines import EngineConfig, build_engine
@@ -31,8 +33,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+Exports = dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]  # before and after a step, by layout
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stock")
     text = next(case for case in CASES if case.model_type == "qwen3_5_moe_text").config().to_dict()
     text |= {"mtp_num_hidden_layers": 1}
@@ -42,7 +47,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def two_ranks(path, target):
+def two_ranks(path: Path, target: Path) -> Exports:
     out = {}
     for name, sizes in LAYOUTS.items():
         config = EngineConfig(
@@ -58,13 +63,15 @@ def two_ranks(path, target):
 
 
 @pytest.fixture(scope="module")
-def exported(checkpoint, tmp_path_factory):
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Exports, Path]:
     folder = tmp_path_factory.mktemp("exports")
     return launch_forked(two_ranks, (checkpoint, folder), world_size=2), folder
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_trained_checkpoint_comes_out_whole_with_the_bytes_of_what_was_not_trained(checkpoint, exported, name):
+def test_a_trained_checkpoint_comes_out_whole_with_the_bytes_of_what_was_not_trained(
+    checkpoint: Path, exported: tuple[Exports, Path], name: str
+) -> None:
     (before, after), folder = exported[0][name], exported[1]
     stock, written = load_file(checkpoint / "model.safetensors"), load_file(folder / name / "model.safetensors")
     carried = {tensor for tensor in stock if tensor in MTP or tensor.startswith("model.visual.")}

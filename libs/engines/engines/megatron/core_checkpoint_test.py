@@ -1,11 +1,13 @@
 """Weights go through megatron-core's distributed checkpoint from TP2·PP2 to other layouts, and into its own model."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch import Tensor
 
 from engines import EngineConfig, build_engine
 from engines.megatron.core_checkpoint import load_core_checkpoint, save_core_checkpoint
@@ -21,7 +23,12 @@ VIRTUAL = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 MODELS = ("Qwen3.5 MoE", "Qwen3.5", "Qwen3", "Qwen3 MoE, raw top k, tied")
 
 
-def written(folder):
+Weights = dict[str, Tensor]
+Read = dict[str, tuple[Weights, Weights, Weights]]  # before loading, after it, and after a step
+Travelled = tuple[Path, dict[str, Weights], Read, Read]
+
+
+def written(folder: Path) -> dict[str, Weights]:
     """Trains on TP2·PP2 and saves; what the engine exports then."""
     out = {}
     for model in MODELS:
@@ -33,7 +40,7 @@ def written(folder):
     return out
 
 
-def read(folder, sizes: dict[str, Any], again: str):
+def read(folder: Path, sizes: dict[str, Any], again: str) -> Read:
     """What engines of other weights export before and after loading; they save what they have then."""
     out = {}
     for model in MODELS:
@@ -50,7 +57,7 @@ def read(folder, sizes: dict[str, Any], again: str):
 
 
 @pytest.fixture(scope="module")
-def travelled(tmp_path_factory):
+def travelled(tmp_path_factory: pytest.TempPathFactory) -> Travelled:
     folder = tmp_path_factory.mktemp("core")
     first = launch_forked(written, (folder,), world_size=4)
     there = launch_forked(read, (folder, {"expert_parallel": 2}, "there"), world_size=2)
@@ -59,7 +66,7 @@ def travelled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_bit_arrives_on_another_layout(travelled, model):
+def test_every_bit_arrives_on_another_layout(travelled: Travelled, model: str) -> None:
     _, first, *readers = travelled
     for found in readers:
         before, loaded, trained = found[model]
@@ -68,7 +75,7 @@ def test_every_bit_arrives_on_another_layout(travelled, model):
         assert any(not torch.equal(value, loaded[name]) for name, value in trained.items())
 
 
-def test_the_names_are_those_of_megatron_core(travelled):
+def test_the_names_are_those_of_megatron_core(travelled: Travelled) -> None:
     names = set(dist_checkpointing.load_tensors_metadata(str(travelled[0] / "Qwen3.5")))
     delta, full = "decoder.layers.0.self_attention.", "decoder.layers.1.self_attention."
     want = {f"{delta}in_proj.weight.{part}" for part in ("query", "key", "value", "z", "beta", "alpha")}
@@ -88,19 +95,19 @@ def test_the_names_are_those_of_megatron_core(travelled):
     assert found == want
 
 
-def test_refusals(tmp_path):
+def test_refusals(tmp_path: Path) -> None:
     plain = build_engine(EngineConfig(device="cpu"), tiny_model())
     with pytest.raises(ValueError, match="backend='megatron'"):
         save_core_checkpoint(plain, tmp_path)
 
 
-def no_writer(folder):
+def no_writer(folder: Path) -> None:
     """Saving where psutil is not installed, as megatron-core sees it."""
     filesystem_async.HAVE_PSUTIL = False
     save_core_checkpoint(engine_of(LayoutCase("Qwen3", {})), folder)
 
 
-def test_a_writer_that_would_never_end_is_refused(tmp_path):
+def test_a_writer_that_would_never_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="pip install psutil"):
         launch_forked(no_writer, (tmp_path / "new",))
     assert not (tmp_path / "new").exists()

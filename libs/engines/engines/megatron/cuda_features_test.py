@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from engines import EngineConfig, LoraConfig, build_engine
-from engines.testing.megatron_curves import LENGTHS, MODELS
+from engines import EngineConfig, LoraConfig, TrainEngine, build_engine
+from engines.testing.executors import inside
+from engines.testing.megatron_curves import LENGTHS, MODELS, Curve
 from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO
@@ -31,19 +33,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def made(model: str):
+def made(model: str) -> Any:
     kind, changes = MODELS[model]
     return tiny_model(kind, scale=1.0, **{**FUSED_SIZES, **changes})
 
 
-def engine(kind: str, backend: Any, dtype: Any, **options: Any):
+def engine(kind: str, backend: Any, dtype: Any, **options: Any) -> TrainEngine:
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     usual: dict[str, Any] = {"device": DEVICE, "lr": 1e-3, "eps": 1e-2, "max_tokens_per_rank": 1024}
     config = EngineConfig(backend=backend, dtype=dtype, **usual | options)
     return build_engine(config, None if "model" in options else made(kind))
 
 
-def rows(seed: int, replayed: bool = False):
+def rows(seed: int, replayed: bool = False) -> TensorDict:
     """With experts of every token drawn anew: none of them is likely to be the router's own pair everywhere."""
     batch, rng = tiny_batch(LENGTHS, seed=seed, vocab=FUSED_SIZES["vocab_size"]), torch.Generator().manual_seed(seed)
     if replayed:
@@ -52,7 +54,7 @@ def rows(seed: int, replayed: bool = False):
     return batch
 
 
-def steps(kind: str, backend: str, dtype: str, replayed: bool = False, **options: Any):
+def steps(kind: str, backend: str, dtype: str, replayed: bool = False, **options: Any) -> Curve:
     built = engine(kind, backend, dtype, **options)
     told = [built.train_batch(rows(seed, replayed), GRPO()) for seed in range(2)]
     return [(step["loss"], step["grad_norm"], step["skipped"]) for step in told]
@@ -85,7 +87,7 @@ def test_same_steps_as_fsdp2(case: str, dtype: str, base: str) -> None:
 def test_the_base_under_adapters_stays_bit_for_bit(base: str) -> None:
     # A large lr: what moves by less than a rounding of bfloat16 moves in its master alone.
     built = engine("dense", "megatron", "bfloat16", lora=LoraConfig(rank=8), model=base, lr=0.1, eps=1e-8)
-    named = [pair for stage in built.executor.stages for pair in stage.named_parameters()]
+    named = [pair for stage in inside(built).stages for pair in stage.named_parameters()]
     before = {name: value.detach().clone() for name, value in named}
     for seed in range(2):  # A stands still while B is zero
         built.train_batch(rows(seed), GRPO())

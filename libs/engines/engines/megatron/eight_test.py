@@ -1,12 +1,15 @@
 """Eight gloo ranks, three kinds of parallelism at a time: the steps, scores, weights and files of one FSDP2 process."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from engines.launch import ensure_group
 from engines.megatron.groups import release
-from engines.megatron.layouts import LayoutCase, largest_difference, measure
+from engines.megatron.layouts import LayoutCase, Measured, largest_difference, measure
 from engines.testing.forked import launch_forked
 from objectives import GRPO
 
@@ -23,19 +26,22 @@ CASES = (
 NAMES = ["TP2 PP2 EP2 DP2", "TP2 PP2 CP2", "TP2 PP2 EP4 dynamic CP"]
 
 
-def eight_ranks(folder):
+Found = tuple[dict[str, Measured], list[list[Measured]]]
+
+
+def eight_ranks(folder: Path) -> list[list[Measured]]:
     found = []
     for number, case in enumerate(CASES):
         own = folder / f"megatron {number}"
         found.append(measure(case, OBJECTIVE, own, [folder / f"fsdp2 {case.model}", own]))
         release()
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return everyone
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """FSDP2 in this process, by model, and the ranks' own."""
     folder = tmp_path_factory.mktemp("eight")
     made = ensure_group("cpu")
@@ -48,26 +54,26 @@ def measured(tmp_path_factory):
     return alone, launch_forked(eight_ranks, (folder,), world_size=RANKS)
 
 
-def assert_same_step(want, got):
+def assert_same_step(want: dict[str, float], got: dict[str, float]) -> None:
     for key in ("loss", "grad_norm", *({"auxiliary_loss"} & want.keys())):
         assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_eight_ranks_give_the_steps_of_one_process(measured, number):
+def test_eight_ranks_give_the_steps_of_one_process(measured: Found, number: int) -> None:
     want, everyone = measured[0][CASES[number].model], measured[1]
     assert len(everyone) == RANKS
     for ranks in everyone:
         for left, right in zip(want.curve, ranks[number].curve, strict=True):
             assert_same_step(left, right)
-        for left, right in zip(want.scores, ranks[number].scores, strict=True):
-            torch.testing.assert_close(right, left, atol=1e-5, rtol=1e-5)
+        for score, own in zip(want.scores, ranks[number].scores, strict=True):
+            torch.testing.assert_close(own, score, atol=1e-5, rtol=1e-5)
         assert largest_difference(want.trained, ranks[number].trained) < 1e-5
         assert largest_difference(want.exported, ranks[number].exported) == 0
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_a_checkpoint_of_eight_ranks_or_of_one_continues(measured, number):
+def test_a_checkpoint_of_eight_ranks_or_of_one_continues(measured: Found, number: int) -> None:
     want = measured[0][CASES[number].model].resumed["itself"]
     for ranks in measured[1]:
         assert len(ranks[number].resumed) == 3

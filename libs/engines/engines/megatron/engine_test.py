@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -11,9 +13,11 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engines import EngineConfig, LoraConfig, base_policy, build_engine, save_adapter
+from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.devices import adaptations
 from engines.execution.inputs import PackedInputs
 from engines.execution.micro_batches import MicroBatch
@@ -39,7 +43,7 @@ from seqpack.batches.schema import ROUTED_EXPERTS
 CASE = LayoutCase("Qwen3.5")
 
 
-def test_positions_of_several_axes():
+def test_positions_of_several_axes() -> None:
     """What images give: the same scores as FSDP2's, and others than those of plain positions."""
     batch = tiny_batch(list(LENGTHS))
     plain = engine_of(CASE).forward(batch)["log_probs"].values()
@@ -50,7 +54,7 @@ def test_positions_of_several_axes():
     assert (scores[0] - plain).abs().max() > 1e-2
 
 
-def test_nothing_is_compiled_on_a_cpu():
+def test_nothing_is_compiled_on_a_cpu() -> None:
     """megatron-core's small functions run as they are: no process calls a C++ compiler before its first step."""
     made = compilations()
     for case in (CASE, LayoutCase("Qwen3.5 MoE")):
@@ -58,7 +62,7 @@ def test_nothing_is_compiled_on_a_cpu():
     assert compilations() == made
 
 
-def test_a_reference_policy_only_scores():
+def test_a_reference_policy_only_scores() -> None:
     config = EngineConfig(backend="megatron", **OPTIONS)
     built = build_engine(config, tiny_model("dense", scale=2.0, **PADDING), trainable=False)
     batch = tiny_batch(list(LENGTHS))
@@ -67,7 +71,7 @@ def test_a_reference_policy_only_scores():
         built.train_batch(batch, GRPO())
 
 
-def test_a_loss_that_is_not_finite_changes_nothing():
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     built = engine_of(CASE, on_nonfinite="skip")
     before = weights(built)
     batch = tiny_batch(list(LENGTHS))
@@ -78,12 +82,14 @@ def test_a_loss_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.parametrize("model", ["Qwen3.5", "Qwen3.5 MoE"])
-def test_a_save_is_a_transformers_directory_that_is_read_a_box_at_a_time(tmp_path, monkeypatch, model):
+def test_a_save_is_a_transformers_directory_that_is_read_a_box_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     built = engine_of(LayoutCase(model))
     built.save_hf(tmp_path / "export")
     read, sizes = DiskTensor.__getitem__, []
 
-    def noted(tensor, index):
+    def noted(tensor: DiskTensor, index: Any) -> Tensor:
         box = read(tensor, index)
         sizes.append((tensor.name, box.numel()))
         return box
@@ -96,7 +102,7 @@ def test_a_save_is_a_transformers_directory_that_is_read_a_box_at_a_time(tmp_pat
     assert max(size for name, size in sizes if ".experts." in name or "q_proj" in name) < 32 * 32
 
 
-def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path: Path) -> None:
     built = engine_of(CASE)
     batch = tiny_batch(list(LENGTHS))
     built.train_batch(batch, SFT())
@@ -111,7 +117,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
     assert largest_difference(after, weights(built)) == 0
 
 
-def test_an_optimizer_on_the_host_takes_the_same_steps(tmp_path):
+def test_an_optimizer_on_the_host_takes_the_same_steps(tmp_path: Path) -> None:
     batch = tiny_batch(list(LENGTHS))
     plain, host = (engine_of(CASE, optimizer_on_host=on) for on in (False, True))
     for engine in (plain, host):
@@ -128,7 +134,7 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(tmp_path):
     assert largest_difference(weights(plain), weights(other)) == 0
 
 
-def test_bfloat16_layers_with_float32_masters(tmp_path):
+def test_bfloat16_layers_with_float32_masters(tmp_path: Path) -> None:
     """Two steps beside FSDP2's in bfloat16, and files that hold what is trained, to its last bit."""
     engines = [engine_of(CASE, backend, dtype="bfloat16") for backend in ("fsdp2", "megatron")]
     built = engines[1]
@@ -151,7 +157,7 @@ def test_bfloat16_layers_with_float32_masters(tmp_path):
     assert largest_difference(weights(built), weights(other)) == 0
 
 
-def test_the_engines_router_coefficient_is_said_in_place_of_the_configs():
+def test_the_engines_router_coefficient_is_said_in_place_of_the_configs() -> None:
     batch = tiny_batch(list(LENGTHS))
     own = engine_of(LayoutCase("Qwen3.5 MoE, router's loss")).train_batch(batch, SFT())
     assert own["auxiliary_loss"] > 0
@@ -160,7 +166,7 @@ def test_the_engines_router_coefficient_is_said_in_place_of_the_configs():
     assert "auxiliary_loss" not in none
 
 
-def chosen_by(stock, batch):
+def chosen_by(stock: nn.Module, batch: TensorDict) -> list[Tensor]:
     """What the routers of a transformers model choose, one sequence at a time: i16[tokens, layers, k] a row."""
     found, rows = [], []
     routers = [module for module in stock.modules() if type(module).__name__.endswith("TopKRouter")]
@@ -175,7 +181,7 @@ def chosen_by(stock, batch):
 
 
 @pytest.mark.parametrize("model", ["Qwen3 MoE, raw top k, tied", "Qwen3.5 MoE, router's loss"])
-def test_replaying_its_own_choice_changes_no_bit(model):
+def test_replaying_its_own_choice_changes_no_bit(model: str) -> None:
     batch = tiny_batch(list(LENGTHS))
     told, other = batch.clone(), batch.clone()
     rows = chosen_by(model_of(model).eval(), batch)
@@ -194,18 +200,19 @@ def test_replaying_its_own_choice_changes_no_bit(model):
         replayed.train_batch(batch, SFT())
 
 
-def base_of(folder, kind="dense", dtype=torch.float32):
-    tiny_model(kind, scale=2.0, num_hidden_layers=2).to(dtype).save_pretrained(folder)
+def base_of(folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32) -> str:
+    model: Any = tiny_model(kind, scale=2.0, num_hidden_layers=2).to(dtype)
+    model.save_pretrained(folder)
     return str(folder)
 
 
-def with_lora(path, backend="megatron", **options):
+def with_lora(path: str, backend: Any = "megatron", **options: Any) -> TrainEngine:
     torch.manual_seed(3)
     settings = {**OPTIONS, "lora": LoraConfig(rank=3, alpha=7.0), **options}
     return build_engine(EngineConfig(backend=backend, model=path, **settings))
 
 
-def test_adapters_are_files_that_peft_reads_and_merge_as_peft_does(tmp_path):
+def test_adapters_are_files_that_peft_reads_and_merge_as_peft_does(tmp_path: Path) -> None:
     """One step under each backend; the files of both, and peft on stock transformers with those of Megatron."""
     path, batch = base_of(tmp_path / "base"), tiny_batch(list(LENGTHS))
     built = {backend: with_lora(path, backend) for backend in ("fsdp2", "megatron")}
@@ -232,7 +239,7 @@ def test_adapters_are_files_that_peft_reads_and_merge_as_peft_does(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bfloat16_layers_keep_the_base_of_adapters_as_it_is_on_disk(tmp_path, dtype):
+def test_bfloat16_layers_keep_the_base_of_adapters_as_it_is_on_disk(tmp_path: Path, dtype: torch.dtype) -> None:
     path = base_of(tmp_path / "base", dtype=dtype)
     built = {backend: with_lora(path, backend, dtype="bfloat16") for backend in ("fsdp2", "megatron")}
     assert {p.dtype for p in inside(built["megatron"]).stages[0].parameters()} == {torch.bfloat16}
@@ -243,7 +250,7 @@ def test_bfloat16_layers_keep_the_base_of_adapters_as_it_is_on_disk(tmp_path, dt
     assert steps[1]["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=3e-2)
 
 
-def test_adapters_resume_on_their_own_base_alone(tmp_path):
+def test_adapters_resume_on_their_own_base_alone(tmp_path: Path) -> None:
     path = base_of(tmp_path / "base")
     built = with_lora(path)
     built.train_batch(tiny_batch(list(LENGTHS)), SFT())
@@ -262,7 +269,7 @@ def test_adapters_resume_on_their_own_base_alone(tmp_path):
         with_lora(str(tmp_path / "other")).load(tmp_path / "saved")
 
 
-def test_adapters_of_a_model_with_experts(tmp_path):
+def test_adapters_of_a_model_with_experts(tmp_path: Path) -> None:
     """Of attention and delta nets; the gate of a shared expert has none."""
     path = base_of(tmp_path / "moe", "moe")
     with pytest.raises(ValueError, match=r"shared_expert_gate can have no adapter .*lora.targets=\('q_proj', "):
@@ -275,7 +282,7 @@ def test_adapters_of_a_model_with_experts(tmp_path):
     assert largest_difference(*(weights(engine) for engine in built.values())) < 1e-5
 
 
-def test_a_rank_with_one_expert_takes_the_steps_of_fsdp2():
+def test_a_rank_with_one_expert_takes_the_steps_of_fsdp2() -> None:
     """megatron-core counts no tokens by expert there: what is copied to the host is not all of it always."""
     batch = tiny_batch(list(LENGTHS))
     sizes = {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "norm_topk_prob": False}
@@ -291,7 +298,7 @@ def test_a_rank_with_one_expert_takes_the_steps_of_fsdp2():
     assert largest_difference(*exports) < 1e-5
 
 
-def test_what_is_swapped_on_a_cpu_is_put_back():
+def test_what_is_swapped_on_a_cpu_is_put_back() -> None:
     before = (torch.cuda.current_device, schedules.torch, MoEAlltoAllTokenDispatcher.cuda_dtoh_stream)
     with adapted(torch.device("cpu")):
         assert schedules.torch is not torch
@@ -302,13 +309,13 @@ def test_what_is_swapped_on_a_cpu_is_put_back():
     assert schedules.torch is torch
 
 
-def test_another_version_of_megatron_core_is_refused_on_a_cpu(monkeypatch):
+def test_another_version_of_megatron_core_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptations, "_version_of", lambda package: "0.18.1")
     with pytest.raises(ValueError, match=r"written for megatron-core >=0\.16,<0\.20,.*, and 0\.18\.1 is installed"):
         engine_of(CASE)
 
 
-def test_refusals_come_before_weights_are_touched():
+def test_refusals_come_before_weights_are_touched() -> None:
     config = EngineConfig(backend="megatron", **OPTIONS)
     model = tiny_model("next")
     want = copy.deepcopy(model.state_dict())
@@ -333,7 +340,7 @@ def test_refusals_come_before_weights_are_touched():
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_shared_head_of_one_rank_equals_the_reference(entropy):
+def test_the_shared_head_of_one_rank_equals_the_reference(entropy: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 6, generator=rng, dtype=torch.float64, requires_grad=True) for n in (11, 8))
     targets = torch.randint(0, 8, (11,), generator=rng)
@@ -341,12 +348,16 @@ def test_the_shared_head_of_one_rank_equals_the_reference(entropy):
     results: list[list[Any]] = []
     world = dist.group.WORLD
     assert world is not None
-    for function in (
+    functions: tuple[Callable[[], tuple[Tensor, Tensor | None]], ...] = (
         lambda: shared_log_probs(hidden, weight, targets, 0.7, 4, entropy, world),
         lambda: token_log_probs_reference(hidden, weight, targets, 0.7),
-    ):
+    )
+    for function in functions:
         log_probs, entropies = function()
-        loss = (log_probs * given[0]).sum() + ((entropies * given[1]).sum() if entropy else 0)
+        loss = (log_probs * given[0]).sum()
+        if entropy:
+            assert entropies is not None
+            loss = loss + (entropies * given[1]).sum()
         results.append([log_probs, *torch.autograd.grad(loss, [hidden, weight])])
         if entropy:
             results[-1].append(entropies)
@@ -355,13 +366,14 @@ def test_the_shared_head_of_one_rank_equals_the_reference(entropy):
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4])
-def test_padding_is_a_sequence_of_its_own(multiple):
+def test_padding_is_a_sequence_of_its_own(multiple: int) -> None:
     packed = pack_sequences(tiny_batch([3, 4]))
     micro_batch = MicroBatch(packed, (0, 1), packed.values["loss_mask"], (0,))
     plain, even = PackedInputs().inputs(micro_batch), EvenInputs(PackedInputs(), multiple).inputs(micro_batch)
     assert even.input_ids.numel() % multiple == 0
     assert even.input_ids.numel() - 7 == -7 % multiple
     assert even.input_ids[:7].tolist() == plain.input_ids.tolist()
+    assert even.context is not None
     assert even.context.cu_seqlens.tolist()[:3] == [0, 3, 7]
     assert even.context.cu_seqlens[-1] == even.input_ids.numel()
     assert not even.counted[7:].any()

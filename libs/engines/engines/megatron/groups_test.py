@@ -2,6 +2,7 @@
 
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,16 @@ CASES = (
 )
 
 
-def held():
+Held = tuple[int, int]
+
+
+def held() -> Held:
     """Threads of this process, and groups that torch knows."""
     gc.collect()
     return len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)
 
 
-def rounds(count):
+def rounds(count: int) -> list[tuple[list[Held], int]]:
     """What each rank holds after each round of three layouts, and the most groups at work in them."""
     after, most = [], 0
     for _ in range(count):
@@ -40,18 +44,18 @@ def rounds(count):
             del engine
             groups.release()
         after.append(held())
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (after, most))
     return everyone
 
 
-def test_what_is_released_leaves_no_thread_and_no_group():
+def test_what_is_released_leaves_no_thread_and_no_group() -> None:
     for after, most in launch_forked(rounds, (3,), world_size=2):
         assert after[1] == after[2]  # the first round starts threads that stay, of autograd and of dyncp's groups
         assert most > after[2][1] + 5  # megatron-core did make groups
 
 
-def test_groups_of_a_default_group_that_is_gone_are_only_forgotten():
+def test_groups_of_a_default_group_that_is_gone_are_only_forgotten() -> None:
     for _ in range(2):
         made = ensure_group("cpu")
         groups.ensure_groups(ParallelLayout(1))
@@ -62,7 +66,7 @@ def test_groups_of_a_default_group_that_is_gone_are_only_forgotten():
     groups.release()  # nothing is there: no error
 
 
-def test_another_layout_is_refused_until_the_first_is_released():
+def test_another_layout_is_refused_until_the_first_is_released() -> None:
     made = ensure_group("cpu")
     groups.ensure_groups(ParallelLayout(1))
     with pytest.raises(ValueError, match="one layout a process"):

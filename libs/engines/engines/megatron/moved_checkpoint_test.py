@@ -1,12 +1,15 @@
 """A checkpoint goes from TP2·PP2 to TP1·PP1·EP2 and back: the same bits of weights and moments, and the same steps."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from engines import TrainEngine
 from engines.megatron.groups import release
 from engines.megatron.layouts import LENGTHS, STEPS, LayoutCase, engine_of, exported_by
 from engines.testing.forked import launch_forked
@@ -24,20 +27,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(place, options, seed=0):
+Weights = dict[str, Tensor]
+Step = list[tuple[dict[str, float], Weights]]  # of each rank
+Begun = dict[str, tuple[Weights, Step]]
+Moved = dict[str, tuple[Weights, Weights, Step]]
+Travelled = tuple[Path, Begun, Moved, Moved]
+
+
+def built(place: str, options: str, seed: int = 0) -> TrainEngine:
     return engine_of(LayoutCase(MODEL, WIDE if place == "wide" else NARROW), seed=seed, **OPTIONS[options])
 
 
-def next_step(engine):
+def next_step(engine: TrainEngine) -> Step:
     """A step's metrics, and the weights after it; what every rank has, so that rank 0 tells of all."""
     metrics = engine.train_batch(tiny_batch(list(LENGTHS), seed=STEPS), OBJECTIVE)
     found = {key: metrics[key] for key in ("loss", "grad_norm")}
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (found, exported_by(engine)))
     return everyone
 
 
-def begun(folder):
+def begun(folder: Path) -> Begun:
     """Trains on TP2·PP2, saves, and goes on for a step."""
     out = {}
     for options in OPTIONS:
@@ -50,7 +60,7 @@ def begun(folder):
     return out
 
 
-def moved(folder, place, read, write):
+def moved(folder: Path, place: str, read: str, write: str) -> Moved:
     """Loads into other weights on the layout of `place`, saves what it has then, and goes on for a step."""
     out = {}
     for options in OPTIONS:
@@ -64,7 +74,7 @@ def moved(folder, place, read, write):
 
 
 @pytest.fixture(scope="module")
-def travelled(tmp_path_factory):
+def travelled(tmp_path_factory: pytest.TempPathFactory) -> Travelled:
     folder = tmp_path_factory.mktemp("moved")
     first = launch_forked(begun, (folder,), world_size=RANKS["wide"])
     there = launch_forked(moved, (folder, "narrow", "begun", "there"), world_size=RANKS["narrow"])
@@ -72,7 +82,7 @@ def travelled(tmp_path_factory):
     return folder, first, there, back
 
 
-def in_file(path):
+def in_file(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, as one process without Megatron reads it."""
     dcp_to_torch_save(path, path.with_suffix(".pt"))
     state = torch.load(path.with_suffix(".pt"))
@@ -83,7 +93,7 @@ def in_file(path):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_weights_and_optimizer_state_keep_every_bit_there_and_back(travelled, options):
+def test_weights_and_optimizer_state_keep_every_bit_there_and_back(travelled: Travelled, options: str) -> None:
     folder = travelled[0] / options
     want = in_file(folder / "begun")
     kinds = {name.split(" of ")[0] for name in want}
@@ -96,7 +106,7 @@ def test_weights_and_optimizer_state_keep_every_bit_there_and_back(travelled, op
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_exports_keep_every_bit_there_and_back(travelled, options):
+def test_exports_keep_every_bit_there_and_back(travelled: Travelled, options: str) -> None:
     want = travelled[1][options][0]
     for before, after, _ in (travelled[2][options], travelled[3][options]):
         assert any(not torch.equal(value, want[name]) for name, value in before.items())
@@ -104,7 +114,7 @@ def test_exports_keep_every_bit_there_and_back(travelled, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_next_step_is_the_one_that_was_to_come(travelled, options):
+def test_the_next_step_is_the_one_that_was_to_come(travelled: Travelled, options: str) -> None:
     """On the layout that began, to the bit; on the other one, whose sums run in another order, to a rounding."""
     going_on, there, back = travelled[1][options][1], travelled[2][options][2], travelled[3][options][2]
     assert [len(ranks) for ranks in (going_on, there, back)] == [4, 2, 4]

@@ -1,5 +1,7 @@
 """What `offload` does to megatron-core's real buffers: memory that goes and comes back, and every view with it."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from engines.tiny import tiny_batch
 from objectives import SFT
 
 CASE = LayoutCase("Qwen3.5")
-AWAY = {
+AWAY: dict[str, tuple[LayoutCase, dict[str, Any]]] = {
     "plain": (CASE, {}),
     "shared": (CASE, {"dtype": "bfloat16", "distributed_optimizer": True}),
     "experts": (LayoutCase("Qwen3.5 MoE"), {}),
@@ -21,7 +23,7 @@ AWAY = {
 
 
 @pytest.mark.parametrize("name", AWAY)
-def test_buffers_go_away_and_come_back(name):
+def test_buffers_go_away_and_come_back(name: str) -> None:
     """Every storage is empty in between: views of parameters (frozen ones too), gradients and masters are valid after
     it, whatever a gradient's storage held."""
     case, options = AWAY[name]

@@ -12,7 +12,7 @@ from engines.tiny import tiny_batch
 from objectives import SFT
 
 
-def test_recomputed_layers_change_nothing():
+def test_recomputed_layers_change_nothing() -> None:
     batch = tiny_batch(list(LENGTHS))
     built = [engine_of(LayoutCase("Qwen3.5"), gradient_checkpointing=on) for on in (False, True)]
     calls = []
@@ -27,7 +27,7 @@ def test_recomputed_layers_change_nothing():
 
 
 @pytest.mark.parametrize("model", ["Qwen3.5", "Qwen3.5 MoE"])
-def test_recomputed_layers_leave_nothing_behind(model):
+def test_recomputed_layers_leave_nothing_behind(model: str) -> None:
     """No activation of a step outlives it, which with megatron-core 0.19 all of them did."""
     lengths = [61, 7, 83]
     kept = {}

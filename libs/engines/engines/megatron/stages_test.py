@@ -13,7 +13,9 @@ from engines.parallel.stages import split_layers, stage_layers
     ("layers", "stages", "chunks", "first", "last"),
     [(94, 8, 1, 11, 11), (48, 8, 1, None, None), (10, 4, 1, 1, 1), (7, 2, 1, 3, None), (32, 4, 2, None, None)],
 )
-def test_layers_of_every_stage_are_those_of_megatron_core(layers, stages, chunks, first, last):
+def test_layers_of_every_stage_are_those_of_megatron_core(
+    layers: int, stages: int, chunks: int, first: int | None, last: int | None
+) -> None:
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=8,

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.megatron.layouts import exported_by
 from engines.testing.images import media_sample
-from engines.testing.megatron_curves import EXPERTS
+from engines.testing.megatron_curves import EXPERTS, Curve
 from engines.testing.one_megatron_rank import one_megatron_gpu  # noqa: F401  each test here has a group
 from engines.testing.vision import SETTINGS, TOWER, fused_vision_model
 from objectives import SFT
@@ -24,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "vision_moe": {**EXPERTS, "shared_expert_intermediate_size": 256},
 }
 """By kind of `engines.tiny.tiny_model`: changes of its text part."""
-SAMPLES = (
+SAMPLES: tuple[tuple[list[int], list[tuple[int, int, int]]], ...] = (
     ([30, 9], [(1, 4, 6)]),
     ([200], []),
     ([3, 40, 5], [(1, 8, 8), (1, 2, 2)]),
@@ -36,19 +37,19 @@ BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (5e-3, 0.03)}
 """(loss, gradient norm), relative."""
 
 
-def rows(seed: int):
+def rows(seed: int) -> TensorDict:
     made = [media_sample(SETTINGS, text, grids, seed=seed * 10 + i) for i, (text, grids) in enumerate(SAMPLES)]
     return make_batch(made)
 
 
-def engine(kind: str, backend: Any, dtype: Any, vision: Any, **options: Any):
+def engine(kind: str, backend: Any, dtype: Any, vision: Any, **options: Any) -> TrainEngine:
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     usual: dict[str, Any] = {"device": DEVICE, "lr": 1e-3, "eps": 1e-2, "max_tokens_per_rank": 1024}
     config = EngineConfig(backend=backend, dtype=dtype, vision=vision, **usual | options)
     return build_engine(config, fused_vision_model(kind, **MODELS[kind]))
 
 
-def steps(kind: str, backend: str, dtype: str, vision: str):
+def steps(kind: str, backend: str, dtype: str, vision: str) -> Curve:
     # Not GRPO: on its own samples its loss is the same whatever the model says.
     built = engine(kind, backend, dtype, vision)
     told = [built.train_batch(rows(seed), SFT()) for seed in range(2)]

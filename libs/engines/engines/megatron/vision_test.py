@@ -1,14 +1,17 @@
 """Images under Megatron: every layout of four gloo ranks gives the steps, scores, weights and files of one process."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import Tensor, nn
 
-from engines import EngineConfig, LoraConfig, build_engine
+from engines import EngineConfig, LoraConfig, TrainEngine, build_engine
 from engines.execution.inputs import PackedInputs
 from engines.families.registry import family_of
 from engines.launch import ensure_group
@@ -23,7 +26,7 @@ from engines.parallel.planning import DataParallelPlanner
 from engines.step import Engine
 from engines.testing.float64 import Float64Stays
 from engines.testing.forked import launch_forked
-from engines.testing.vision import TOWER, as_stock, samples, stock_loss, text_only, vision_model
+from engines.testing.vision import TOWER, Sample, as_stock, samples, stock_loss, text_only, vision_model
 from engines.weights.model_weights import ModelWeights
 from objectives import GRPO, SFT
 from seqpack import make_batch
@@ -71,23 +74,31 @@ EXACT = {
 }
 
 
-def engine(name, sizes=None, seed=0, **options):
+Metrics = dict[str, float]
+Weights = dict[str, Tensor]
+Run = tuple[Weights, list[Metrics], list[Tensor], Weights, list[Metrics]]  # what `run` says
+Exact = tuple[list[float], Weights]
+Alone = tuple[dict[str, Run], Path, dict[str, Exact]]
+Together = tuple[list[list[Run]], dict[str, Exact]]
+
+
+def engine(name: str, sizes: dict[str, Any] | None = None, seed: int = 0, **options: Any) -> TrainEngine:
     """`seed` 1: another tower, or under adapters, which are for one base, other ones of these."""
     kind, fields = KINDS[name]
     given = {"backend": "megatron", **sizes} if sizes is not None else {}
     losses = BALANCED if kind == "vision_moe" else {}
-    module = None if "model" in options else vision_model(kind)
+    module: Any = None if "model" in options else vision_model(kind)
     if seed and "lora" not in fields:
         cast_parameters(module.model.visual, torch.bfloat16).float()
     torch.manual_seed(seed)
     return build_engine(EngineConfig(**OPTIONS | {"vision": "frozen"} | losses | fields | given | options), module)
 
 
-def batches():
+def batches() -> list[TensorDict]:
     return [make_batch(make(10 * step)) for step, make in enumerate(STEPS)]
 
 
-def run(kind, folder, sizes=None, load=None):
+def run(kind: str, folder: Path, sizes: dict[str, Any] | None = None, load: Path | None = None) -> Run:
     """Export, two steps, scores, a checkpoint, a step after it; and that step from `load`, a checkpoint of others."""
     built = engine(kind, sizes)
     before, (*first, last) = exported_by(built), batches()
@@ -104,7 +115,7 @@ def run(kind, folder, sizes=None, load=None):
     return before, curve, scores, after, resumed
 
 
-def exact(name, layout):
+def exact(name: str, layout: ParallelLayout | None) -> Exact:
     """Losses and weights in float64: Megatron's on a layout; of stock transformers, a row at a time, without one."""
     kind, fields = KINDS[name]
     module = cast_parameters(vision_model(kind), torch.float64)
@@ -127,7 +138,7 @@ def exact(name, layout):
     return losses, found
 
 
-def plain(stock, rows, config):
+def plain(stock: nn.Module, rows: list[list[Sample]], config: EngineConfig) -> Exact:
     """Torch's AdamW on all but a frozen tower; a trained one has a gradient of zero where a step has no images."""
     trained = [(n, p) for n, p in stock.named_parameters() if config.vision == "trained" or not n.startswith(TOWER)]
     groups = [
@@ -145,18 +156,18 @@ def plain(stock, rows, config):
     return losses, {name: p.detach() for name, p in stock.named_parameters()}
 
 
-def four_ranks(folder):
+def four_ranks(folder: Path) -> Together:
     found = []
     for number, (kind, sizes) in enumerate(CASES):
         found.append(run(kind, folder / str(number), sizes, folder / kind))
         release()
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return everyone, {kind: exact(kind, layout) for kind, layout in EXACT.items()}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     folder = tmp_path_factory.mktemp("vision")
     made = ensure_group("cpu")
     found = {kind: run(kind, folder / kind) for kind in KINDS}
@@ -167,29 +178,30 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(alone):
-    return launch_forked(four_ranks, (alone[1],), world_size=4)
+def together(alone: Alone) -> Together:
+    found: Together = launch_forked(four_ranks, (alone[1],), world_size=4)
+    return found
 
 
-def assert_same_step(got, want):
+def assert_same_step(got: dict[str, float], want: dict[str, float]) -> None:
     for key in ("loss", "grad_norm", *({"auxiliary_loss"} & want.keys())):
         assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_every_layout_gives_the_steps_of_one_process(alone, together, number):
+def test_every_layout_gives_the_steps_of_one_process(alone: Alone, together: Together, number: int) -> None:
     _, curve, scores, after, _ = alone[0][CASES[number][0]]
     for ranks in together[0]:
         found = ranks[number]
         for left, right in zip(found[1], curve, strict=True):
             assert_same_step(left, right)
-        for left, right in zip(found[2], scores, strict=True):
-            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+        for own, want in zip(found[2], scores, strict=True):
+            torch.testing.assert_close(own, want, atol=1e-5, rtol=1e-5)
         assert largest_difference(found[3], after) < 1e-5
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_exports_have_the_bits_of_fsdp2s_and_frozen_towers_stay(alone, together, number):
+def test_exports_have_the_bits_of_fsdp2s_and_frozen_towers_stay(alone: Alone, together: Together, number: int) -> None:
     trained = "trained" in CASES[number][0]
     before = alone[0][CASES[number][0]][0]
     assert any(name.startswith(TOWER) for name in before)
@@ -201,7 +213,7 @@ def test_exports_have_the_bits_of_fsdp2s_and_frozen_towers_stay(alone, together,
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_a_checkpoint_of_its_own_or_of_fsdp2_continues(alone, together, number):
+def test_a_checkpoint_of_its_own_or_of_fsdp2_continues(alone: Alone, together: Together, number: int) -> None:
     last = alone[0][CASES[number][0]][1][-1]
     assert len(together[0][0][number][4]) == 2
     for found in together[0][0][number][4]:
@@ -209,7 +221,9 @@ def test_a_checkpoint_of_its_own_or_of_fsdp2_continues(alone, together, number):
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(alone, together, kind):
+def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(
+    alone: Alone, together: Together, kind: str
+) -> None:
     want, got = alone[2][kind], together[1][kind]
     assert got[0] == pytest.approx(want[0], rel=1e-9)
     assert len({*map(float, itertools.chain(want[0]))}) == len(STEPS)
@@ -218,7 +232,7 @@ def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(alone, t
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_directory_is_read_and_its_tower_written_bit_for_bit(tmp_path, dtype):
+def test_a_directory_is_read_and_its_tower_written_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     """In bfloat16 too, whatever the files hold."""
     made = ensure_group("cpu")
     try:

@@ -1,9 +1,12 @@
 """Packed calls equal one-by-one calls, logits and all gradients; without a context nothing changes; undo restores."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.packing.model import adapt_for_packing, packed_logits
@@ -18,12 +21,12 @@ LENGTHS = [7, 1, 19, 4, 2, 33]
 KINDS = ["dense", "moe", "next", "attention"]
 
 
-def one_by_one(model, batch):
+def one_by_one(model: Any, batch: TensorDict) -> Tensor:
     rows = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in batch["input_ids"].unbind()]
     return torch.cat(rows)
 
 
-def gradients(model, logits):
+def gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
     """Of a sum in which every logit weighs differently."""
     model.zero_grad()
     weights = torch.sin(torch.arange(logits.numel(), dtype=logits.dtype)).view_as(logits)
@@ -32,9 +35,9 @@ def gradients(model, logits):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_isolated(kind):
+def test_isolated(kind: str) -> None:
     """In float64 from end to end, so that nothing but packing could differ: a leak of 1e-8 would fail."""
-    model = tiny_model(kind).double()
+    model: Any = tiny_model(kind).double()
     model.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64
     batch = tiny_batch(LENGTHS)
     with Float64Stays():
@@ -50,7 +53,7 @@ def test_isolated(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_isolated_by_the_common_check(kind):
+def test_isolated_by_the_common_check(kind: str) -> None:
     model = tiny_model(kind)
     adapt_for_packing(model)
     assert_packing_isolated(model, packed_forward=packed_logits)
@@ -58,7 +61,7 @@ def test_isolated_by_the_common_check(kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "attention"])
-def test_nothing_else_moves(kind):
+def test_nothing_else_moves(kind: str) -> None:
     """Change one sequence: the others' logits are bitwise the same."""
     model = tiny_model(kind)
     adapt_for_packing(model)
@@ -76,8 +79,8 @@ def test_nothing_else_moves(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_context_the_model_is_as_before(kind):
-    model = tiny_model(kind)
+def test_without_a_context_the_model_is_as_before(kind: str) -> None:
+    model: Any = tiny_model(kind)
     plain = copy.deepcopy(model)
     adapt_for_packing(model)
     ids = torch.randint(2, 48, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -90,8 +93,8 @@ def test_without_a_context_the_model_is_as_before(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_undo_restores_the_instance(kind):
-    model = tiny_model(kind)
+def test_undo_restores_the_instance(kind: str) -> None:
+    model: Any = tiny_model(kind)
     config = model.config
     adaptation = adapt_for_packing(model)
     assert adapt_for_packing(model) is adaptation
@@ -104,7 +107,7 @@ def test_undo_restores_the_instance(kind):
         packed_logits(model, pack_sequences(tiny_batch([3])))
 
 
-def test_another_model_of_the_same_config_is_not_touched():
+def test_another_model_of_the_same_config_is_not_touched() -> None:
     first = tiny_model("dense")
     second = type(first)(first.config)
     known = set(ALL_ATTENTION_FUNCTIONS)
@@ -113,7 +116,7 @@ def test_another_model_of_the_same_config_is_not_touched():
     assert not any("forward" in module.__dict__ for module in second.modules())
 
 
-def test_multi_axis_positions_reach_the_rotary_embedding():
+def test_multi_axis_positions_reach_the_rotary_embedding() -> None:
     model = tiny_model("dense")
     adapt_for_packing(model)
     packed = pack_sequences(tiny_batch([6, 5]))
@@ -124,8 +127,8 @@ def test_multi_axis_positions_reach_the_rotary_embedding():
     assert not torch.allclose(packed_logits(model, packed.with_values(position_ids=moved)), plain)
 
 
-def test_recomputed_layers_see_the_context():
-    model = tiny_model("dense").train()
+def test_recomputed_layers_see_the_context() -> None:
+    model: Any = tiny_model("dense").train()
     adapt_for_packing(model)
     packed = pack_sequences(tiny_batch(LENGTHS))
     want = gradients(model, packed_logits(model, packed))
@@ -135,8 +138,8 @@ def test_recomputed_layers_see_the_context():
         torch.testing.assert_close(grad, want[name], atol=1e-5, rtol=1e-5)
 
 
-def test_a_layer_that_drops_the_context_is_an_error():
-    model = tiny_model("attention")
+def test_a_layer_that_drops_the_context_is_an_error() -> None:
+    model: Any = tiny_model("attention")
     adapt_for_packing(model)
     layer = model.model.layers[1]
     inner = layer.forward
@@ -150,8 +153,8 @@ def test_a_layer_that_drops_the_context_is_an_error():
 @pytest.mark.parametrize(
     ("argument", "value"), [("s_aux", torch.zeros(4)), ("softcap", 50.0), ("dropout", 0.1), ("position_bias", 1)]
 )
-def test_attention_arguments_that_are_not_handled_are_refused_by_name(argument, value):
-    model = tiny_model("attention")
+def test_attention_arguments_that_are_not_handled_are_refused_by_name(argument: str, value: Any) -> None:
+    model: Any = tiny_model("attention")
     adapt_for_packing(model)
     inner = model.model.layers[0].self_attn
     original = inner.forward
@@ -164,7 +167,7 @@ def test_attention_arguments_that_are_not_handled_are_refused_by_name(argument, 
         packed_logits(model, pack_sequences(tiny_batch([4, 3])))
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="no config"):
         adapt_for_packing(torch.nn.Linear(2, 2))
     from transformers import MambaConfig, MambaForCausalLM

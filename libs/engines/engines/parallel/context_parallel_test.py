@@ -1,26 +1,28 @@
 """Training with static and dynamic context parallelism on two and four gloo processes gives one process' curve."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dyncp.planning.planner import plan
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.launch import ensure_group
 from engines.parallel.context_parallel import ContextParallel, shard_stream
 from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import GRPO, SFT
+from seqpack import Objective
 
 LENGTHS = [29, 3, 12, 5, 17, 2, 1, 6, 4]
 STEPS = 2
 MODES = {2: ["static:2", "dynamic"], 4: ["static:4", "dynamic"]}
 
 
-def engine(kind="dense", cap=16, mode="off"):
+def engine(kind: str = "dense", cap: int = 16, mode: str = "off") -> TrainEngine:
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     options: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
     return build_engine(
@@ -29,12 +31,12 @@ def engine(kind="dense", cap=16, mode="off"):
     )
 
 
-def curve(built, objective):
+def curve(built: TrainEngine, objective: Objective) -> list[dict[str, float]]:
     return [built.train_batch(tiny_batch(LENGTHS, seed=step), objective) for step in range(STEPS)]
 
 
-def results_of(built):
-    out = {"grpo": curve(built, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask"))}
+def results_of(built: TrainEngine) -> dict[str, Any]:
+    out: dict[str, Any] = {"grpo": curve(built, GRPO(kl_coef=0.1, entropy_coef=0.01, off_policy="mask"))}
     scored = built.forward(tiny_batch(LENGTHS), entropy=True)
     out["scores"] = [scored[key].values().clone() for key in ("log_probs", "entropy")]
     out["weights"] = {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
@@ -46,13 +48,14 @@ class CollectiveCount:
 
     names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
 
-    def __enter__(self):
-        self.counts = Counter()
+    def __enter__(self) -> Self:
+        self.counts: Counter[str] = Counter()
         self.originals = {name: getattr(dist, name) for name in self.names if hasattr(dist, name)}
         world = dist.group.WORLD
+        assert world is not None
         for name, original in self.originals.items():
 
-            def counted(*args, _name=name, _original=original, **kwargs):
+            def counted(*args: Any, _name: str = name, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
                 if kwargs.get("group") in (None, world) or kwargs["group"].size() == world.size():
                     self.counts[_name] += 1
                 return _original(*args, **kwargs)
@@ -60,13 +63,13 @@ class CollectiveCount:
             setattr(dist, name, counted)
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: Any) -> None:
         for name, original in self.originals.items():
             setattr(dist, name, original)
 
 
-def cases(world):
-    out = {}
+def cases(world: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
     for mode in MODES[world]:
         built = engine(mode=mode)
         with CollectiveCount() as count:
@@ -81,7 +84,7 @@ def cases(world):
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone() -> dict[str, Any]:
     made = ensure_group("cpu")
     out = results_of(engine(cap=40))
     out["attention"] = curve(engine(kind="attention", cap=40), SFT())
@@ -92,18 +95,18 @@ def alone():
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def together(request, alone):
+def together(request: pytest.FixtureRequest, alone: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return request.param, launch_forked(cases, (request.param,), world_size=request.param)
 
 
-def assert_same_curve(one, two):
+def assert_same_curve(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
     for left, right in zip(one, two, strict=True):
         for key in left:
             if key not in ("plan_hash", "micro_batches", "fill"):
                 assert right[key] == pytest.approx(left[key], rel=5e-5, abs=2e-6), key
 
 
-def test_same_curves_scores_and_weights(alone, together):
+def test_same_curves_scores_and_weights(alone: dict[str, Any], together: tuple[int, dict[str, Any]]) -> None:
     world, found = together
     for mode in MODES[world]:
         assert_same_curve(alone["grpo"], found[mode]["grpo"])
@@ -113,7 +116,7 @@ def test_same_curves_scores_and_weights(alone, together):
             torch.testing.assert_close(found[mode]["weights"][name], value, atol=2e-5, rtol=2e-5, msg=f"{mode} {name}")
 
 
-def test_every_rank_issues_the_same_collectives(together):
+def test_every_rank_issues_the_same_collectives(together: tuple[int, dict[str, Any]]) -> None:
     world, found = together
     for mode in MODES[world]:
         counts = found[mode]["collectives"]
@@ -121,22 +124,22 @@ def test_every_rank_issues_the_same_collectives(together):
         assert sum(counts[0].values()) > 0
 
 
-def test_attention_models_use_zigzag(alone, together):
+def test_attention_models_use_zigzag(alone: dict[str, Any], together: tuple[int, dict[str, Any]]) -> None:
     world, found = together
     if world == 4:
         assert_same_curve(alone["attention"], found["attention"])
 
 
-def test_one_sequence_for_the_whole_world(alone, together):
+def test_one_sequence_for_the_whole_world(alone: dict[str, Any], together: tuple[int, dict[str, Any]]) -> None:
     assert_same_curve(alone["long only"], together[1]["long only"])
 
 
-def test_the_cap_binds():
+def test_the_cap_binds() -> None:
     made = plan(LENGTHS, 4, 16)
     assert any(group.cp_size > 1 for _, group in made.groups())
 
 
-def test_shards_cover_the_stream_once():
+def test_shards_cover_the_stream_once() -> None:
     for layout in ("contiguous", "zigzag"):
         pieces = [shard_stream([5, 1, 9], rank, 3, layout)[1] for rank in range(3)]
         real = sorted(place for piece in pieces for place in piece.tolist() if place >= 0)
@@ -144,7 +147,7 @@ def test_shards_cover_the_stream_once():
         assert len({len(piece) for piece in pieces}) == 1
 
 
-def test_what_cannot_be_sharded_is_refused():
+def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="batching='packed'"):
         build_engine(EngineConfig(device="cpu", context_parallel="dynamic", batching="padded"), tiny_model())
     with pytest.raises(ValueError, match="needs a multiple of 3 ranks, this run has 1: start another number"):

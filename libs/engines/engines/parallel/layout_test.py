@@ -1,5 +1,8 @@
 """Layouts: rank numbers are Megatron's, planes split the world, sizes that do not fit are refused."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ layouts = st.builds(ParallelLayout, dp=sizes, cp=sizes, tp=sizes, pp=sizes)
 
 
 @given(layouts)
-def test_ranks_and_coordinates(layout):
+def test_ranks_and_coordinates(layout: ParallelLayout) -> None:
     ranks = range(layout.world_size)
     places = [layout.coordinates(rank) for rank in ranks]
     assert [layout.rank_of(place) for place in places] == list(ranks)
@@ -23,7 +26,7 @@ def test_ranks_and_coordinates(layout):
 
 
 @given(layouts)
-def test_plan_planes_and_pipelines_split_the_world(layout):
+def test_plan_planes_and_pipelines_split_the_world(layout: ParallelLayout) -> None:
     ranks = range(layout.world_size)
     for of, size in ((layout.plan_ranks, layout.plan_size), (layout.pipeline_ranks, layout.pp)):
         planes = {of(rank) for rank in ranks}
@@ -36,7 +39,7 @@ def test_plan_planes_and_pipelines_split_the_world(layout):
         assert layout.is_last_stage(rank) == (layout.pipeline_ranks(rank)[-1] == rank)
 
 
-def test_megatrons_order_by_hand():
+def test_megatrons_order_by_hand() -> None:
     """tp 2, cp 1, dp 2, pp 2: the table of Megatron's parallel_state documentation for 8 ranks."""
     layout = ParallelLayout(dp=2, tp=2, pp=2)
     assert {layout.plan_ranks(rank) for rank in range(8)} == {(0, 2), (1, 3), (4, 6), (5, 7)}
@@ -45,7 +48,7 @@ def test_megatrons_order_by_hand():
 
 
 @given(layouts)
-def test_of_world_leaves_dp(layout):
+def test_of_world_leaves_dp(layout: ParallelLayout) -> None:
     made = ParallelLayout.of_world(layout.world_size, cp=layout.cp, tp=layout.tp, pp=layout.pp)
     assert made == layout
 
@@ -63,10 +66,10 @@ def test_of_world_leaves_dp(layout):
         (lambda: ParallelLayout(dp=2).check_world(3), "is for 2 ranks, this run has 3"),
     ],
 )
-def test_sizes_that_do_not_fit(make, message):
+def test_sizes_that_do_not_fit(make: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_experts_fit_where_they_divide_a_stage():
+def test_experts_fit_where_they_divide_a_stage() -> None:
     assert ParallelLayout(dp=2, tp=2, ep=4).ep == 4

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines import StepPlan
 from engines.config import EngineConfig
 from engines.parallel.context_parallel import ContextParallel, ContextParallelPlanner
 from engines.parallel.planning import DataParallelPlanner
@@ -13,16 +14,16 @@ lengths = st.lists(st.integers(1, CAP), min_size=1, max_size=24)
 ranks = st.integers(1, 5)
 
 
-def planner(size, kind):
+def planner(size: int, kind: str) -> DataParallelPlanner | ContextParallelPlanner:
     if kind == "off":
         return DataParallelPlanner(CAP, size)
     config = EngineConfig(device="cpu", max_tokens_per_rank=CAP, context_parallel=kind)
     return ContextParallelPlanner(ContextParallel.of(config, tiny_config("attention"), size))
 
 
-def held(plan):
+def held(plan: StepPlan) -> dict[int, list[int]]:
     """By row, the plan indices that compute it; each micro-batch's rows are the same on all of its ranks."""
-    found = {}
+    found: dict[int, list[int]] = {}
     for index, parts in enumerate(plan.ranks):
         for place, part in enumerate(parts):
             assert index in part.ranks
@@ -35,7 +36,7 @@ def held(plan):
 
 
 @given(lengths, ranks, st.sampled_from(["off", "dynamic"]))
-def test_every_row_once(sizes, size, kind):
+def test_every_row_once(sizes: list[int], size: int, kind: str) -> None:
     plan = planner(size, kind).plan(sizes)
     found = held(plan)
     assert sorted(found) == list(range(len(sizes)))
@@ -53,7 +54,7 @@ def test_every_row_once(sizes, size, kind):
 
 
 @given(lengths, ranks, st.sampled_from(["off", "dynamic"]), st.data())
-def test_rows_are_left_out_where_they_are(sizes, size, kind, data):
+def test_rows_are_left_out_where_they_are(sizes: list[int], size: int, kind: str, data: st.DataObject) -> None:
     gone = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
     plan = planner(size, kind).plan(sizes)
     less = plan.without(gone)
@@ -67,7 +68,7 @@ def test_rows_are_left_out_where_they_are(sizes, size, kind, data):
 
 
 @given(st.lists(st.integers(1, CAP), min_size=1, max_size=12), ranks)
-def test_renumbered(sizes, size):
+def test_renumbered(sizes: list[int], size: int) -> None:
     plan = DataParallelPlanner(CAP, size).plan(sizes)
     rows = [3 * i + 1 for i in range(len(sizes))]
     every = tuple(sizes[(i - 1) // 3] if i in rows else 1 for i in range(3 * len(sizes)))

@@ -1,5 +1,6 @@
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from engines.parallel.stages import split_layers, stage_layers
 COUNT = st.one_of(st.none(), st.integers(1, 30))
 
 
-def split_or_fix(*args, **kwargs):
+def split_or_fix(*args: Any, **kwargs: Any) -> Any:
     """The split, or the text of the refusal."""
     try:
         return split_layers(*args, **kwargs)
@@ -19,7 +20,9 @@ def split_or_fix(*args, **kwargs):
 
 
 @given(st.integers(1, 100), st.integers(1, 16), st.integers(1, 4), COUNT, COUNT)
-def test_a_split_sums_to_all_layers_or_is_refused_with_a_fix(layers, stages, chunks, first, last):
+def test_a_split_sums_to_all_layers_or_is_refused_with_a_fix(
+    layers: int, stages: int, chunks: int, first: int | None, last: int | None
+) -> None:
     split = split_or_fix(layers, stages, chunks, first, last)
     if isinstance(split, str):
         assert re.search("change first_stage_layers|set first_stage_layers|lower virtual_pipeline_parallel", split)
@@ -39,7 +42,7 @@ def test_a_split_sums_to_all_layers_or_is_refused_with_a_fix(layers, stages, chu
 
 
 @given(st.integers(1, 100), st.integers(1, 16))
-def test_the_uneven_split_that_is_proposed_works(layers, stages):
+def test_the_uneven_split_that_is_proposed_works(layers: int, stages: int) -> None:
     split = split_or_fix(layers, stages)
     if isinstance(split, str):
         proposed = re.search(r"such as (\d+) and (\d+)", split)
@@ -49,7 +52,7 @@ def test_the_uneven_split_that_is_proposed_works(layers, stages):
             assert layers < stages
 
 
-def test_the_split_of_94_layers_over_eight_stages():
+def test_the_split_of_94_layers_over_eight_stages() -> None:
     assert [sum(stage) for stage in split_layers(94, 8, first=11, last=11)] == [11, *[12] * 6, 11]
     with pytest.raises(ValueError, match="such as 11 and 11"):
         split_layers(94, 8)

@@ -1,6 +1,8 @@
 """Checkpoints continue bitwise and appear whole or not at all; the export loads with plain transformers."""
 
 import json
+from pathlib import Path
+from typing import Any, Never
 
 import pytest
 import torch
@@ -16,22 +18,22 @@ from objectives import SFT
 LENGTHS = [7, 3, 12, 5, 9, 2]
 
 
-def engine(seed=0, trainable=True, **changes):
+def engine(seed: int = 0, trainable: bool = True, **changes: Any) -> Any:
     config = EngineConfig(device="cpu", lr=1e-2, warmup_steps=3, max_tokens_per_rank=20, weight_decay=0.1)
     options = {"num_hidden_layers": 2, **changes}
     return build_engine(config, tiny_model("dense", seed=seed, **options), trainable=trainable)
 
 
-def weights(built):
+def weights(built: Any) -> dict[str, torch.Tensor]:
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
-def run(built, first, last):
+def run(built: Any, first: int, last: int) -> list[dict[str, float]]:
     return [built.train_batch(tiny_batch(LENGTHS, seed=seed), SFT()) for seed in range(first, last)]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_resume_is_bitwise(tmp_path, tied):
+def test_resume_is_bitwise(tmp_path: Path, tied: bool) -> None:
     straight, stopped = (engine(tie_word_embeddings=tied) for _ in range(2))
     want = run(straight, 0, 5)
     run(stopped, 0, 3)
@@ -48,7 +50,7 @@ def test_resume_is_bitwise(tmp_path, tied):
         assert torch.equal(weights(resumed)[name], value), name
 
 
-def test_a_reference_reads_the_weights_alone(tmp_path):
+def test_a_reference_reads_the_weights_alone(tmp_path: Path) -> None:
     built = engine()
     run(built, 0, 1)
     built.save(tmp_path / "one")
@@ -61,18 +63,18 @@ def test_a_reference_reads_the_weights_alone(tmp_path):
         built.load(tmp_path / "scored")
 
 
-def small(value=0.0, **more):
+def small(value: float = 0.0, **more: Any) -> dict[str, Any]:
     return {"model": {"layers.0.weight": torch.full((2, 3), value), "norm": torch.full((4,), value)}, **more}
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path):
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", small(), {"step": 1})
     want = torch.rand(5)
     assert load_checkpoint(tmp_path / "one", small()) == {"step": 1, "world_size": 1, "optimizer": False}
     assert torch.equal(torch.rand(5), want)
 
 
-def test_random_numbers_of_another_world_size_are_left_alone(tmp_path):
+def test_random_numbers_of_another_world_size_are_left_alone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", small(2.0), {})
     (tmp_path / "one" / "random_0.pt").unlink()
     edit_facts(tmp_path / "one", lambda facts: facts.update(world_size=2))
@@ -85,7 +87,7 @@ def test_random_numbers_of_another_world_size_are_left_alone(tmp_path):
     assert torch.equal(got, torch.rand(3))
 
 
-def test_random_numbers_of_the_device_are_kept_beside(tmp_path, monkeypatch):
+def test_random_numbers_of_the_device_are_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for CUDA's generator: saved and restored with one, passed over without."""
     restored = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -102,7 +104,7 @@ def test_random_numbers_of_the_device_are_kept_beside(tmp_path, monkeypatch):
     assert set(checkpoint.random_state()) == {"cpu"}
 
 
-def test_an_optimizer_is_a_fact(tmp_path):
+def test_an_optimizer_is_a_fact(tmp_path: Path) -> None:
     optimizer = {"exp_avg": torch.full((2, 3), 7.0), "step": torch.tensor(3.0)}
     save_checkpoint(tmp_path / "with", small(optimizer=optimizer), {})
     save_checkpoint(tmp_path / "without", small(), {})
@@ -114,7 +116,7 @@ def test_an_optimizer_is_a_fact(tmp_path):
         load_checkpoint(tmp_path / "without", state)
 
 
-def test_the_parts_of_a_model_are_looked_at_together(tmp_path):
+def test_the_parts_of_a_model_are_looked_at_together(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", small(1.0), {})
     state = small()
     load_checkpoint(tmp_path / "one", state, parts=torch.distributed.group.WORLD)
@@ -124,7 +126,7 @@ def test_the_parts_of_a_model_are_looked_at_together(tmp_path):
         load_checkpoint(tmp_path / "one", state, parts=torch.distributed.group.WORLD)
 
 
-def test_saving_replaces_and_leaves_nothing_beside(tmp_path):
+def test_saving_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
     built = engine()
     for _ in range(2):
         run(built, 0, 1)
@@ -133,13 +135,13 @@ def test_saving_replaces_and_leaves_nothing_beside(tmp_path):
     assert json.loads((tmp_path / "last" / "engine.json").read_text())["step"] == 2
 
 
-def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = engine()
     run(built, 0, 1)
     built.save(tmp_path / "last")
     run(built, 1, 2)
 
-    def full_disk(*args, **kwargs):
+    def full_disk(*args: Any, **kwargs: Any) -> Never:
         raise OSError("No space left on device")
 
     monkeypatch.setattr("engines.storage.checkpoint.dcp.save", full_disk)
@@ -173,7 +175,9 @@ def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         ({"tie_word_embeddings": False}, {}, r"lm_head\.weight is in the checkpoint and not"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, saved, loaded, message):
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], message: str
+) -> None:
     engine(**saved).save(tmp_path / "one")
     other = engine(**loaded)
     before = weights(other)
@@ -185,15 +189,15 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, saved, loade
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "attention"])
-def test_hugging_face_round_trip(tmp_path, kind):
+def test_hugging_face_round_trip(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = tiny_model(kind)
+    model: Any = tiny_model(kind)
     config = EngineConfig(device="cpu", lr=1e-2)
     built = build_engine(config, model)
     run(built, 0, 2)
     built.save_hf(tmp_path / "export")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert type(plain) is type(model)
     assert plain.config._attn_implementation == "sdpa"
     exported = {part.name: part.flat for part in built.export_weights(max_bytes=2**40, live=True)}
@@ -206,7 +210,7 @@ def test_hugging_face_round_trip(tmp_path, kind):
     assert torch.equal(again.forward(batch)["log_probs"].values(), built.forward(batch)["log_probs"].values())
 
 
-def test_random_weights_from_a_config():
+def test_random_weights_from_a_config() -> None:
     torch.manual_seed(0)
     built = build_engine(EngineConfig(device="cpu"), tiny_config())
     assert run(built, 0, 1)[0]["step"] == 1.0

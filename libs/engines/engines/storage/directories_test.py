@@ -3,7 +3,10 @@
 import ctypes
 import errno
 import os
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,7 @@ from engines.storage import directories
 from engines.storage.directories import existing, fresh_temporary, replace_directory, temporary_of
 
 
-def folder(path, *names):
+def folder(path: Path, *names: str) -> Path:
     """A directory with files of these names."""
     path.mkdir(parents=True)
     for name in names:
@@ -20,18 +23,18 @@ def folder(path, *names):
     return path
 
 
-def names(path):
+def names(path: Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("*"))
 
 
-def test_names_that_later_versions_find(tmp_path):
+def test_names_that_later_versions_find(tmp_path: Path) -> None:
     assert temporary_of(tmp_path / "step3") == tmp_path / "step3.writing"
     assert directories._old_of(tmp_path / "step3") == tmp_path / "step3.old"
 
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("aside", [False, True])
-def test_the_last_whole_directory(tmp_path, there, aside):
+def test_the_last_whole_directory(tmp_path: Path, there: bool, aside: bool) -> None:
     target, old = tmp_path / "last", tmp_path / "last.old"
     for path, made in ((target, there), (old, aside)):
         if made:
@@ -39,7 +42,7 @@ def test_the_last_whole_directory(tmp_path, there, aside):
     assert existing(target) == (old if aside and not there else target)
 
 
-def test_what_a_killed_writer_left_is_put_back_or_deleted(tmp_path):
+def test_what_a_killed_writer_left_is_put_back_or_deleted(tmp_path: Path) -> None:
     target = tmp_path / "runs" / "last"
     assert fresh_temporary(target) == tmp_path / "runs" / "last.writing"
     assert names(tmp_path) == ["runs", "runs/last.writing"]
@@ -53,19 +56,19 @@ def test_what_a_killed_writer_left_is_put_back_or_deleted(tmp_path):
 
 
 @pytest.fixture
-def operations(monkeypatch):
+def operations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The renames, exchanges and synced files, in order."""
     seen: list[tuple[str, ...]] = []
 
-    def rename(source, target, real=os.rename):
+    def rename(source: Path, target: Path, real: Callable[[Path, Path], None] = os.rename) -> None:
         seen.append(("rename", source.name, target.name))
         real(source, target)
 
-    def exchange(one, other, real=directories._exchange):
+    def exchange(one: Path, other: Path, real: Callable[[Path, Path], bool] = directories._exchange) -> bool:
         seen.append(("exchange", one.name, other.name))
         return real(one, other)
 
-    def fsync(handle, real=os.fsync):
+    def fsync(handle: int, real: Callable[[int], None] = os.fsync) -> None:
         seen.append(("fsync", os.readlink(f"/proc/self/fd/{handle}").rpartition("/")[2]))
         real(handle)
 
@@ -76,7 +79,9 @@ def operations(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["new", "exchange", "renames"])
-def test_all_of_it_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch, operations, how):
+def test_all_of_it_is_on_the_disk_before_it_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: list[tuple[str, ...]], how: str
+) -> None:
     target = tmp_path / "last"
     source = folder(temporary_of(target), "a", "room/b")
     if how != "new":
@@ -97,18 +102,18 @@ def test_all_of_it_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch, o
     assert operations[4:] == [*moves, ("fsync", tmp_path.name)]
 
 
-def test_directories_of_the_working_directory_change_places(tmp_path, monkeypatch):
+def test_directories_of_the_working_directory_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "a", "of a")
     folder(tmp_path / "b", "of b")
     monkeypatch.chdir(tmp_path)
-    assert directories._exchange(directories.Path("a"), directories.Path("b"))
+    assert directories._exchange(Path("a"), Path("b"))
     assert (names(tmp_path / "a"), names(tmp_path / "b")) == (["of b"], ["of a"])
 
 
-def failing(number):
+def failing(number: int) -> SimpleNamespace:
     """A C library whose renameat2 fails."""
 
-    def renameat2(*_):
+    def renameat2(*_: Any) -> int:
         ctypes.set_errno(number)
         return -1
 
@@ -119,12 +124,14 @@ def failing(number):
     "library",
     [SimpleNamespace(), *map(failing, (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP))],
 )
-def test_a_system_that_cannot_exchange_says_so(tmp_path, monkeypatch, library):
+def test_a_system_that_cannot_exchange_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: SimpleNamespace
+) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
     assert directories._exchange(tmp_path / "a", tmp_path / "b") is False
 
 
-def test_another_error_is_raised_with_both_names(tmp_path, monkeypatch):
+def test_another_error_is_raised_with_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: failing(errno.EACCES))
     with pytest.raises(PermissionError) as caught:
         directories._exchange(tmp_path / "a", tmp_path / "b")

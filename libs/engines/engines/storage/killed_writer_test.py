@@ -11,7 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +28,11 @@ in_thread = False
 """In the small process: whether checkpoints are written in the background."""
 
 
-def state(value):
+def state(value: float) -> dict[str, Any]:
     return {"model": {"layers.0.weight": torch.full((4, 3), value)}}
 
 
-def save(target, value):
+def save(target: Path, value: float) -> None:
     if in_thread:
         writer = CheckpointWriter()
         writer.save(target, state(value), {"step": int(value)}, wait=False)
@@ -38,7 +41,7 @@ def save(target, value):
         save_checkpoint(target, state(value), {"step": int(value)})
 
 
-def value_of(target):
+def value_of(target: Path) -> Any:
     read = state(0.0)
     facts = load_checkpoint(target, read)
     values = set(read["model"]["layers.0.weight"].flatten().tolist())
@@ -46,25 +49,25 @@ def value_of(target):
     return facts["step"]
 
 
-def watch(folder, operation):
+def watch(folder: Path, operation: Callable[[str], None]) -> None:
     """Call operation(name) before each operation on a file under `folder`."""
     names = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "shutil.rmtree", "os.link")
-    inside = []
+    inside: list[int] = []
 
-    def ours(event, args):
+    def ours(event: str, args: tuple[Any, ...]) -> bool:
         path = str(args[0])
         return event in names and (str(folder) in path or (event == "os.remove" and not os.path.isabs(path)))
 
-    def hook(event, args):
+    def hook(event: str, args: tuple[Any, ...]) -> None:
         if ours(event, args) and not inside:
             inside.append(1)
             operation(f"{event} {Path(args[0]).name}")
             inside.clear()
 
-    def wrapped(module, name):
+    def wrapped(module: ModuleType, name: str) -> None:
         original = getattr(module, name)
 
-        def call(*args):
+        def call(*args: Any) -> Any:
             operation(name)
             return original(*args)
 
@@ -75,7 +78,7 @@ def watch(folder, operation):
     wrapped(directories, "_exchange")
 
 
-def exit_code(work):
+def exit_code(work: Callable[[], None]) -> int | None:
     """Of a forked process that did `work`: 0, 1 after an error (which it prints), -N after signal N."""
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -83,11 +86,11 @@ def exit_code(work):
     return process.exitcode
 
 
-def killed_everywhere(root, seed):
+def killed_everywhere(root: Path, seed: Path) -> list[str]:
     """For each operation that a writer of NEW over a copy of `seed` makes: its name, after a kill before it."""
     log = root / "log.txt"
 
-    def count():
+    def count() -> None:
         target = root / "count" / "last"
         shutil.copytree(seed, target.parent)
         with log.open("w") as out:
@@ -98,12 +101,12 @@ def killed_everywhere(root, seed):
     names = log.read_text().splitlines()
     for number in range(len(names)):
 
-        def write(number=number):
+        def write(number: int = number) -> None:
             target = root / str(number) / "last"
             shutil.copytree(seed, target.parent)
             left = [number]
 
-            def operation(name):
+            def operation(name: str) -> None:
                 if left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
                 left[0] -= 1
@@ -115,7 +118,7 @@ def killed_everywhere(root, seed):
     return names
 
 
-def main(folder, exchange):
+def main(folder: str, exchange: str) -> None:
     global in_thread
     root = Path(folder)
     in_thread = exchange == "in a thread"
@@ -133,7 +136,7 @@ def main(folder, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["with", "without", "in a thread"])
-def test_the_old_or_the_new_one(tmp_path, exchange):
+def test_the_old_or_the_new_one(tmp_path: Path, exchange: str) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -162,7 +165,7 @@ def test_the_old_or_the_new_one(tmp_path, exchange):
     assert {"open __0_0.distcp", "open .metadata", "open random_0.pt"} <= before
 
 
-def test_directories_change_places(tmp_path):
+def test_directories_change_places(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -173,7 +176,7 @@ def test_directories_change_places(tmp_path):
         directories._exchange(tmp_path / "a", tmp_path / "absent")
 
 
-def test_an_unfinished_directory_leaves_no_file_in_the_next(tmp_path):
+def test_an_unfinished_directory_leaves_no_file_in_the_next(tmp_path: Path) -> None:
     target = tmp_path / "export"
     (directories.fresh_temporary(target) / "shard-of-another-model").touch()
     assert list(directories.fresh_temporary(target).iterdir()) == []

@@ -1,13 +1,16 @@
 """A checkpoint written in the background: training goes on, and what is written is the moment of the call."""
 
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Never
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from engines import EngineConfig, build_engine
-from engines.storage import checkpoint
 from engines.storage.writer import CheckpointWriter, on_host
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
@@ -16,31 +19,31 @@ from objectives import SFT
 LENGTHS = [7, 3, 12, 5, 9, 2]
 
 
-def engine(seed=0, **options):
+def engine(seed: int = 0, **options: Any) -> Any:
     config = EngineConfig(device="cpu", lr=1e-2, max_tokens_per_rank=20, **options)
     return build_engine(config, tiny_model("dense", seed=seed, num_hidden_layers=2))
 
 
-def run(built, first, last):
+def run(built: Any, first: int, last: int) -> list[dict[str, float]]:
     return [built.train_batch(tiny_batch(LENGTHS, seed=seed), SFT()) for seed in range(first, last)]
 
 
 @pytest.fixture
-def gate(monkeypatch):
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The disk, which writes nothing until it is opened."""
-    opened, real = threading.Event(), checkpoint.dcp.save
+    opened, real = threading.Event(), dcp.save
 
-    def slow(*args, **kwargs):
+    def slow(*args: Any, **kwargs: Any) -> None:
         assert opened.wait(60)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.dcp, "save", slow)
+    monkeypatch.setattr(dcp, "save", slow)
     yield opened
     opened.set()
 
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate, weights):
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, gate: threading.Event, weights: str) -> None:
     straight, built = engine(weights=weights), engine(weights=weights)
     want = run(straight, 0, 4)
     run(built, 0, 2)
@@ -58,7 +61,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate, weights)
     assert run(resumed, 2, 4) == want[2:]
 
 
-def test_one_is_on_its_way_at_a_time_and_a_reader_waits_for_it(tmp_path, gate):
+def test_one_is_on_its_way_at_a_time_and_a_reader_waits_for_it(tmp_path: Path, gate: threading.Event) -> None:
     built = engine()
     built.save(tmp_path / "one", wait=False)
     threading.Timer(0.2, gate.set).start()
@@ -71,14 +74,14 @@ def test_one_is_on_its_way_at_a_time_and_a_reader_waits_for_it(tmp_path, gate):
     assert (built.step, other.step) == (1, 1)
 
 
-def test_what_went_wrong_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
+def test_what_went_wrong_is_raised_by_the_next_call_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = engine()
 
-    def full(*args, **kwargs):
+    def full(*args: Any, **kwargs: Any) -> Never:
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.dcp, "save", full)
+        patched.setattr(dcp, "save", full)
         built.save(tmp_path / "one", wait=False)
         with pytest.raises(OSError, match="No space"):
             built.wait_for_saves()
@@ -91,7 +94,7 @@ def test_what_went_wrong_is_raised_by_the_next_call_once(tmp_path, monkeypatch):
     assert (tmp_path / "one" / "engine.json").is_file()
 
 
-def test_a_copy_on_the_host_shares_nothing():
+def test_a_copy_on_the_host_shares_nothing() -> None:
     built = engine()
     run(built, 0, 1)
     state = built.executor.state()
@@ -106,7 +109,7 @@ def test_a_copy_on_the_host_shares_nothing():
         assert not torch.equal(tensor.full_tensor(), state["model"][name].full_tensor()), name
 
 
-def test_a_writer_that_wrote_nothing_waits_for_nothing(tmp_path):
+def test_a_writer_that_wrote_nothing_waits_for_nothing(tmp_path: Path) -> None:
     writer = CheckpointWriter()
     writer.wait()
     writer.save(tmp_path / "one", {"model": {"x": torch.ones(2)}}, {})

@@ -1,12 +1,13 @@
 """A part of each table that `python -m engines checkpoints` prints, and that it would show what is wrong."""
 
+import pytest
 import torch
 
 from engines.testing import checkpoint_matrix
 from engines.testing.checkpoint_matrix import LOSS, MOVED, RESUMED, Case, move_all, resume_all
 
 
-def test_resumed_runs_have_the_bits_of_straight_ones():
+def test_resumed_runs_have_the_bits_of_straight_ones() -> None:
     cases = [
         Case("moe", weights="replicated"),
         Case("dense", batching="padded", master_dtype="bfloat16"),
@@ -19,7 +20,7 @@ def test_resumed_runs_have_the_bits_of_straight_ones():
     assert [found for _, *found in resume_all(cases)] == [[True, True]] * 6
 
 
-def test_a_checkpoint_of_some_ranks_fits_others():
+def test_a_checkpoint_of_some_ranks_fits_others() -> None:
     cases = [Case("moe"), Case(weights="replicated"), Case(copies=2)]
     assert set(cases) <= set(MOVED)
     found = list(move_all(cases, (1, 2, 4)))
@@ -29,14 +30,14 @@ def test_a_checkpoint_of_some_ranks_fits_others():
         assert difference <= LOSS, (case, saved, loaded)
 
 
-def test_a_cell_that_is_wrong_is_shown(monkeypatch, capsys):
+def test_a_cell_that_is_wrong_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(checkpoint_matrix, "resume_all", lambda cases: [(case, True, False) for case in cases])
     monkeypatch.setattr(checkpoint_matrix, "move_all", lambda cases, worlds: [(Case(), 1, 2, True, 2 * LOSS)])
     assert checkpoint_matrix.main([Case()]) == 1
     assert "| 1 | equal | DIFFERENT |" in capsys.readouterr().out
 
 
-def test_a_digest_sees_every_tensor():
+def test_a_digest_sees_every_tensor() -> None:
     found = []
 
     class Built:

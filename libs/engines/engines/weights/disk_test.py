@@ -2,6 +2,9 @@
 
 import json
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Never
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engines import EngineConfig, build_engine
-from engines.families.cases import CASES
+from engines.families.cases import CASES, Case
 from engines.loading import load, load_model, open_model
 from engines.testing.executors import inside
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
@@ -18,7 +21,7 @@ from engines.weights.directory import INDEX, ModelDirectory
 from engines.weights.empty import empty_model
 
 
-def same(got, want):
+def same(got: Any, want: Any) -> None:
     """The same tensors, tied ones, dtypes and bits, in the same order; buffers too."""
     for kind in ("named_parameters", "named_buffers"):
         left, right = dict(getattr(got, kind)()), dict(getattr(want, kind)())
@@ -35,8 +38,11 @@ def same(got, want):
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_family_is_read_as_transformers_reads_it(case, master, tmp_path):
-    case.model().to(torch.bfloat16).save_pretrained(tmp_path)
+def test_every_family_is_read_as_transformers_reads_it(
+    case: Case, master: Literal["float32", "bfloat16"], tmp_path: Path
+) -> None:
+    stored: Any = case.model().to(torch.bfloat16)
+    stored.save_pretrained(tmp_path)
     before = torch.get_rng_state()
     got = load(EngineConfig(model=str(tmp_path), master_dtype=master)).module
     assert torch.equal(torch.get_rng_state(), before)
@@ -46,8 +52,11 @@ def test_every_family_is_read_as_transformers_reads_it(case, master, tmp_path):
 
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.model_type.startswith("gemma")], ids=str)
-def test_an_engine_is_filled_after_it_was_sharded(case, weights, tmp_path):
-    case.model().save_pretrained(tmp_path)
+def test_an_engine_is_filled_after_it_was_sharded(
+    case: Case, weights: Literal["sharded", "replicated"], tmp_path: Path
+) -> None:
+    stored: Any = case.model()
+    stored.save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", weights=weights)
     built, want = build_engine(config), AutoModelForCausalLM.from_pretrained(tmp_path)
     live = dict(inside(built).tensors())
@@ -58,17 +67,20 @@ def test_an_engine_is_filled_after_it_was_sharded(case, weights, tmp_path):
         assert torch.equal(inside(built).model.get_buffer(name), buffer), name
 
 
-def test_what_is_opened_takes_no_memory_and_knows_its_buffers(tmp_path):
-    tiny_model("dense").save_pretrained(tmp_path)
+def test_what_is_opened_takes_no_memory_and_knows_its_buffers(tmp_path: Path) -> None:
+    stored: Any = tiny_model("dense")
+    stored.save_pretrained(tmp_path)
     opened = open_model(EngineConfig(model=str(tmp_path)))
     assert all(parameter.is_meta for parameter in opened.module.parameters())
+    assert opened.disk is not None
     assert set(opened.disk.buffers) == {name for name, _ in opened.module.named_buffers()}
     with pytest.raises(ValueError, match="no directory"):
         type(opened.disk).of(load(EngineConfig(), tiny_model("dense")).weights, opened.module)
 
 
-def test_a_sampler_is_read_in_its_own_dtype_with_exact_buffers(tmp_path):
-    tiny_model("dense").save_pretrained(tmp_path)
+def test_a_sampler_is_read_in_its_own_dtype_with_exact_buffers(tmp_path: Path) -> None:
+    stored: Any = tiny_model("dense")
+    stored.save_pretrained(tmp_path)
     module = load_model(EngineConfig(model=str(tmp_path)), dtype=torch.bfloat16, device=torch.device("cpu"))
     want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for name, parameter in want.named_parameters():
@@ -78,7 +90,7 @@ def test_a_sampler_is_read_in_its_own_dtype_with_exact_buffers(tmp_path):
     assert module.lm_head.weight is module.model.embed_tokens.weight
 
 
-def test_a_buffer_that_nobody_fills_is_refused(monkeypatch):
+def test_a_buffer_that_nobody_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CASES[0].config()
     kind = type(empty_model(config, torch.float32))
     monkeypatch.setattr(kind, "_init_weights", lambda self, module: None)
@@ -86,8 +98,9 @@ def test_a_buffer_that_nobody_fills_is_refused(monkeypatch):
         empty_model(config, torch.float32)
 
 
-def test_a_tied_head_that_differs_on_disk_is_read_as_its_own(tmp_path):
-    tiny_model("dense").save_pretrained(tmp_path)
+def test_a_tied_head_that_differs_on_disk_is_read_as_its_own(tmp_path: Path) -> None:
+    stored: Any = tiny_model("dense")
+    stored.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     for head, tied in ((embedding.clone(), True), (embedding + 1, False)):
@@ -102,15 +115,16 @@ def test_a_tied_head_that_differs_on_disk_is_read_as_its_own(tmp_path):
 
 
 @pytest.fixture
-def sharded(tmp_path):
+def sharded(tmp_path: Path) -> Path:
     """A checkpoint of several files with an index."""
-    tiny_model("attention").save_pretrained(tmp_path, max_shard_size="20KB")
+    stored: Any = tiny_model("attention")
+    stored.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     return tmp_path
 
 
-def test_rows_are_those_of_safetensors(sharded):
-    whole = {}
+def test_rows_are_those_of_safetensors(sharded: Path) -> None:
+    whole: dict[str, torch.Tensor] = {}
     for file in sharded.glob("*.safetensors"):
         whole |= load_file(file)
     directory = ModelDirectory.read(sharded)
@@ -121,41 +135,41 @@ def test_rows_are_those_of_safetensors(sharded):
             assert torch.equal(directory.rows(name, rows), tensor[rows]), (name, rows)
 
 
-def files_of(path):
+def files_of(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def torn_header(path):
+def torn_header(path: Path) -> None:
     data = bytearray(files_of(path)[1].read_bytes())
     data[:8] = struct.pack("<Q", 2**40)
     files_of(path)[1].write_bytes(data)
 
 
-def no_json(path):
+def no_json(path: Path) -> None:
     data = bytearray(files_of(path)[1].read_bytes())
     data[8:12] = b"\xff\xff\xff\xff"
     files_of(path)[1].write_bytes(data)
 
 
-def cut(path):
+def cut(path: Path) -> None:
     file = files_of(path)[1]
     file.write_bytes(file.read_bytes()[:-4])
 
 
-def edit(path, change):
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     index = json.loads((path / INDEX).read_text())
     change(index["weight_map"])
     (path / INDEX).write_text(json.dumps(index))
 
 
-def other_file(path):
-    def change(found):
+def other_file(path: Path) -> None:
+    def change(found: dict[str, Any]) -> None:
         found["model.norm.weight"] = next(file for file in found.values() if file != found["model.norm.weight"])
 
     edit(path, change)
 
 
-def twice(path):
+def twice(path: Path) -> None:
     first, second = (load_file(file) for file in files_of(path)[:2])
     name = next(iter(first))
     save_file(second | {name: first[name]}, files_of(path)[1])
@@ -177,8 +191,10 @@ def twice(path):
         (lambda path: (path / INDEX).write_text('{"weight_map": [3]}'), "no index of weights"),
     ],
 )
-def test_damaged_files_are_named_before_anything_is_built(sharded, damage, words, monkeypatch):
-    def too_late(*args):
+def test_damaged_files_are_named_before_anything_is_built(
+    sharded: Path, damage: Callable[[Path], Any], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*args: Any) -> Never:
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(ModelDirectory, "rows", too_late)
@@ -190,7 +206,7 @@ def test_damaged_files_are_named_before_anything_is_built(sharded, damage, words
         build_engine(EngineConfig(model=str(sharded), device="cpu"))
 
 
-def test_a_file_that_became_shorter_meanwhile_is_named(sharded):
+def test_a_file_that_became_shorter_meanwhile_is_named(sharded: Path) -> None:
     directory = ModelDirectory.read(sharded)
     last = max(directory.tensors.items(), key=lambda item: (item[1].file, item[1].offset))[0]
     file = directory.tensors[last].file

@@ -1,6 +1,8 @@
 """Exports of a running engine, on one rank and two: a vision-language checkpoint with experts comes out whole."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ VISION |= {"patch_size": 4, "num_position_embeddings": 16}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In bfloat16, with a head for further tokens."""
     path = tmp_path_factory.mktemp("stock")
     text = next(case for case in CASES if case.model_type == "qwen3_5_moe_text").config().to_dict()
@@ -32,7 +34,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def train_and_export(path, target):
+def train_and_export(path: Path, target: Path) -> tuple[Any, ...]:
     engine = build_engine(EngineConfig(model=str(path), device="cpu", lr=0.1, max_tokens_per_rank=20))
     untouched = assemble(engine.export_weights())
     engine.train_batch(tiny_batch([7, 12, 5]), SFT())
@@ -42,7 +44,7 @@ def train_and_export(path, target):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_trained_checkpoint_comes_out_whole(checkpoint, tmp_path, world_size):
+def test_a_trained_checkpoint_comes_out_whole(checkpoint: Path, tmp_path: Path, world_size: int) -> None:
     if world_size == 1:
         ensure_group("cpu")
     before, after, live = launch_forked(

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import shutil
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Never
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from engines import EngineConfig
 from engines.families.cases import CASES, Case
 from engines.families.registry import family_of
-from engines.loading import load
+from engines.loading import LoadedModel, load
 from engines.weights.directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights, live_tensors
 from engines.weights.saving import save_configuration, save_weights
@@ -25,7 +27,7 @@ _VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 1
 _VISION |= {"patch_size": 4, "num_position_embeddings": 16}
 
 
-def saved(case: Case, path, dtype=torch.float32):
+def saved(case: Case, path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A checkpoint that transformers wrote, perturbed but for buffers that it does not save."""
     model = AutoModelForCausalLM.from_config(case.config()).to(dtype)
     model.load_state_dict(case.model().state_dict())
@@ -33,7 +35,7 @@ def saved(case: Case, path, dtype=torch.float32):
     return model
 
 
-def vision_language(kind, path):
+def vision_language(kind: str, path: Path) -> Path:
     """A vision-language checkpoint with a head for further tokens, as they are published."""
     text = BY_TYPE[f"{kind}_text"].config().to_dict() | {
         "mtp_num_hidden_layers": 1,
@@ -47,21 +49,23 @@ def vision_language(kind, path):
     return path
 
 
-def files(path):
-    out = {}
+def files(path: Path) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         out |= load_file(file)
     return out
 
 
-def export(loaded, path, dtype=None, **options):
+def export(
+    loaded: LoadedModel, path: Path, dtype: torch.dtype | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
     path.mkdir()
     save_weights(loaded.weights.export(live_tensors(loaded.module).items(), dtype), path, **options)
     save_configuration(loaded.weights, loaded.module, path, dtype)
     return files(path)
 
 
-def assert_equal_files(got, want):
+def assert_equal_files(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert set(got) == set(want)
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype, name
@@ -70,7 +74,7 @@ def assert_equal_files(got, want):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_names_dtypes_and_values_are_those_of_transformers(case, dtype, tmp_path):
+def test_names_dtypes_and_values_are_those_of_transformers(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
     saved(case, tmp_path / "stock", dtype)
     got = export(load(EngineConfig(model=str(tmp_path / "stock"), device="cpu")), tmp_path / "export")
     assert_equal_files(got, files(tmp_path / "stock"))
@@ -85,7 +89,7 @@ def test_names_dtypes_and_values_are_those_of_transformers(case, dtype, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text", "qwen3_next"])
-def test_a_module_is_exported_as_its_own_save_pretrained_does(kind, tmp_path):
+def test_a_module_is_exported_as_its_own_save_pretrained_does(kind: str, tmp_path: Path) -> None:
     fresh = AutoModelForCausalLM.from_config(BY_TYPE[kind].config())
     fresh.save_pretrained(tmp_path / "fresh")
     assert_equal_files(export(load(EngineConfig(), fresh), tmp_path / "a"), files(tmp_path / "fresh"))
@@ -100,7 +104,7 @@ def test_a_module_is_exported_as_its_own_save_pretrained_does(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_a_vision_language_checkpoint_comes_out_whole(kind, tmp_path):
+def test_a_vision_language_checkpoint_comes_out_whole(kind: str, tmp_path: Path) -> None:
     path = vision_language(kind, tmp_path / "stock")
     loaded = load(EngineConfig(model=str(path)))
     got = export(loaded, tmp_path / "export")
@@ -116,7 +120,7 @@ def test_a_vision_language_checkpoint_comes_out_whole(kind, tmp_path):
     assert set(files(tmp_path / "text")) == {n for n in got if n not in MTP and not n.startswith("model.visual.")}
 
 
-def test_trained_weights_come_out_and_carried_ones_stay(tmp_path):
+def test_trained_weights_come_out_and_carried_ones_stay(tmp_path: Path) -> None:
     path = vision_language("qwen3_5_moe", tmp_path / "stock")
     loaded = load(EngineConfig(model=str(path)))
     with torch.no_grad():
@@ -128,7 +132,7 @@ def test_trained_weights_come_out_and_carried_ones_stay(tmp_path):
         assert torch.equal(got[name], tensor if carried else (tensor.float() + 1).bfloat16()), name
 
 
-def test_without_its_tensors_the_config_fields_of_a_head_are_left_out(tmp_path):
+def test_without_its_tensors_the_config_fields_of_a_head_are_left_out(tmp_path: Path) -> None:
     path = vision_language("qwen3_5", tmp_path / "stock")
     save_file({n: t for n, t in files(path).items() if n not in MTP}, path / "model.safetensors")
     export(load(EngineConfig(model=str(path))), tmp_path / "export")
@@ -141,7 +145,7 @@ def test_without_its_tensors_the_config_fields_of_a_head_are_left_out(tmp_path):
     assert not [key for key in json.loads((tmp_path / "new/config.json").read_text()) if key.startswith("mtp")]
 
 
-def test_another_dtype_leaves_float32_parameters_and_carried_tensors(tmp_path):
+def test_another_dtype_leaves_float32_parameters_and_carried_tensors(tmp_path: Path) -> None:
     saved(BY_TYPE["qwen3_5_text"], tmp_path / "stock")
     save_file(files(tmp_path / "stock") | MTP, tmp_path / "stock/model.safetensors")
     got = export(load(EngineConfig(model=str(tmp_path / "stock"))), tmp_path / "export", torch.bfloat16)
@@ -150,14 +154,14 @@ def test_another_dtype_leaves_float32_parameters_and_carried_tensors(tmp_path):
     assert json.loads((tmp_path / "export/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_mixed_dtypes_of_a_checkpoint_are_kept(tmp_path):
+def test_mixed_dtypes_of_a_checkpoint_are_kept(tmp_path: Path) -> None:
     saved(BY_TYPE["qwen3_5_text"], tmp_path / "stock", torch.bfloat16)
     mixed = {n: t.float() if n.endswith("A_log") else t for n, t in files(tmp_path / "stock").items()}
     save_file(mixed, tmp_path / "stock/model.safetensors")
     assert_equal_files(export(load(EngineConfig(model=str(tmp_path / "stock"))), tmp_path / "export"), mixed)
 
 
-def test_many_files_and_an_index(tmp_path):
+def test_many_files_and_an_index(tmp_path: Path) -> None:
     saved(BY_TYPE["qwen3_moe"], tmp_path / "stock")
     got = export(load(EngineConfig(model=str(tmp_path / "stock"))), tmp_path / "export", file_bytes=20_000)
     assert_equal_files(got, files(tmp_path / "stock"))
@@ -173,13 +177,13 @@ def test_many_files_and_an_index(tmp_path):
     assert_equal_files(export(load(EngineConfig(model=str(tmp_path / "export"))), tmp_path / "second"), got)
 
 
-def test_one_tensor_is_alive_at_a_time(tmp_path):
+def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
     """The stream never runs ahead of its reader: tensors are asked for one by one."""
     case = BY_TYPE["qwen3_moe"]
     weights = ModelWeights.of(family_of(case.config()), case.model())
     asked = []
 
-    def tensors():
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in live_tensors(case.model()).items():
             asked.append(name)
             yield name, tensor
@@ -188,7 +192,7 @@ def test_one_tensor_is_alive_at_a_time(tmp_path):
         assert name.startswith(asked[-1].rpartition(".")[0])
 
 
-def test_buffers_that_belong_to_a_model_are_exported(tmp_path):
+def test_buffers_that_belong_to_a_model_are_exported(tmp_path: Path) -> None:
     case = BY_TYPE["qwen3_moe"]
     model: Any = case.model()
     for layer in model.model.layers:
@@ -204,7 +208,7 @@ def test_buffers_that_belong_to_a_model_are_exported(tmp_path):
         list(ModelWeights.of(family, model).export(model.named_parameters()))
 
 
-def test_an_executor_that_gives_other_tensors_is_found_out():
+def test_an_executor_that_gives_other_tensors_is_found_out() -> None:
     model = BY_TYPE["qwen2"].model()
     weights = ModelWeights.of(family_of(model.config), model)
     with pytest.raises(RuntimeError, match="no tensor of the model"):
@@ -214,17 +218,17 @@ def test_an_executor_that_gives_other_tensors_is_found_out():
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     saved(BY_TYPE["qwen3_moe"], tmp_path / "stock")
 
-    def too_late(*args, **kwargs):
+    def too_late(*args: Any, **kwargs: Any) -> Never:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(ModelDirectory, "rows", too_late)
     return tmp_path / "stock"
 
 
-def rewrite(path, change):
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = files(path)
     change(tensors)
     save_file(tensors, path / "model.safetensors")
@@ -240,13 +244,15 @@ def rewrite(path, change):
         (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "quantised"),
     ],
 )
-def test_checkpoints_that_are_not_whole_are_refused_before_loading(checkpoint, change, words):
+def test_checkpoints_that_are_not_whole_are_refused_before_loading(
+    checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], Any], words: str
+) -> None:
     rewrite(checkpoint, change)
     with pytest.raises(ValueError, match=words):
         load(EngineConfig(model=str(checkpoint)))
 
 
-def test_damaged_directories_are_refused_before_loading(checkpoint, tmp_path):
+def test_damaged_directories_are_refused_before_loading(checkpoint: Path, tmp_path: Path) -> None:
     file = checkpoint / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])

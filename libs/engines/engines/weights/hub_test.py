@@ -1,6 +1,7 @@
 """Hub names without a network: a cache that was filled before, and every way in which there is none."""
 
 from pathlib import Path
+from typing import Any, Never
 
 import huggingface_hub.constants
 import pytest
@@ -18,13 +19,14 @@ COMMIT = "a" * 40
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with one repository, as huggingface_hub lays it out, and no network."""
     folder = tmp_path / "models--some-lab--tiny-1.5"
     (folder / "refs").mkdir(parents=True)
     for name in ("main", "v2"):
         (folder / "refs" / name).write_text(COMMIT)
-    tiny_model("dense").save_pretrained(folder / "snapshots" / COMMIT)
+    stored: Any = tiny_model("dense")
+    stored.save_pretrained(folder / "snapshots" / COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
@@ -32,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["some-lab/tiny-1.5", "some-lab/tiny-1.5@v2", f"some-lab/tiny-1.5@{COMMIT}"])
-def test_a_cached_name_is_its_snapshot(cache, name):
+def test_a_cached_name_is_its_snapshot(cache: Path, name: str) -> None:
     assert model_directory(name).name == COMMIT
     module = load(EngineConfig(model=name)).module
     for name, parameter in tiny_model("dense").named_parameters():
@@ -40,19 +42,19 @@ def test_a_cached_name_is_its_snapshot(cache, name):
 
 
 @pytest.mark.parametrize("name", ["some-lab/other", "some-lab/tiny-1.5@v3", "some--lab/x..y"])
-def test_what_is_nowhere_is_said(cache, name):
+def test_what_is_nowhere_is_said(cache: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is no local directory, and huggingface_hub has no snapshot of it: "):
         load(EngineConfig(model=name))
 
 
 @pytest.mark.parametrize("name", ["some-lab/tiny-1.5", f"some-lab/tiny-1.5@{COMMIT}", "some-lab/other"])
-def test_without_a_route_the_cache_is_asked(cache, monkeypatch, name):
+def test_without_a_route_the_cache_is_asked(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As before huggingface_hub 2.0 for a named commit: the error of its transport comes through."""
 
-    def no_route(repository, *, local_files_only=False, **options):
+    def no_route(repository: str, *, local_files_only: bool = False, **options: Any) -> str:
         if not local_files_only:
             raise hub._transport_errors()[0]("[Errno 111] Connection refused")
-        return snapshot_download(repository, local_files_only=True, **options)
+        return str(snapshot_download(repository, local_files_only=True, **options))
 
     monkeypatch.setattr(hub, "snapshot_download", no_route)
     if name == "some-lab/other":
@@ -62,8 +64,8 @@ def test_without_a_route_the_cache_is_asked(cache, monkeypatch, name):
         assert model_directory(name).name == COMMIT
 
 
-def test_what_is_there_goes_before_the_hub(cache, monkeypatch):
-    def asked(*args, **kwargs):
+def test_what_is_there_goes_before_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: Any, **kwargs: Any) -> Never:
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr(hub, "snapshot_download", asked)
@@ -72,17 +74,18 @@ def test_what_is_there_goes_before_the_hub(cache, monkeypatch):
         assert model_directory(path) == Path(path)
 
 
-def on_ranks(here, folder):
+def on_ranks(here: Path, folder: Path) -> Path:
     """Rank 0 fetches; rank 1 takes its result, and would be told of its error."""
     calls = []
 
-    def snapshot(repository, **options):
+    def snapshot(repository: str, **options: Any) -> str:
         calls.append("here" if options.get("local_files_only") else repository)
         if repository == "lab/gone":
             raise ConnectionError("no route")
         return str(here)
 
-    hub.snapshot_download = snapshot
+    module: Any = hub
+    module.snapshot_download = snapshot
     found = model_directory("lab/model")
     with pytest.raises(ValueError, match=r"lab/gone is no local directory.*no route"):
         model_directory("lab/gone")
@@ -90,7 +93,7 @@ def on_ranks(here, folder):
     return found
 
 
-def test_one_rank_fetches_for_all(tmp_path):
+def test_one_rank_fetches_for_all(tmp_path: Path) -> None:
     here = tmp_path / "snapshot"
     here.mkdir()
     assert launch_forked(on_ranks, (here, tmp_path), 2) == here

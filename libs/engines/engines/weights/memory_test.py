@@ -4,6 +4,7 @@ A checkpoint in bfloat16, in several files; ranks note the highest resident memo
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ SLACK = 16 * MIB
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("large")
     loaded = load(EngineConfig(master_dtype="bfloat16"), tiny_model("attention", **SIZES).to(torch.bfloat16))
     save_weights(loaded.weights.export(live_tensors(loaded.module).items()), path, file_bytes=20 * MIB)
@@ -34,12 +35,12 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def status(key):
+def status(key: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
     return int(line.split()[1]) * 1024
 
 
-def held_while_loading(small, large, options):
+def held_while_loading(small: Path, large: Path, options: dict[str, Any]) -> list[int]:
     """The most bytes that a rank held at a time beyond what it had, and those of its weights, each of all ranks."""
     # What is imported and allocated once, whatever the size of a model:
     build_engine(EngineConfig(model=str(small), device="cpu", **options))
@@ -57,8 +58,9 @@ def held_while_loading(small, large, options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_rank_holds_its_share_and_one_tensor(tmp_path, checkpoint, ranks):
-    tiny_model("attention").save_pretrained(tmp_path)
+def test_a_rank_holds_its_share_and_one_tensor(tmp_path: Path, checkpoint: Path, ranks: int) -> None:
+    stored: Any = tiny_model("attention")
+    stored.save_pretrained(tmp_path)
     held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"weights": "sharded"}), ranks)
     memory = loading_memory(tiny_config("attention", **SIZES), ranks)
     assert memory.share == own
@@ -69,8 +71,11 @@ def test_a_rank_holds_its_share_and_one_tensor(tmp_path, checkpoint, ranks):
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=["TP2", "PP2"])
-def test_a_rank_of_megatron_holds_its_part_and_one_tensor(tmp_path, checkpoint, sizes):
-    tiny_model("attention").save_pretrained(tmp_path)
+def test_a_rank_of_megatron_holds_its_part_and_one_tensor(
+    tmp_path: Path, checkpoint: Path, sizes: dict[str, Any]
+) -> None:
+    stored: Any = tiny_model("attention")
+    stored.save_pretrained(tmp_path)
     held, own = launch_forked(held_while_loading, (tmp_path, checkpoint, {"backend": "megatron", **sizes}), 2)
     alone = loading_memory(tiny_config("attention", **SIZES), 1)
     print(held / MIB, own / MIB, alone)
@@ -78,7 +83,7 @@ def test_a_rank_of_megatron_holds_its_part_and_one_tensor(tmp_path, checkpoint, 
     assert held < own + alone.largest + SLACK
 
 
-def test_the_arithmetic_counts_rows_as_they_are_cut():
+def test_the_arithmetic_counts_rows_as_they_are_cut() -> None:
     config = tiny_config("attention", vocab_size=10, num_hidden_layers=1, tie_word_embeddings=True)
     rows = dict(empty_model(config, torch.float32).named_parameters())
     for ranks in (1, 3, 4):

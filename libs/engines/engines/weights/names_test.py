@@ -14,7 +14,9 @@ SIZES = st.integers(1, 4)
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.sampled_from(FORMS), SIZES, SIZES, SIZES, st.sampled_from(["gate_up_proj", "down_proj"]), SIZES)
-def test_what_is_split_is_read_back_by_any_number_of_ranks(names, experts, half, width, projection, ranks):
+def test_what_is_split_is_read_back_by_any_number_of_ranks(
+    names: DiskNames, experts: int, half: int, width: int, projection: str, ranks: int
+) -> None:
     live = f"model.layers.3.mlp.experts.{projection}"
     shape = (experts, 2 * half, width) if projection == "gate_up_proj" else (experts, width, half)
     tensor = torch.randn(shape)
@@ -34,7 +36,7 @@ def test_what_is_split_is_read_back_by_any_number_of_ranks(names, experts, half,
 
 
 @pytest.mark.parametrize("names", FORMS)
-def test_other_tensors_are_one_tensor(names):
+def test_other_tensors_are_one_tensor(names: DiskNames) -> None:
     for live in ("lm_head.weight", "model.norm.weight", "model.layers.0.mlp.shared_expert.gate_proj.weight"):
         (part,) = names.parts(live, (4, 2))
         inside = names.text_prefix and live.startswith("model.")
@@ -42,6 +44,6 @@ def test_other_tensors_are_one_tensor(names):
         assert part.index == ()
 
 
-def test_experts_of_a_carried_head_say_nothing_about_the_model():
+def test_experts_of_a_carried_head_say_nothing_about_the_model() -> None:
     disk = ["mtp.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"]
     assert not DiskNames.of(disk).split_experts

@@ -13,7 +13,7 @@ from rollout.control.simulation import Workload, choose_pools, forecast_table, i
 EVEN = Workload((100,), group_size=2, decode_s=0.01, row_s=0.0, train_s=0.5, token_s=0.0, sync_s=0.25)
 
 
-def test_a_run_in_turn_is_the_sum_of_its_parts():
+def test_a_run_in_turn_is_the_sum_of_its_parts() -> None:
     forecast = simulate(StalenessSettings(4, 3), EVEN)
     assert forecast.seconds == pytest.approx(3 * (1.0 + 0.5 + 0.25))
     assert forecast.tokens == 3 * 4 * 2 * 100
@@ -22,7 +22,7 @@ def test_a_run_in_turn_is_the_sum_of_its_parts():
     assert forecast.training == pytest.approx(0.5 / 1.75)
 
 
-def test_training_hides_behind_sampling_where_it_may():
+def test_training_hides_behind_sampling_where_it_may() -> None:
     """Both windows begin at once; then a step is trained and handed over while the next one's answers come."""
     settings = StalenessSettings(4, 4, staleness_threshold=1.0, partial_rollout=True)
     forecast = simulate(settings, EVEN)
@@ -30,7 +30,7 @@ def test_training_hides_behind_sampling_where_it_may():
     assert max(forecast.staleness) == 1
 
 
-def test_rows_slow_one_another_down_and_slots_make_them_wait():
+def test_rows_slow_one_another_down_and_slots_make_them_wait() -> None:
     settings = StalenessSettings(1, 1)
     slow = Workload((10,), group_size=4, decode_s=1.0, row_s=0.5, train_s=0.0, token_s=0.0, sync_s=0.0)
     assert simulate(settings, slow).seconds == pytest.approx(10 * 3.0)
@@ -39,7 +39,7 @@ def test_rows_slow_one_another_down_and_slots_make_them_wait():
     assert simulate(settings, slow, generators=2).seconds == pytest.approx(10 * 2.0)
 
 
-def test_an_answer_that_ends_lets_the_others_go_faster():
+def test_an_answer_that_ends_lets_the_others_go_faster() -> None:
     settings = StalenessSettings(1, 1)
     found = {
         simulate(
@@ -61,7 +61,9 @@ def test_an_answer_that_ends_lets_the_others_go_faster():
     partial=st.booleans(),
     pools=st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
-def test_laws_of_every_forecast(lengths, batch, steps, threshold, partial, pools):
+def test_laws_of_every_forecast(
+    lengths: list[int], batch: int, steps: int, threshold: float, partial: bool, pools: tuple[int, int]
+) -> None:
     settings = StalenessSettings(batch, steps, threshold, partial_rollout=partial)
     workload = Workload(tuple(lengths), group_size=3, slots=4, decode_s=0.01, row_s=0.002, train_s=0.1, sync_s=0.05)
     forecast = simulate(settings, workload, pools[0], pools[1], seed=3)
@@ -80,7 +82,7 @@ def test_laws_of_every_forecast(lengths, batch, steps, threshold, partial, pools
     assert forecast.seconds >= serial - 1e-9  # training and transfers never overlap one another
 
 
-def test_the_split_of_a_cluster_follows_the_work():
+def test_the_split_of_a_cluster_follows_the_work() -> None:
     """Where sampling costs three times what training does, most devices sample."""
     settings = StalenessSettings(8, 6, staleness_threshold=1.0, partial_rollout=True)
     sampling = Workload(tuple(range(20, 400, 20)), slots=4, decode_s=0.01, token_s=0.00002)
@@ -92,7 +94,7 @@ def test_the_split_of_a_cluster_follows_the_work():
     assert "staleness" in table
 
 
-def test_what_cannot_be_simulated_is_refused():
+def test_what_cannot_be_simulated_is_refused() -> None:
     for change, says in (
         ({"lengths": ()}, "lengths are counts"),
         ({"lengths": (0,)}, "lengths are counts"),

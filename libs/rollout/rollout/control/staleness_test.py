@@ -1,6 +1,7 @@
 """The promises of asynchronous control, in every order of events of a small run, and in long random ones."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -12,6 +13,7 @@ from rollout.control.staleness import (
     Begin,
     Begun,
     ControlState,
+    Event,
     Failed,
     Finished,
     StalenessController,
@@ -38,13 +40,13 @@ SMALL = [
 ]
 
 
-def copy_of(referee):
+def copy_of(referee: Referee) -> Referee:
     other = Referee(referee.settings)
     other.__dict__.update(referee.__dict__, running=dict(referee.running), ready=dict(referee.ready))
     return other
 
 
-def explore(settings, failures=True, most=400_000):
+def explore(settings: StalenessSettings, failures: bool = True, most: int = 400_000) -> tuple[int, int]:
     """Every order of events; how many states there are, and the largest staleness that was trained."""
     first, referee = StalenessController(settings), Referee(settings)
     referee.see(first.begin())
@@ -72,7 +74,7 @@ def explore(settings, failures=True, most=400_000):
 
 
 @pytest.mark.parametrize("settings", SMALL, ids=str)
-def test_every_order_of_events_keeps_the_promises(settings):
+def test_every_order_of_events_keeps_the_promises(settings: StalenessSettings) -> None:
     states, oldest = explore(settings, failures=settings.total < 6 or settings.max_running is not None)
     assert states > settings.total
     windows = settings.version_of(settings.total_steps)
@@ -91,39 +93,41 @@ class Run(RuleBasedStateMachine):
         partial=st.booleans(),
         running=st.one_of(st.none(), st.integers(1, 6)),
     )
-    def begin(self, batch, steps, threshold, sync, required, partial, running):
+    def begin(
+        self, batch: int, steps: int, threshold: float, sync: int, required: int, partial: bool, running: int | None
+    ) -> None:
         self.settings = StalenessSettings(batch, steps, threshold, sync, required, partial, running)
         self.controller, self.referee = StalenessController(self.settings), Referee(self.settings)
         self.referee.see(self.controller.begin())
 
-    def happen(self, event):
+    def happen(self, event: Event) -> None:
         self.referee.tell(event)
         self.referee.see(self.controller.handle(event))
 
     @precondition(lambda self: self.referee.running)
     @rule(data=st.data(), many=st.integers(1, 6))
-    def finish(self, data, many):
+    def finish(self, data: st.DataObject, many: int) -> None:
         for _ in range(min(many, len(self.referee.running))):
             self.happen(Finished(data.draw(st.sampled_from(sorted(self.referee.running)))))
 
     @precondition(lambda self: set(self.referee.running) - self.referee.broken)
     @rule(data=st.data())
-    def fail(self, data):
+    def fail(self, data: st.DataObject) -> None:
         self.happen(Failed(data.draw(st.sampled_from(sorted(set(self.referee.running) - self.referee.broken)))))
 
     @precondition(lambda self: self.referee.training)
     @rule()
-    def train(self):
+    def train(self) -> None:
         self.happen(Trained())
 
     @precondition(lambda self: self.referee.coming is not None)
     @rule(well=st.booleans())
-    def sync(self, well):
+    def sync(self, well: bool) -> None:
         self.happen(Synced() if well else SyncFailed())
 
     @precondition(lambda self: len(self.referee.running) > 1 or self.referee.training)
     @rule(times=st.integers(1, 5))
-    def all_but_the_oldest(self, times):
+    def all_but_the_oldest(self, times: int) -> None:
         """One group takes longer than everything else: what the bound is about."""
         oldest = min(self.referee.running, key=lambda group: (self.referee.running[group], group), default=None)
         for _ in range(times):
@@ -136,11 +140,11 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: self.referee.done)
     @rule()
-    def rest(self):
+    def rest(self) -> None:
         assert self.controller.begin() == ()
 
     @invariant()
-    def the_state_is_the_referees(self):
+    def the_state_is_the_referees(self) -> None:
         if hasattr(self, "referee"):
             state = self.controller.state
             assert {g.group: g.version for g in state.running} == self.referee.running
@@ -148,7 +152,7 @@ class Run(RuleBasedStateMachine):
             assert self.controller.version == self.referee.version
             assert self.controller.staleness <= max(1, self.settings.bound)
 
-    def teardown(self):
+    def teardown(self) -> None:
         """However it stands, it comes to its end."""
         if not hasattr(self, "referee"):
             return
@@ -163,7 +167,7 @@ TestRun = Run.TestCase
 TestRun.settings = hypothesis_settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_the_trainer_waits_for_the_group_that_would_be_left_behind():
+def test_the_trainer_waits_for_the_group_that_would_be_left_behind() -> None:
     settings = StalenessSettings(1, 6, staleness_threshold=1.0, partial_rollout=True)
     controller = StalenessController(settings)
     assert controller.begin() == (Begin(0, 0), Begin(1, 0))
@@ -174,7 +178,7 @@ def test_the_trainer_waits_for_the_group_that_would_be_left_behind():
     assert controller.handle(Finished(0)) == (Train(2, (0,), 1),)
 
 
-def test_sampling_goes_on_while_a_step_is_trained():
+def test_sampling_goes_on_while_a_step_is_trained() -> None:
     settings = StalenessSettings(2, 5, staleness_threshold=1.0, partial_rollout=True)
     controller = StalenessController(settings)
     assert controller.begin() == tuple(Begin(number, 0) for number in range(4))
@@ -183,7 +187,7 @@ def test_sampling_goes_on_while_a_step_is_trained():
     assert [g.group for g in controller.state.running] == [2, 3]
 
 
-def test_without_partial_rollout_weights_wait_for_what_runs():
+def test_without_partial_rollout_weights_wait_for_what_runs() -> None:
     settings = StalenessSettings(1, 3, staleness_threshold=1.0)
     controller = StalenessController(settings)
     controller.begin()
@@ -195,13 +199,13 @@ def test_without_partial_rollout_weights_wait_for_what_runs():
     assert controller.handle(Synced()) == (Train(2, (1,), 1), Begin(2, 1))
 
 
-def test_a_resumed_run_goes_on_from_its_state():
+def test_a_resumed_run_goes_on_from_its_state() -> None:
     settings = StalenessSettings(1, 6, staleness_threshold=1.0, partial_rollout=True)
     state = ControlState(step=2, synced=2, next=5, again=(3,), ready=(Begun(4, 1),))
     assert StalenessController(settings, state).begin() == (Train(3, (4,), 1), Begin(3, 2))
 
 
-def test_what_nobody_was_told_to_do_cannot_have_happened():
+def test_what_nobody_was_told_to_do_cannot_have_happened() -> None:
     controller = StalenessController(StalenessSettings(1, 2))
     controller.begin()
     for event in (Finished(1), Failed(1), Trained(), Synced(), SyncFailed()):
@@ -212,7 +216,7 @@ def test_what_nobody_was_told_to_do_cannot_have_happened():
         controller.handle(Finished(0))
 
 
-def test_thresholds_are_shares_of_a_window():
+def test_thresholds_are_shares_of_a_window() -> None:
     settings = StalenessSettings(128, 400, staleness_threshold=0.5, required_batches=1)
     assert (settings.batch, settings.window, settings.ahead, settings.bound) == (128, 128, 64, 1)
     wide = replace(settings, staleness_threshold=2.1, parameter_sync_step=4, required_batches=2)
@@ -234,6 +238,6 @@ def test_thresholds_are_shares_of_a_window():
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(change):
+def test_settings_out_of_range_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(change))} must"):
         replace(StalenessSettings(2, 2), **change)

@@ -3,6 +3,8 @@
 import asyncio
 import re
 import time
+from collections.abc import Callable
+from typing import Any
 
 import gymnasium
 import pytest
@@ -10,9 +12,10 @@ from gymnasium.spaces import Box, Text
 
 from rollout.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import EpisodeContext, Reply
+from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Reply
 from rollout.environments.gymnasium_games import GymnasiumTask, colours_in_words
 from rollout.environments.sources import TaskRow
+from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
@@ -20,10 +23,10 @@ from rollout.testing.scripted import ScriptedEngine
 CHAT = Chat(tiny_tokenizer())
 
 
-def play(task, player, **options):
+def play(task: EnvironmentFactory, player: Callable[[str, int], str], **options: Any) -> list[Episode]:
     """One group in which `player(text so far, turn)` answers."""
 
-    def reply(prompt, turn):
+    def reply(prompt: list[int], turn: int) -> list[int]:
         answer = player(CHAT.tokenizer.decode(prompt), turn)
         return [*CHAT.tokenizer(answer, add_special_tokens=False)["input_ids"], CHAT.end_of_turn_id]
 
@@ -77,18 +80,20 @@ class Echo(gymnasium.Env):  # type: ignore[misc]
     observation_space = Text(20)
     action_space = Text(20, charset="abcdefgh ")
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.word = "".join(self.np_random.choice(list("abcdefgh"), 5))
         return f"Say it backwards: {self.word}", {}
 
-    def step(self, action):
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "You said " + action, float(action == self.word[::-1]), True, False, {}
 
 
 def test_a_text_environment_of_ones_own() -> None:
-    def player(text, turn):
-        return " " + re.search(r"backwards: (\w+)", text)[1][::-1]
+    def player(text: str, turn: int) -> str:
+        found = re.search(r"backwards: (\w+)", text)
+        assert found is not None
+        return " " + found[1][::-1]
 
     (episode,) = play(GymnasiumTask(Echo), player)
     assert (episode.reward, episode.end) == (1.0, "done")
@@ -112,9 +117,10 @@ def test_limits_reach_the_score() -> None:
     assert play(GymnasiumTask("CliffWalking-v1", cut_off_reward=-9.0), lambda t, n: "up", max_turns=2)[0].reward == -9.0
     short = GymnasiumTask("CliffWalking-v1", {"max_episode_steps": 3}, cut_off_reward=-9.0)  # gymnasium's own limit
     (episode,) = play(short, lambda text, turn: "up")
+    assert episode.score is not None
     assert (episode.end, episode.reward, episode.score.parts) == ("limit", -9.0, {"return": -3.0})
 
-    async def cut_off():
+    async def cut_off() -> bool:
         game = cliff()
         await game.open(EpisodeContext("t"))
         outcome = await game.step(Reply("[u", "[u", finished=False))
@@ -128,7 +134,7 @@ def test_limits_reach_the_score() -> None:
 class Slow(Echo):
     """Takes its time."""
 
-    def step(self, action):
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(3)
         return super().step(action)
 
@@ -136,7 +142,7 @@ class Slow(Echo):
 def test_an_environment_that_hangs_fails_its_episode_alone() -> None:
     (episode,) = play(GymnasiumTask(Slow, timeout=0.2), lambda text, turn: "a", attempts=1)
     assert episode.end == "failed"
-    assert "gave no answer within 0.2 s" in episode.error
+    assert "gave no answer within 0.2 s" in (episode.error or "")
 
 
 class Pixels(Echo):
@@ -152,7 +158,7 @@ class Pixels(Echo):
         (lambda: GymnasiumTask("CartPole-v1", max_unread=0), "max_unread must be at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_made(make, message) -> None:
+def test_what_cannot_be_is_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -166,9 +172,9 @@ def test_what_cannot_be_is_refused_when_it_is_made(make, message) -> None:
         (GymnasiumTask(Pixels), r"actions must be text or a choice"),
     ],
 )
-def test_what_cannot_be_played_fails_with_the_reason(task, message) -> None:
+def test_what_cannot_be_played_fails_with_the_reason(task: GymnasiumTask, message: str) -> None:
     (episode,) = play(task, lambda text, turn: "x")
-    assert re.search(message, episode.error)
+    assert re.search(message, episode.error or "")
 
 
 def test_colours_become_words() -> None:

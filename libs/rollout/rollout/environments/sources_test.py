@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout.environments.sources import RowSource, TaskRow, TaskSource
 
 
-def source(size=7, seed=0, held_out=2, name="sums"):
+def source(size: int = 7, seed: int = 0, held_out: int = 2, name: str = "sums") -> RowSource:
     rows = [TaskRow(f"row-{i}", {"number": i}) for i in range(size)]
     return RowSource(name, rows, [TaskRow(f"held-{i}") for i in range(held_out)], seed)
 
@@ -19,7 +19,7 @@ counts = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 
 
 @given(counts, st.integers(1, 9), st.integers(0, 3), st.data())
-def test_a_restored_source_goes_on_bit_for_bit(steps, size, seed, data):
+def test_a_restored_source_goes_on_bit_for_bit(steps: list[int], size: int, seed: int, data: st.DataObject) -> None:
     """Whatever the counts, wherever it stops, through JSON and through a pickle; asking twice changes nothing."""
     cut = data.draw(st.integers(0, len(steps)))
     whole = source(size, seed)
@@ -38,7 +38,7 @@ def test_a_restored_source_goes_on_bit_for_bit(steps, size, seed, data):
 
 
 @given(counts, st.integers(1, 9))
-def test_every_epoch_asks_every_row_once(steps, size):
+def test_every_epoch_asks_every_row_once(steps: list[int], size: int) -> None:
     asked = source(size)
     rows = [row for step, count in enumerate(steps) for row in asked.tasks(step, count)]
     for begin in range(0, len(rows) - size + 1, size):
@@ -47,15 +47,15 @@ def test_every_epoch_asks_every_row_once(steps, size):
         assert {row.visit for row in epoch} == {begin // size}
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    def order(seed, step):
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def order(seed: int, step: int) -> list[str]:
         asked = source(20, seed)
         return [[row.id for row in asked.tasks(n, 20)] for n in range(step + 1)][step]
 
     assert len({tuple(order(seed, step)) for seed in (0, 1) for step in (0, 1)}) == 4
 
 
-def test_a_rows_seed_is_its_own_wherever_it_stands():
+def test_a_rows_seed_is_its_own_wherever_it_stands() -> None:
     one, two = source(9, seed=0), source(9, seed=5)
     seeds = [{row.id: row.seed(3) for row in asked.tasks(0, 9)} for asked in (one, two)]
     assert seeds[0] == seeds[1]
@@ -66,14 +66,14 @@ def test_a_rows_seed_is_its_own_wherever_it_stands():
     assert TaskRow("a").seed(1) != TaskRow("a").seed(2)
 
 
-def test_another_sources_cursor_is_refused():
+def test_another_sources_cursor_is_refused() -> None:
     cursor = source().cursor()
     for other, what in ((source(8), "rows"), (source(seed=1), "seed"), (source(name="b"), "name")):
         with pytest.raises(ValueError, match=f"its {what} is .*give the data and the seed"):
             other.restore(cursor)
 
 
-def test_mistakes_are_named():
+def test_mistakes_are_named() -> None:
     asked: TaskSource = source()
     asked.tasks(3, 2)
     with pytest.raises(ValueError, match="step 2 is over"):

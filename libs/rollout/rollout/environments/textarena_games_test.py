@@ -5,37 +5,48 @@ import itertools
 import random
 import re
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from rollout.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import EpisodeContext, Reply
+from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Outcome, Reply, Score
 from rollout.environments.sources import TaskRow
 from rollout.environments.textarena_games import TextArenaTask
+from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 
 CHAT = Chat(tiny_tokenizer())
 HANOI = ["A C", "A B", "C B", "A C", "B A", "B C", "A C"]
+Cell = tuple[int, int]
 STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
 
-def play(task, player, size=1, row=None, **limits):
+def play(
+    task: EnvironmentFactory,
+    player: Callable[[str, int], str],
+    size: int = 1,
+    row: TaskRow | None = None,
+    **limits: Any,
+) -> tuple[ScriptedEngine, list[Episode]]:
     """Episodes of a game in which `player(text so far, turn)` makes the moves."""
 
-    def reply(prompt, turn):
+    def reply(prompt: list[int], turn: int) -> list[int]:
         move = player(CHAT.tokenizer.decode(prompt), turn)
         return [*CHAT.tokenizer(move, add_special_tokens=False)["input_ids"], CHAT.end_of_turn_id]
 
     engine = ScriptedEngine(reply)
-    options = {"size": size, "row": row, "max_turns": 40} | limits
+    options: dict[str, Any] = {"size": size, "row": row, "max_turns": 40} | limits
     return engine, asyncio.run(run_group(task, engine, CHAT, Sampling(max_new_tokens=60), **options))
 
 
-def shortest(start, goal, moves):
+def shortest(
+    start: Any, goal: Callable[[Any], bool], moves: Callable[[Any], Iterable[tuple[str, Any]]]
+) -> list[str] | None:
     """The moves of a shortest way by breadth-first search; `moves(state)` gives (move, state) pairs."""
     came: dict[Any, Any] = {start: None}
     queue = deque([start])
@@ -57,6 +68,7 @@ def shortest(start, goal, moves):
 def test_hanoi_is_solved_and_its_words_reach_the_model() -> None:
     engine, (episode,) = play(TextArenaTask("TowerOfHanoi-v0"), lambda text, turn: f"I think. [x] No: [{HANOI[turn]}]")
     assert (episode.reward, episode.end, episode.metrics["turns"]) == (1.0, "done", 7)
+    assert episode.score is not None
     assert episode.score.parts == {"game": 1.0}
     last = CHAT.tokenizer.decode(engine.prompts[-1])
     assert "You are playing Tower of Hanoi with 3 disks" in last
@@ -64,21 +76,23 @@ def test_hanoi_is_solved_and_its_words_reach_the_model() -> None:
     assert last.count("I think.") == 6  # the model's own turns alone: the game does not repeat them
 
 
-def frozen_lake(text, turn):
+def frozen_lake(text: str, turn: int) -> str:
     board = re.findall(r"^\|(.*)\|$", text, re.M)[-4:]
     cells = [[cell.strip() for cell in line.split("|")] for line in board]
     place = {cell: (r, c) for r, line in enumerate(cells) for c, cell in enumerate(line)}
 
-    def moves(at):
+    def moves(at: Cell) -> Iterator[tuple[str, Cell]]:
         for name, (dr, dc) in STEPS.items():
             r, c = at[0] + dr, at[1] + dc
             if 0 <= r < 4 and 0 <= c < 4 and cells[r][c] != "H":
                 yield name, (r, c)
 
-    return f"[{shortest(place['P'], lambda at: at == place['G'], moves)[0]}]"
+    path = shortest(place["P"], lambda at: at == place["G"], moves)
+    assert path is not None
+    return f"[{path[0]}]"
 
 
-def sokoban(text, turn):
+def sokoban(text: str, turn: int) -> str:
     """The next move of a shortest solution; [up] where the room has none (TextArena makes such rooms too)."""
     board = re.findall(r"^(# .*#)$", text, re.M)[-6:]
     cells = {(r, c): cell for r, line in enumerate(board) for c, cell in enumerate(line.split())}
@@ -86,7 +100,7 @@ def sokoban(text, turn):
     goals = frozenset(at for at, cell in cells.items() if cell in "O\u221aS")
     player = next(at for at, cell in cells.items() if cell in "PS")
 
-    def moves(state):
+    def moves(state: tuple[Cell, frozenset[Cell]]) -> Iterator[tuple[str, tuple[Cell, frozenset[Cell]]]]:
         (r, c), boxes = state
         for name, (dr, dc) in STEPS.items():
             there, beyond = (r + dr, c + dc), (r + 2 * dr, c + 2 * dc)
@@ -101,7 +115,7 @@ def sokoban(text, turn):
     return f"[{path[0]}]" if path else "[up]"
 
 
-def mastermind(text, turn):
+def mastermind(text: str, turn: int) -> str:
     """The first code that fits all answers so far."""
     asked = re.findall(r"Submitted \[([\d ]+)\]\. Feedback: (\d) black peg\(s\), (\d) white", text)
     for code in itertools.permutations("123456", 4):
@@ -116,7 +130,7 @@ def mastermind(text, turn):
 
 
 @pytest.mark.parametrize(("game", "player"), [("FrozenLake-v0", frozen_lake), ("Mastermind-v0", mastermind)])
-def test_a_player_who_reads_the_board_wins(game, player) -> None:
+def test_a_player_who_reads_the_board_wins(game: str, player: Callable[[str, int], str]) -> None:
     for number in range(2):
         _, (episode,) = play(TextArenaTask(game), player, row=TaskRow(f"{game}#{number}"))
         assert (episode.error, episode.end, episode.reward) == (None, "done", 1.0), episode.messages[-1]
@@ -124,7 +138,7 @@ def test_a_player_who_reads_the_board_wins(game, player) -> None:
 
 
 def test_sokoban_is_solved_where_it_can_be() -> None:
-    ways = {sokoban: [], lambda text, turn: "[up]": []}
+    ways: dict[Callable[[str, int], str], list[float]] = {sokoban: [], lambda text, turn: "[up]": []}
     for player, rewards in ways.items():
         for seed in range(4):
             _, (episode,) = play(TextArenaTask("Sokoban-v0"), player, row=TaskRow("s", {"seed": seed}))
@@ -163,7 +177,7 @@ def test_limits_reach_the_score() -> None:
     _, (episode,) = play(TextArenaTask("TowerOfHanoi-v0", cut_off_reward=-1.0), lambda text, turn: "[A C]", max_turns=1)
     assert (episode.reward, episode.end) == (-1.0, "max_turns")
 
-    async def cut_off():
+    async def cut_off() -> tuple[Outcome, Score]:
         game = TextArenaTask("TowerOfHanoi-v0")()
         await game.open(EpisodeContext("t"))
         outcome = await game.step(Reply("[A", "[A", finished=False))

@@ -13,12 +13,12 @@ ONE = Segment((5, 6, 7, 8), (False, True, False, True), (0.0, -0.5, 0.0, -2.0), 
 TWO = Segment((9, 4), (False, True), (0.0, -1.0), (-1, 4))
 
 
-def episode(reward, group=0, segments=(TWO,), error=None):
+def episode(reward: float, group: int = 0, segments: tuple[Segment, ...] = (TWO,), error: str | None = None) -> Episode:
     score = None if error else Score(reward)
     return Episode("t/0/0", "t", 0, segments, score, "failed" if error else "done", error=error, group=group)
 
 
-def test_a_batch_is_aligned_to_the_tokens():
+def test_a_batch_is_aligned_to_the_tokens() -> None:
     batch = to_batch([episode(1.0, 2, (ONE,)), episode(0.25, 7)])
     assert batch.batch_size == torch.Size([2])
     rows = {key: [row.tolist() for row in batch[key].unbind()] for key in (
@@ -37,7 +37,7 @@ def test_a_batch_is_aligned_to_the_tokens():
     assert list(dtypes.values()) == [torch.int64, torch.bool, torch.float32, torch.int32, torch.float32, torch.int64]
 
 
-def test_a_segment_a_row_and_failed_episodes_are_left_out():
+def test_a_segment_a_row_and_failed_episodes_are_left_out() -> None:
     given = [episode(1.0, segments=(ONE, TWO)), episode(0, error="lost"), episode(0.5, segments=(TWO,))]
     batch = to_batch(given)
     assert batch["episode"].tolist() == [0, 0, 2]
@@ -48,7 +48,7 @@ def test_a_segment_a_row_and_failed_episodes_are_left_out():
         to_batch([given[1]])
 
 
-def test_wrong_segments_and_episodes_are_refused():
+def test_wrong_segments_and_episodes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         Segment((1, 2), (False,), (0.0, 0.0), (-1, -1))
     with pytest.raises(ValueError, match="not sampled"):
@@ -63,7 +63,7 @@ def test_wrong_segments_and_episodes_are_refused():
         _ = episode(0, error="lost").reward
 
 
-def test_images_are_part_of_every_row():
+def test_images_are_part_of_every_row() -> None:
     shows = {
         "pixel_values": torch.ones(8, 6),
         "image_grid_thw": torch.tensor([[1, 2, 4]]),
@@ -78,7 +78,7 @@ def test_images_are_part_of_every_row():
     assert "pixel_values" not in to_batch([episode(1.0, segments=(text,))])
 
 
-def test_images_of_messages_become_tokens():
+def test_images_of_messages_become_tokens() -> None:
     said = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "which?"}]}]
     assert images_of(said) == ["a.png"]
     (bare,) = without_images(said)
@@ -87,6 +87,7 @@ def test_images_of_messages_become_tokens():
     media = torch.zeros(12, 6), torch.tensor([[1, 2, 4], [1, 2, 2]])
     opened = expanded([5, 9, 6, 9], 9, media, merge_size=2)
     assert opened.ids == [5, 9, 9, 6, 9]
+    assert opened.media is not None
     assert opened.media["mm_token_type_ids"] == [0, 1, 1, 0, 1]
     with pytest.raises(ValueError, match="writes 1 image tokens for 2 images"):
         expanded([5, 9], 9, media, merge_size=2)

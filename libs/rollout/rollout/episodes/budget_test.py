@@ -13,11 +13,13 @@ from rollout.episodes.budget import TokenBudget
     st.integers(1, 40) | st.none(),
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 3)), max_size=12),
 )
-def test_whoever_takes_when_no_more_than_the_total_is_ever_spent_or_promised(total, requests) -> None:
+def test_whoever_takes_when_no_more_than_the_total_is_ever_spent_or_promised(
+    total: int | None, requests: list[tuple[int, int, int]]
+) -> None:
     budget = TokenBudget(total)
     taken = 0
 
-    async def request(wanted, used, turns):
+    async def request(wanted: int, used: int, turns: int) -> tuple[int, int]:
         nonlocal taken
         granted = await budget.take(wanted)
         taken += granted
@@ -30,7 +32,7 @@ def test_whoever_takes_when_no_more_than_the_total_is_ever_spent_or_promised(tot
         budget.settle(granted, min(used, granted))
         return granted, min(used, granted)
 
-    async def run():
+    async def run() -> list[tuple[int, int]]:
         return await asyncio.wait_for(asyncio.gather(*(request(*r) for r in requests)), 60)
 
     results = asyncio.run(run())
@@ -40,7 +42,7 @@ def test_whoever_takes_when_no_more_than_the_total_is_ever_spent_or_promised(tot
 
 
 def test_who_is_cancelled_while_it_waits_takes_nothing() -> None:
-    async def run():
+    async def run() -> None:
         budget = TokenBudget(4)
         assert await budget.take(9) == 4
         waits = asyncio.create_task(budget.take(1))

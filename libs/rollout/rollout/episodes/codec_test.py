@@ -2,13 +2,15 @@
 
 import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.environments.environment import Score
+from rollout.environments.environment import Message, Score
 from rollout.episodes.codec import decode_episodes, encode_episodes
 from rollout.episodes.episode import Episode
 from rollout.episodes.media_codec import DTYPES, plain_media, read_media
@@ -19,7 +21,7 @@ texts = st.text(max_size=8)
 
 
 @st.composite
-def segments(draw):
+def segments(draw: st.DrawFn) -> Segment:
     given_, sampled = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     mask = (False,) * given_ + (True,) * sampled
     return Segment(
@@ -32,7 +34,7 @@ def segments(draw):
 
 
 @st.composite
-def episodes(draw):
+def episodes(draw: st.DrawFn) -> Episode:
     failed = draw(st.booleans())
     return Episode(
         id=draw(texts),
@@ -50,17 +52,17 @@ def episodes(draw):
 
 
 @given(st.lists(episodes(), max_size=3))
-def test_a_round_trip_changes_nothing(given_):
+def test_a_round_trip_changes_nothing(given_: list[Episode]) -> None:
     assert decode_episodes(encode_episodes(given_)) == given_
 
 
-def showing(media, messages=()):
+def showing(media: Mapping[str, Any] | None, messages: tuple[Message, ...] = ()) -> Episode:
     held = Segment((1,), (False,), (0.0,), (-1,), media=media)
     return Episode("a", "a", 0, (held,), Score(math.pi), "done", messages=messages)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_media_come_back_to_the_bit(dtype):
+def test_media_come_back_to_the_bit(dtype: torch.dtype) -> None:
     """Any bytes, NaN of any payload among them; strided, empty and without dimensions."""
     raw = torch.randint(0, 256, (6, 4 * dtype.itemsize), dtype=torch.uint8, generator=torch.manual_seed(0))
     whole = raw % 2 == 1 if dtype is torch.bool else raw.view(dtype)
@@ -75,7 +77,7 @@ def test_media_come_back_to_the_bit(dtype):
         assert torch.equal(*both)
 
 
-def test_pictures_are_left_out_of_messages():
+def test_pictures_are_left_out_of_messages() -> None:
     parts = [{"type": "image", "image": object()}, {"type": "text", "text": "what is it?"}]
     given_ = showing(None, ({"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}))
     (back,) = decode_episodes(encode_episodes([given_]))
@@ -86,7 +88,7 @@ def test_pictures_are_left_out_of_messages():
     assert back.segments[0].media is None
 
 
-def test_media_that_are_no_tensors_are_refused():
+def test_media_that_are_no_tensors_are_refused() -> None:
     for value, says in (
         (object(), "a object"),
         ([0.5], "a list"),
@@ -96,14 +98,14 @@ def test_media_that_are_no_tensors_are_refused():
             encode_episodes([showing({"pixel_values": value})])
 
 
-def test_bytes_of_another_shape_are_refused():
+def test_bytes_of_another_shape_are_refused() -> None:
     plain = plain_media({"pixel_values": torch.zeros(2, 3)})
     plain["pixel_values"]["shape"] = [2, 4]
     with pytest.raises(ValueError, match=r"24 bytes are no float32 of shape \[2, 4\]"):
         read_media(plain)
 
 
-def test_what_was_written_before_media_were_kept_is_read():
+def test_what_was_written_before_media_were_kept_is_read() -> None:
     row = json.loads(encode_episodes([showing(None)]))
     row[0]["segments"] = [segment[:5] for segment in row[0]["segments"]]
     assert decode_episodes(json.dumps(row).encode()) == [showing(None)]

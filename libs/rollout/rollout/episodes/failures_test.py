@@ -5,16 +5,17 @@ import itertools
 import math
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never
 
 import pytest
 
 from rollout.chat import Chat
-from rollout.engine import Sampling
-from rollout.environments.environment import Opening, Outcome, Score
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
 from rollout.environments.sources import TaskRow
 from rollout.environments.task import Task
-from rollout.episodes.episode import failures
+from rollout.episodes.episode import Episode, failures
 from rollout.episodes.playing import run_episode, run_group
 from rollout.failure import EpisodeFailed
 from rollout.testing.chat import tiny_tokenizer
@@ -26,15 +27,15 @@ QUESTION = ({"role": "user", "content": "37+58="},)
 SAMPLING = Sampling(max_new_tokens=20, seed=0)
 
 
-def encode(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def engine_of(*turns):
+def engine_of(*turns: str) -> ScriptedEngine:
     return ScriptedEngine(lambda prompt, turn: encode(turns[turn % len(turns)]))
 
 
-def answering():
+def answering() -> ScriptedEngine:
     return engine_of("95<|im_end|>")
 
 
@@ -43,36 +44,36 @@ class Plain:
 
     made: list["Plain"]
 
-    def __init__(self):
-        self.events = []
+    def __init__(self) -> None:
+        self.events: list[str] = []
         type(self).made.append(self)
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> None:
         cls.made = []
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         self.context = context
         self.events.append("open")
         return Opening(QUESTION)
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         self.events.append("step")
         return Outcome(({"role": "user", "content": "more"},), done=reply.content == "95")
 
-    async def finish(self, end):
+    async def finish(self, end: End) -> Score:
         self.events.append(end)
         return Score(1.0)
 
-    async def close(self):
+    async def close(self) -> None:
         self.events.append("close")
 
 
-def group(factory, engine=None, **options):
+def group(factory: EnvironmentFactory, engine: RolloutEngine | None = None, **options: Any) -> list[Episode]:
     return asyncio.run(run_group(factory, engine or answering(), Chat(TOKENIZER), SAMPLING, **{"size": 3, **options}))
 
 
-def once(**options):
-    def episode(factory, engine=None):
+def once(**options: Any) -> Callable[..., Episode]:
+    def episode(factory: EnvironmentFactory, engine: RolloutEngine | None = None) -> Episode:
         return asyncio.run(run_episode(factory, engine or answering(), Chat(TOKENIZER), SAMPLING, **options))
 
     return episode
@@ -80,35 +81,35 @@ def once(**options):
 
 @pytest.mark.parametrize("where", ["made", "open", "step", "finish", "close"])
 @pytest.mark.parametrize("retryable", [True, False])
-def test_what_an_environment_raises_fails_its_episode_alone(where, retryable):
+def test_what_an_environment_raises_fails_its_episode_alone(where: str, retryable: bool) -> None:
     """The second of the group breaks, in both attempts where there are two; the others are scored."""
 
     numbers = itertools.count()
 
     class Breaking(Plain):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.number = next(numbers)  # of the making: in threads, whoever comes first
             self.break_at("made")
 
-        def break_at(self, place):
+        def break_at(self, place: str) -> None:
             if place == where and (self.number if place == "made" else self.context.index) == 1:
                 raise EpisodeFailed("the machine is gone", retryable=retryable)
 
-        async def open(self, context):
+        async def open(self, context: EpisodeContext) -> Opening:
             self.context = context
             self.break_at("open")
             return await super().open(context)
 
-        async def step(self, reply):
+        async def step(self, reply: Reply) -> Outcome:
             self.break_at("step")
             return await super().step(reply)
 
-        async def finish(self, end):
+        async def finish(self, end: End) -> Score:
             self.break_at("finish")
             return await super().finish(end)
 
-        async def close(self):
+        async def close(self) -> None:
             await super().close()
             self.break_at("close")
 
@@ -129,43 +130,43 @@ def test_what_an_environment_raises_fails_its_episode_alone(where, retryable):
 @pytest.mark.parametrize("where", ["made", "open", "step", "finish", "close"])
 @pytest.mark.parametrize("error", [ConnectionResetError, TimeoutError, OSError, RuntimeError, KeyError])
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_crash_is_tried_again_then_reported(where, error, lasting):
-    broken = []
+def test_a_crash_is_tried_again_then_reported(where: str, error: type[Exception], lasting: bool) -> None:
+    broken: list[str] = []
 
     class Flaky(Plain):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.fail("made")
 
-        def fail(self, place):
+        def fail(self, place: str) -> None:
             if place == where and (lasting or not broken):
                 broken.append(place)
                 raise error("gone")
 
-        async def open(self, context):
+        async def open(self, context: EpisodeContext) -> Opening:
             self.fail("open")
             return await super().open(context)
 
-        async def step(self, reply):
+        async def step(self, reply: Reply) -> Outcome:
             self.fail("step")
             return await super().step(reply)
 
-        async def finish(self, end):
+        async def finish(self, end: End) -> Score:
             self.fail("finish")
             return await super().finish(end)
 
-        async def close(self):
+        async def close(self) -> None:
             await super().close()
             self.fail("close")
 
     (episode,) = group(Flaky, size=1)
     assert (episode.attempt, episode.score) == (1, None if lasting else Score(1.0))
     assert len(broken) == (2 if lasting else 1)
-    assert not lasting or f"raised {error.__name__}" in episode.error
+    assert not lasting or f"raised {error.__name__}" in (episode.error or "")
 
 
-def test_a_connection_that_stays_broken_is_reported_after_the_last_attempt():
-    def reward(reply, results):
+def test_a_connection_that_stays_broken_is_reported_after_the_last_attempt() -> None:
+    def reward(reply: Reply, results: object) -> Never:
         raise ConnectionRefusedError("the judge is down")
 
     episodes = group(Task(QUESTION, reward), attempts=3)
@@ -173,9 +174,9 @@ def test_a_connection_that_stays_broken_is_reported_after_the_last_attempt():
     assert failures(episodes) == {"finish() raised ConnectionRefusedError: the judge is down": 3}
 
 
-def test_an_attempt_keeps_the_seed_and_counts_up():
+def test_an_attempt_keeps_the_seed_and_counts_up() -> None:
     class Lost(Plain):
-        async def finish(self, end):
+        async def finish(self, end: End) -> Score:
             if self.context.attempt == 0:
                 raise EpisodeFailed("lost", retryable=True)
             return await super().finish(end)
@@ -204,17 +205,17 @@ def test_an_attempt_keeps_the_seed_and_counts_up():
         (lambda reply, results: exit(3), "SystemExit"),
     ],
 )
-def test_a_reward_that_is_no_number_fails_the_episode_by_name(reward, reason):
+def test_a_reward_that_is_no_number_fails_the_episode_by_name(reward: Callable[..., Any], reason: str) -> None:
     broken = {"count": 0}
 
-    def second_breaks(reply, results):
+    def second_breaks(reply: Reply, results: object) -> Any:
         broken["count"] += 1
         return reward(reply, results) if broken["count"] == 2 else 0.5
 
     episodes = group(Task(QUESTION, second_breaks), attempts=1)
     failed = [e for e in episodes if e.error]
     assert len(failed) == 1
-    assert reason in failed[0].error
+    assert reason in (failed[0].error or "")
     assert failed[0].sampled == 3  # what was sampled is kept for people
     assert [e.reward for e in episodes if not e.error] == [0.5, 0.5]
 
@@ -232,7 +233,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("end", LIMITS)
-def test_every_end_reaches_finish(end):
+def test_every_end_reaches_finish(end: str) -> None:
     options, turn = LIMITS[end]
 
     class Watching(Plain):
@@ -248,7 +249,7 @@ def test_every_end_reaches_finish(end):
 
 @pytest.mark.parametrize("end", LIMITS)
 @pytest.mark.parametrize("cut_off", [0.0, -1.0, None])
-def test_a_tasks_reward_for_a_limit(end, cut_off):
+def test_a_tasks_reward_for_a_limit(end: str, cut_off: float | None) -> None:
     """Where turns or tokens run out, each turn calls a tool, which asks for another turn."""
     options, turn = LIMITS[end]
     task = Task(QUESTION, lambda reply, results: 0.25, tools=(calculator(),), cut_off_reward=cut_off)
@@ -261,38 +262,42 @@ def test_a_tasks_reward_for_a_limit(end, cut_off):
     assert episode.reward == (0.25 if end == "done" or cut_off is None else cut_off)
 
 
-def test_an_environment_that_takes_too_long_meets_the_deadline():
+def test_an_environment_that_takes_too_long_meets_the_deadline() -> None:
     class Sleeping(Plain):
-        async def step(self, reply):
+        async def step(self, reply: Reply) -> Outcome:
             await asyncio.sleep(3600)
+            raise AssertionError("nobody waits as long")
 
     episode = once(deadline=time.monotonic() + 0.2)(Sleeping)
     assert (episode.end, episode.score) == ("deadline", Score(1.0))
     assert Sleeping.made[0].events == ["open", "deadline", "close"]
 
 
-def test_an_opening_that_cannot_be_asked_fails_by_its_reason():
+def test_an_opening_that_cannot_be_asked_fails_by_its_reason() -> None:
     class Pictures(Plain):
-        async def open(self, context):
+        async def open(self, context: EpisodeContext) -> Opening:
             return Opening(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]},))
 
-    assert "holds media ('image')" in once()(Pictures).error
+    assert "holds media ('image')" in (once()(Pictures).error or "")
     assert Pictures.made[0].events == ["close"]
 
     class Endless(Plain):
-        async def step(self, reply):
+        async def step(self, reply: Reply) -> Outcome:
             return Outcome(({"role": "user", "content": [{"type": "image"}]},), done=False)
 
-    assert "holds media" in once()(Endless).error
+    assert "holds media" in (once()(Endless).error or "")
 
 
-def test_an_engine_that_fails_stops_the_group_and_closes_it():
+def test_an_engine_that_fails_stops_the_group_and_closes_it() -> None:
     class Dead(ScriptedEngine):
-        async def generate(self, prompt_ids, sampling, media=None, **options):
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None = None, **options: Any
+        ) -> Completion:
             if len(self.prompts) == 2:
                 raise ValueError("the model's logits are not finite")
-            self.prompts.append(prompt_ids)
+            self.prompts.append(list(prompt_ids))
             await asyncio.sleep(3600)
+            raise AssertionError("nobody waits as long")
 
     class Watching(Plain):
         pass
@@ -302,34 +307,36 @@ def test_an_engine_that_fails_stops_the_group_and_closes_it():
     assert [e.events for e in Watching.made] == [["open", "close"]] * 3
 
 
-def test_a_close_that_fails_does_not_hide_why_the_run_stopped():
+def test_a_close_that_fails_does_not_hide_why_the_run_stopped() -> None:
     class Bad(Plain):
-        async def close(self):
+        async def close(self) -> Never:
             raise RuntimeError("cannot close")
 
     class Dead(ScriptedEngine):
-        async def generate(self, prompt_ids, sampling, media=None, **options):
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None = None, **options: Any
+        ) -> Never:
             raise ValueError("the model's logits are not finite")
 
     with pytest.raises(ValueError, match="not finite"):
         group(Bad, Dead(lambda prompt, turn: []))
-    assert "close() raised RuntimeError: cannot close" in once()(Bad).error
+    assert "close() raised RuntimeError: cannot close" in (once()(Bad).error or "")
 
 
 class Ranked(Plain):
     """Scored by rank within the group, whatever `finish` says."""
 
     @staticmethod
-    def score_group(episodes):
+    def score_group(episodes: Sequence[Episode]) -> list[Score]:
         return [Score(float(rank), {"own": e.reward}) for rank, e in enumerate(episodes)]
 
 
-def test_scores_relative_to_the_group_take_the_place_of_each_ones_own():
+def test_scores_relative_to_the_group_take_the_place_of_each_ones_own() -> None:
     assert [e.score for e in group(Ranked)] == [Score(float(i), {"own": 1.0}) for i in range(3)]
 
     class Awaited(Plain):
         @staticmethod
-        async def score_group(episodes):
+        async def score_group(episodes: Sequence[Episode]) -> list[Score]:
             await asyncio.sleep(0)
             return [Score(2.0)] * len(episodes)
 
@@ -344,9 +351,9 @@ def test_scores_relative_to_the_group_take_the_place_of_each_ones_own():
         (lambda episodes: 1 / 0, "score_group raised ZeroDivisionError"),
     ],
 )
-def test_group_scores_that_cannot_be_had_fail_the_group(scores, reason):
+def test_group_scores_that_cannot_be_had_fail_the_group(scores: Callable[..., Any], reason: str) -> None:
     class Wrong(Plain):
         score_group = staticmethod(scores)
 
     episodes = group(Wrong)
-    assert all(reason in e.error and e.score is None for e in episodes)
+    assert all(reason in (e.error or "") and e.score is None for e in episodes)

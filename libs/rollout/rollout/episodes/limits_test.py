@@ -1,6 +1,7 @@
 """max_tokens bounds an episode: each of its streams, and all that is sampled in it, whoever speaks."""
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from rollout.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import Opening, Outcome, Score
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
 from rollout.episodes.conversation import TokensSpentError
+from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
@@ -20,8 +22,8 @@ ASK = {"role": "user", "content": "x"}
 PROMPT = len(CHAT.open([ASK]))
 
 
-def encode(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
 class Endless:
@@ -32,14 +34,14 @@ class Endless:
     ends: list[str]
     caught: list[Exception]
 
-    def __init__(self):
+    def __init__(self) -> None:
         type(self).ends, type(self).caught = [], []
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         self.context = context
         return Opening([ASK])
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         if self.helpers:
             converse = self.context.converse
             helpers = [converse([ASK], agent=f"helper {n}") for n in range(self.helpers)]
@@ -49,25 +51,27 @@ class Endless:
                 raise self.caught[0]
         return Outcome((ASK,), done=False, context=() if self.compact else None)
 
-    async def finish(self, end):
+    async def finish(self, end: End) -> Score:
         self.ends.append(end)
         return Score(0.5)
 
-    async def close(self):
+    async def close(self) -> None:
         pass
 
 
-def play(answer, max_tokens, **attributes):
-    made = type("Made", (Endless,), attributes)
+def play(answer: str, max_tokens: int, **attributes: Any) -> tuple[type[Endless], Episode]:
+    made = cast(type[Endless], type("Made", (Endless,), attributes))
     engine = ScriptedEngine(lambda prompt, turn: [*encode(answer), CHAT.end_of_turn_id])
     sampling = Sampling(max_new_tokens=8)
-    limits = {"max_turns": 100, "max_tokens": max_tokens}
+    limits: dict[str, Any] = {"max_turns": 100, "max_tokens": max_tokens}
     return made, asyncio.run(asyncio.wait_for(run_episode(made, engine, CHAT, sampling, **limits), 60))
 
 
 @settings(deadline=None)
 @given(st.text("ab", max_size=10), st.integers(PROMPT + 1, PROMPT + 60), st.booleans(), st.integers(0, 3))
-def test_no_stream_and_not_all_that_is_sampled_is_over_max_tokens(answer, max_tokens, compact, helpers) -> None:
+def test_no_stream_and_not_all_that_is_sampled_is_over_max_tokens(
+    answer: str, max_tokens: int, compact: bool, helpers: int
+) -> None:
     made, episode = play(answer, max_tokens, compact=compact, helpers=helpers)
     assert episode.error is None
     assert max(len(segment.ids) for segment in episode.segments) <= max_tokens
@@ -90,7 +94,7 @@ def test_a_sub_agent_that_gets_no_token_ends_the_episode_where_the_environment_l
 
 
 @pytest.mark.parametrize("instant", [True, False])
-def test_so_it_does_from_a_thread(instant) -> None:
+def test_so_it_does_from_a_thread(instant: bool) -> None:
     attributes = {"helpers": 6} | ({} if instant else {"instant": False})
     made, episode = play("abcd", PROMPT + 4, **attributes)
     assert (made.ends, episode.end) == (["max_tokens"], "max_tokens")

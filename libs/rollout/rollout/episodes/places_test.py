@@ -1,6 +1,7 @@
 """What is sampled belongs to the task and the episode, not to the place among others where it is played."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,6 +10,7 @@ from rollout.engine import Sampling
 from rollout.environments.environment import EpisodeContext
 from rollout.environments.sources import TaskRow
 from rollout.environments.task import Task
+from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.chat import tiny_tokenizer
@@ -17,13 +19,13 @@ from rollout.testing.model import tiny_model
 TOKENIZER = tiny_tokenizer()
 
 
-def test_a_tasks_samples_do_not_depend_on_its_place():
+def test_a_tasks_samples_do_not_depend_on_its_place() -> None:
     """Groups of one step in any order, with a real model: the same tokens for each task."""
     engine = NativeEngine(tiny_model(len(TOKENIZER)), max_length=256)
     rows = [TaskRow(f"row-{i}", {"text": text}) for i, text in enumerate(("12+34=", "5+6=", "70+1=", "8+8="))]
 
-    def play(order):
-        async def all_groups():
+    def play(order: Sequence[int]) -> dict[str, list[tuple[int, ...]]]:
+        async def all_groups() -> list[list[Episode]]:
             jobs = [
                 run_group(
                     Task(({"role": "user", "content": rows[i].data["text"]},), lambda reply, results: 0.0),
@@ -46,6 +48,6 @@ def test_a_tasks_samples_do_not_depend_on_its_place():
     assert len({ids for some in expected.values() for ids in some}) > 4
 
 
-def test_a_context_outside_an_episode_has_no_engine():
+def test_a_context_outside_an_episode_has_no_engine() -> None:
     with pytest.raises(ValueError, match="no episode is being played here"):
         EpisodeContext("t").converse(({"role": "user", "content": "37+58="},))

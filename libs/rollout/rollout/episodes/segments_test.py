@@ -5,15 +5,19 @@ the model saw, and every sampled token is trained once.
 """
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from chat_tools.testing.real_templates import family_of, real_tokenizer
 from rollout.chat import Chat
-from rollout.engine import Sampling
-from rollout.environments.environment import Opening, Outcome, Score
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
 from rollout.episodes.batch import to_batch
+from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.forced import ForcedEngine, stock_log_probs
@@ -27,27 +31,32 @@ MODEL = tiny_model(len(TOKENIZER), layers=2)
 SAMPLING = Sampling(max_new_tokens=200, seed=1)
 
 
-def chat():
+def chat() -> Chat:
     return Chat(TOKENIZER, stop_tokens=STOPS, tool_format="hermes")
 
 
-def encode(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def user(text):
+def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def forced(*turns):
+def forced(*turns: str) -> ForcedEngine:
     return ForcedEngine(MODEL, lambda prompt, turn: encode(turns[turn] + "<|im_end|>"), version=3)
 
 
-def play(environment, engine, **options):
+def play(environment: EnvironmentFactory, engine: RolloutEngine, **options: Any) -> Episode:
     return asyncio.run(run_episode(environment, engine, chat(), SAMPLING, **options))
 
 
-def assert_exact(episodes, prompts=None, completions=None, model=MODEL):
+def assert_exact(
+    episodes: Sequence[Episode],
+    prompts: Sequence[Sequence[int]] | None = None,
+    completions: Sequence[Completion] | None = None,
+    model: nn.Module = MODEL,
+) -> None:
     """Against the stock module, stream by stream; and against what the engine was asked and answered, where known."""
     for segment in (s for e in episodes for s in e.segments):
         expected = stock_log_probs(model, segment.ids)
@@ -56,7 +65,7 @@ def assert_exact(episodes, prompts=None, completions=None, model=MODEL):
         assert mask.any()
         assert (found - expected)[mask].abs().max() < 1e-5
         assert not found[~mask].any()
-    if completions is None:
+    if prompts is None or completions is None:
         return
     runs = []  # every run of sampled tokens with all that stood before it
     for segment in (s for e in episodes for s in e.segments):
@@ -72,30 +81,30 @@ def assert_exact(episodes, prompts=None, completions=None, model=MODEL):
     assert sorted(runs) == sorted(asked)
 
 
-def texts(episode):
+def texts(episode: Episode) -> list[str]:
     return [TOKENIZER.decode(s.ids) for s in episode.segments]
 
 
 class Quiz:
     """A question with a calculator, then another one: by then the template has forgotten the thinking."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked = 0
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         return Opening((user("37+58?"),), (calculator(),))
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         if reply.tool_calls:
             results = await call_tools((calculator(),), reply.tool_calls)
             return Outcome(tuple(r.to_message() for r in results), done=False)
         self.asked += 1
         return Outcome((user("and 1+1?"),), done=self.asked == 2)
 
-    async def finish(self, end):
+    async def finish(self, end: End) -> Score:
         return Score(1.0)
 
-    async def close(self):
+    async def close(self) -> None:
         pass
 
 
@@ -107,7 +116,7 @@ TURNS = (
 )
 
 
-def test_a_template_that_forgets_thinking_begins_a_stream_when_the_user_speaks():
+def test_a_template_that_forgets_thinking_begins_a_stream_when_the_user_speaks() -> None:
     engine = forced(*TURNS)
     episode = play(Quiz, engine)
     assert episode.end == "done"
@@ -130,7 +139,7 @@ def test_a_template_that_forgets_thinking_begins_a_stream_when_the_user_speaks()
     assert_exact([episode], engine.prompts, engine.completions)
 
 
-def test_every_row_of_an_episode_has_its_reward_and_group():
+def test_every_row_of_an_episode_has_its_reward_and_group() -> None:
     engine = forced(*TURNS)
     batch = to_batch([play(Quiz, engine, group=5), play(Quiz, forced(*TURNS), group=5)])
     assert batch["episode"].tolist() == [0, 0, 1, 1]
@@ -141,16 +150,16 @@ def test_every_row_of_an_episode_has_its_reward_and_group():
 class Compacting(Quiz):
     """Replaces all that was said by a summary after the first answer."""
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         return Opening((user("remember 7 and then 8"),))
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         self.asked += 1
         summary = (user("summary: 7, 8"), {"role": "assistant", "content": "I know"})
         return Outcome((user("what was first?"),), done=self.asked == 2, context=summary)
 
 
-def test_a_replaced_context_is_a_stream_of_its_own():
+def test_a_replaced_context_is_a_stream_of_its_own() -> None:
     engine = forced("<think>\nlong\n</think>\n\nyes", "seven")
     episode = play(Compacting, engine)
     first, second = texts(episode)
@@ -164,11 +173,11 @@ def test_a_replaced_context_is_a_stream_of_its_own():
 class Team(Quiz):
     """Asks a sub-agent twice and a branch of it once, through the same engine."""
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         self.context = context
         return Opening((user("lead the team"),))
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         helper = self.context.converse((user("you help. 2+2?"),), agent="helper")
         first = await helper.reply()
         assert helper.say((user(f"are you sure of {first.content}?"),))
@@ -179,11 +188,11 @@ class Team(Quiz):
         self.score = float(second.content == third.content)
         return Outcome()
 
-    async def finish(self, end):
+    async def finish(self, end: End) -> Score:
         return Score(self.score)
 
 
-def test_sub_agents_and_branches_are_recorded_and_trained():
+def test_sub_agents_and_branches_are_recorded_and_trained() -> None:
     engine = forced("ask them", "four", "yes four", "no five")
     episode = play(Team, engine)
     assert [s.agent for s in episode.segments] == ["", "helper", "helper", "doubter"]
@@ -196,7 +205,7 @@ def test_sub_agents_and_branches_are_recorded_and_trained():
 class Remembering(Team):
     """A branch in the middle of a stream that goes on: llama's template keeps all."""
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         helper = self.context.converse((user("2+2?"),), agent="helper")
         await helper.reply()
         other = helper.fork("doubter")
@@ -207,7 +216,7 @@ class Remembering(Team):
         return Outcome()
 
 
-def test_a_branchs_beginning_is_given_token_by_token_and_trained_once():
+def test_a_branchs_beginning_is_given_token_by_token_and_trained_once() -> None:
     tokenizer = real_tokenizer("qwen3_8")
     model = tiny_model(len(tokenizer), layers=2)
     engine = ForcedEngine(
@@ -226,7 +235,7 @@ def test_a_branchs_beginning_is_given_token_by_token_and_trained_once():
 
 
 @pytest.mark.parametrize("environment", [Quiz, Compacting, Team])
-def test_what_a_real_engine_samples_is_exact_in_every_stream(environment):
+def test_what_a_real_engine_samples_is_exact_in_every_stream(environment: EnvironmentFactory) -> None:
     """The native engine with weights of chance; half the vocabulary ends a turn, so that turns end."""
     engine = NativeEngine(MODEL, max_length=4096)
     sampling = Sampling(max_new_tokens=40, seed=7, stop_token_ids=tuple(range(0, len(TOKENIZER), 2)))
@@ -246,7 +255,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_templates_whose_stop_token_is_not_their_own_play(name):
+def test_templates_whose_stop_token_is_not_their_own_play(name: str) -> None:
     """They were refused: GLM samples the next role's token, gpt-oss <|return|> where history has <|end|>."""
     tokenizer = real_tokenizer(name)
     model = tiny_model(len(tokenizer), layers=2)
@@ -254,7 +263,7 @@ def test_templates_whose_stop_token_is_not_their_own_play(name):
     talk = Chat(tokenizer, stop_tokens=family_of(name).stops, tool_format=REAL[name][1])
 
     class Twice(Compacting):
-        async def step(self, reply):
+        async def step(self, reply: Reply) -> Outcome:
             self.asked += 1
             return Outcome((user("again?"),), done=self.asked == 3)
 

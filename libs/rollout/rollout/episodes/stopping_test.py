@@ -6,7 +6,7 @@ import pytest
 
 from rollout.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import Opening, Outcome, Score
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
 from rollout.environments.hosted import host
 from rollout.episodes.playing import run_group
 from rollout.testing.chat import tiny_tokenizer
@@ -21,35 +21,35 @@ class Waiting:
 
     made: list["Waiting"]
 
-    def __init__(self):
-        self.events = []
+    def __init__(self) -> None:
+        self.events: list[str] = []
         type(self).made.append(self)
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> None:
         cls.made = []
 
-    async def open(self, context):
+    async def open(self, context: EpisodeContext) -> Opening:
         self.index = context.index
         self.events.append("open")
         return Opening(({"role": "user", "content": "37+58="},))
 
-    async def step(self, reply):
+    async def step(self, reply: Reply) -> Outcome:
         self.events.append("step")
         await asyncio.sleep(3600)
         return Outcome(done=True)
 
-    async def finish(self, end):
+    async def finish(self, end: End) -> Score:
         return Score(1.0)
 
-    async def close(self):
+    async def close(self) -> None:
         self.events.append("close")
 
 
-def stop(kind):
+def stop(kind: type[Waiting]) -> None:
     """Play a group until each of its environments was stepped, and cancel it."""
     reply = TOKENIZER("95<|im_end|>", add_special_tokens=False)["input_ids"]
 
-    async def play():
+    async def play() -> None:
         engine = ScriptedEngine(lambda prompt, turn: reply)
         job = asyncio.create_task(
             run_group(kind, engine, Chat(TOKENIZER), Sampling(max_new_tokens=20, seed=0), size=SIZE)
@@ -65,29 +65,29 @@ def stop(kind):
     assert [e.events for e in kind.made] == [["open", "step", "close"]] * SIZE
 
 
-def test_every_sibling_is_cancelled_and_closed():
+def test_every_sibling_is_cancelled_and_closed() -> None:
     class Quick(Waiting):
         pass
 
     stop(Quick)
 
 
-def test_one_that_has_closed_interrupts_no_other_that_still_does():
+def test_one_that_has_closed_interrupts_no_other_that_still_does() -> None:
     class Slow(Waiting):
-        async def close(self):
+        async def close(self) -> None:
             await asyncio.sleep(0.1 * self.index)
             self.events.append("close")
 
     stop(Slow)
 
 
-def test_whoever_stops_waiting_for_a_close_leaves_nothing_behind():
+def test_whoever_stops_waiting_for_a_close_leaves_nothing_behind() -> None:
     class Slow(Waiting):
-        async def close(self):
+        async def close(self) -> None:
             self.events.append("close")
             await asyncio.sleep(0.3)
 
-    async def play():
+    async def play() -> None:
         environment = await host(Slow)
         closing = asyncio.create_task(environment.close())
         while not Slow.made[0].events:

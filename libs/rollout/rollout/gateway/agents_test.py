@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ from rollout.engine import Sampling
 from rollout.environments.environment import EpisodeContext, Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.batch import to_batch
+from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.failure import EpisodeFailed
 from rollout.gateway.agents import AgentTask, Seat, run_agent, run_agents
@@ -22,11 +24,13 @@ from rollout.testing.scripted import ScriptedEngine
 TOKENIZER = tiny_tokenizer()
 
 
-def encode(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def play(agent, *texts, chat=None, group=None, **options):
+def play(
+    agent: Any, *texts: str, chat: Chat | None = None, group: int | None = None, **options: Any
+) -> tuple[ScriptedEngine, Any]:
     """The engine and the episode (with `group` the episodes) of an agent whose policy says `texts` in turn."""
     engine = ScriptedEngine(lambda prompt, turn: encode(texts[turn % len(texts)]))
 
@@ -43,19 +47,19 @@ def play(agent, *texts, chat=None, group=None, **options):
     return engine, asyncio.run(run())
 
 
-async def say(seat: Seat, messages, **options):
+async def say(seat: Seat, messages: Sequence[Any], **options: Any) -> Any:
     async with openai.AsyncOpenAI(base_url=seat.base_url, api_key=seat.api_key, max_retries=0) as api:
         answer = await api.chat.completions.create(model=seat.model, messages=messages, **options)
     return answer.choices[0].message
 
 
-def user(text):
+def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
 async def talker(seat: Seat) -> float:
     """Asks twice, whatever is said."""
-    messages = [user(f"task {seat.context.task_id}")]
+    messages: list[Any] = [user(f"task {seat.context.task_id}")]
     for _ in range(2):
         messages += [await say(seat, messages), user("go on")]
     return float("two" in messages[-2].content)
@@ -78,7 +82,7 @@ def test_the_tools_of_an_agent_have_their_rates() -> None:
     call = "<tool_call>\n<function=find>\n</function>\n</tool_call>"
 
     async def agent(seat: Seat) -> float:
-        messages = [user("find it")]
+        messages: list[Any] = [user("find it")]
         for answer in ("Error: find gave no answer within 3 s", "Error: no such page", "here", None):
             said = await say(seat, messages, tools=[tool])
             messages.append(said.model_dump(exclude_none=True))
@@ -105,13 +109,13 @@ def test_a_blocking_agent_is_played_too() -> None:
     ("limits", "end"),
     [({"max_turns": 1}, "max_turns"), ({"max_tokens": 60}, "max_tokens"), ({"deadline": 0.0}, "deadline")],
 )
-def test_a_limit_is_truncation_and_no_failure(limits, end) -> None:
+def test_a_limit_is_truncation_and_no_failure(limits: dict[str, Any], end: str) -> None:
     _, episode = play(talker, "one" + "x" * 30 + "<|im_end|>", cut_off_reward=-0.5, **limits)
     assert (episode.end, episode.error, episode.reward) == (end, None, -0.5)
 
 
 def test_an_agent_that_sees_the_limit_may_still_score_itself() -> None:
-    async def agent(seat):
+    async def agent(seat: Seat) -> float:
         with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
             await talker(seat)
         return 0.25
@@ -120,10 +124,10 @@ def test_an_agent_that_sees_the_limit_may_still_score_itself() -> None:
     assert (episode.end, episode.reward) == ("max_turns", 0.25)
 
 
-def test_a_deadline_ends_an_agent_that_sleeps(monkeypatch) -> None:
+def test_a_deadline_ends_an_agent_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.gateway.agents.GRACE", 0.1)
 
-    async def agent(seat):
+    async def agent(seat: Seat) -> None:
         await say(seat, [user("hi")])
         await asyncio.sleep(30)
 
@@ -143,8 +147,8 @@ def test_a_deadline_ends_an_agent_that_sleeps(monkeypatch) -> None:
         (None, "gave NoneType: it gives a Score or a number"),
     ],
 )
-def test_what_breaks_is_a_failure_and_no_zero(value, message) -> None:
-    async def agent(seat):
+def test_what_breaks_is_a_failure_and_no_zero(value: object, message: str) -> None:
+    async def agent(seat: Seat) -> object:
         await say(seat, [user("hi")])
         if isinstance(value, Exception):
             raise value
@@ -158,17 +162,17 @@ def test_what_breaks_is_a_failure_and_no_zero(value, message) -> None:
 
 def test_a_group_retries_what_may_pass_and_is_scored_together() -> None:
     class Agent:
-        def __init__(self):
-            self.attempts = []
+        def __init__(self) -> None:
+            self.attempts: list[tuple[int, int]] = []
 
-        async def __call__(self, seat):
+        async def __call__(self, seat: Seat) -> float:
             self.attempts.append((seat.context.index, seat.context.attempt))
             await say(seat, [user("hi")])
             if seat.context.index == 1 and seat.context.attempt == 0:
                 raise EpisodeFailed("lost", retryable=True)
             return 1.0
 
-        def score_group(self, episodes):
+        def score_group(self, episodes: Sequence[Episode]) -> list[Score]:
             return [Score(float(place)) for place, _ in enumerate(episodes)]
 
     agent = Agent()
@@ -180,7 +184,7 @@ def test_a_group_retries_what_may_pass_and_is_scored_together() -> None:
 
 
 def test_seeds_follow_from_the_task_the_index_and_the_turn() -> None:
-    def seeds(task, seed):
+    def seeds(task: str, seed: int | None) -> set[int | None]:
         engine, _ = play(talker, "x<|im_end|>", group=2, row=TaskRow(task), sampling=Sampling(seed=seed))
         return {sampling.seed for sampling in engine.samplings}
 
@@ -191,7 +195,7 @@ def test_seeds_follow_from_the_task_the_index_and_the_turn() -> None:
 
 
 def test_an_agent_stands_where_an_environment_does() -> None:
-    async def agent(seat):
+    async def agent(seat: Seat) -> float:
         await say(seat, [user("hi")], temperature=0)
         return 1.0
 
@@ -206,7 +210,7 @@ def test_an_agent_stands_where_an_environment_does() -> None:
 
 
 def test_a_sub_agent_is_a_segment_of_its_own() -> None:
-    async def agent(seat):
+    async def agent(seat: Seat) -> float:
         messages = [user("hi")]
         messages.append(await say(seat, messages))
         await say(seat, [{"role": "system", "content": "you are a helper"}, user("sum up")])
@@ -232,11 +236,11 @@ STRIPPING = TEMPLATE.replace(
 
 
 @pytest.mark.parametrize("returns_reasoning", [True, False])
-def test_a_template_that_strips_thinking_begins_a_segment_that_is_exact(returns_reasoning) -> None:
+def test_a_template_that_strips_thinking_begins_a_segment_that_is_exact(returns_reasoning: bool) -> None:
     """What the model saw is what is trained: the second turn follows the conversation without the first thinking."""
     tokenizer = tiny_tokenizer(STRIPPING)
 
-    async def agent(seat):
+    async def agent(seat: Seat) -> float:
         messages = [user("hi")]
         for _ in range(2):
             answer = await say(seat, messages)

@@ -1,30 +1,35 @@
 """n choices: sampled side by side from one prompt, each recorded once, any of them gone on from."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import openai
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
+from rollout.episodes.segment import Segment
+from rollout.gateway.result import SessionRecord
+from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
 from rollout.testing.gateway import ADD, CALL, QUESTION, Script, ask, check, client, encode, serve, turn, user
 
 TEXTS = ("one<|im_end|>", "two!<|im_end|>", CALL + "<|im_end|>")
 
 
-async def choices(api, *messages, **options):
+async def choices(api: openai.AsyncOpenAI, *messages: Any, **options: Any) -> Any:
     return (await api.chat.completions.create(model="policy", messages=list(messages), **options)).choices
 
 
-def trained(segment):
+def trained(segment: Segment) -> list[int]:
     return [i for i, mask in zip(segment.ids, segment.loss_mask, strict=True) if mask]
 
 
 @pytest.mark.parametrize("continued", range(3))
-def test_each_choice_is_trained_once_and_any_can_be_gone_on_from(continued) -> None:
+def test_each_choice_is_trained_once_and_any_can_be_gone_on_from(continued: int) -> None:
     engine = Script(*TEXTS, "end<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> SessionRecord:
         async with client(gateway) as api:
             found = await choices(api, QUESTION, n=3, tools=[ADD])
             assert [(c.index, c.finish_reason) for c in found] == [(0, "stop"), (1, "stop"), (2, "tool_calls")]
@@ -48,7 +53,7 @@ def test_each_choice_is_trained_once_and_any_can_be_gone_on_from(continued) -> N
 def test_choices_go_on_with_a_conversation_and_have_seeds_of_their_own() -> None:
     engine = Script("one<|im_end|>", "left<|im_end|>", "right<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         gateway.open("s", sampling=Sampling(seed=3))
         async with client(gateway) as api:
             await ask(api, QUESTION)
@@ -71,10 +76,11 @@ def test_choices_go_on_with_a_conversation_and_have_seeds_of_their_own() -> None
 def test_a_stream_of_choices_says_whose_each_delta_is() -> None:
     engine = Script("one<|im_end|>", "two!<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             asked = {"model": "policy", "messages": [QUESTION], "n": 2, "stream": True, "logprobs": True}
-            text, ended, probs = ["", ""], {}, [[], []]
+            text, ended = ["", ""], {}
+            probs: list[list[float]] = [[], []]
             async for chunk in await api.chat.completions.create(**asked):
                 (choice,) = chunk.choices
                 text[choice.index] += choice.delta.content or ""
@@ -92,7 +98,7 @@ def test_a_stream_of_choices_says_whose_each_delta_is() -> None:
 class SecondFails(Script):
     """Its second request breaks."""
 
-    async def generate(self, prompt_ids, sampling, *args, **options):
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *args: Any, **options: Any) -> Completion:
         if len(self.prompts) == 1:
             self.prompts.append([])
             raise OSError("gone")
@@ -102,7 +108,7 @@ class SecondFails(Script):
 def test_where_one_choice_fails_the_others_are_cancelled_and_nothing_is_recorded() -> None:
     engine = SecondFails("one<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> SessionRecord:
         engine.gate.clear()
         async with client(gateway) as api:
             with pytest.raises(openai.InternalServerError):
@@ -117,7 +123,7 @@ def test_where_one_choice_fails_the_others_are_cancelled_and_nothing_is_recorded
 def test_limits_count_choices() -> None:
     engine = Script("abcd<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         gateway.open("turns", limits=SessionLimits(max_turns=3))
         async with client(gateway, "turns") as api:
             await choices(api, QUESTION, n=2)
@@ -136,7 +142,7 @@ def test_all_that_a_session_samples_stays_within_its_tokens() -> None:
     engine = Script("abcdefgh")
     prompt = len(encode("<|im_start|>user\n37+58=<|im_end|>\n<|im_start|>assistant\n"))
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         gateway.open("s", limits=SessionLimits(max_tokens=prompt + 6))
         async with client(gateway) as api:
             found = await choices(api, QUESTION, n=2)
@@ -154,9 +160,10 @@ def test_all_that_a_session_samples_stays_within_its_tokens() -> None:
         both = await asyncio.gather(*(gateway_ask(gateway, name) for name in ("x", "y")))
         assert sum(map(len, both)) <= prompt + 6
 
-    async def gateway_ask(gateway, name):
+    async def gateway_ask(gateway: TokenGateway, name: str) -> str:
         gateway.open(name, limits=SessionLimits(max_tokens=prompt + 6))
         async with client(gateway, name) as api:
-            return (await ask(api, QUESTION)).message.content
+            content: str = (await ask(api, QUESTION)).message.content
+            return content
 
     serve(engine, agent)

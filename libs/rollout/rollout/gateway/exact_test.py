@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
+from torch import nn
 
 from rollout.chat import Chat
-from rollout.engine import Sampling
+from rollout.engine import Completion, RolloutEngine, Sampling
+from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.native.engine import NativeEngine
 from rollout.testing.gateway import ADD, TOKEN, TOKENIZER, encode
@@ -24,10 +27,10 @@ CALL = (
 
 
 @pytest.fixture(scope="module")
-def caller():
+def caller() -> nn.Module:
     """A tiny model that has learned one conversation by heart: it calls the tool, then says what came back."""
     chat = Chat(TOKENIZER)
-    model = tiny_model(vocab=len(TOKENIZER))
+    model: nn.Module = tiny_model(vocab=len(TOKENIZER))
     said = [{"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
     follow = chat.after_turn([{"role": "tool", "content": "7", "name": "add", "tool_call_id": said[0]["id"]}])
     tools: list[Any] = [type("Offered", (), {"schema": ADD})]
@@ -50,7 +53,7 @@ def caller():
     return model.eval()
 
 
-def stock_log_probs(model, ids, temperature):
+def stock_log_probs(model: nn.Module, ids: Sequence[int], temperature: float) -> list[float]:
     """Teacher-forced log-probs of each token but the first, one sequence, no cache: what a trainer computes."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, :-1].float() / temperature
@@ -60,20 +63,20 @@ def stock_log_probs(model, ids, temperature):
 class Watched:
     """The engine, and what it really sampled."""
 
-    def __init__(self, engine):
+    def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
-        self.sampled = []
+        self.sampled: list[tuple[list[int], Completion]] = []
 
-    async def generate(self, prompt_ids, sampling, *args, **options):
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *args: Any, **options: Any) -> Completion:
         completion = await self.engine.generate(prompt_ids, sampling, *args, **options)
         self.sampled.append((list(prompt_ids), completion))
         return completion
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
 
-async def streamed(api, **asked):
+async def streamed(api: openai.AsyncOpenAI, **asked: Any) -> tuple[dict[str, Any], str | None]:
     """What a stream adds up to: the message to send back, and the reason of the end."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     reason = None
@@ -86,7 +89,7 @@ async def streamed(api, **asked):
     return message, reason
 
 
-async def agent(api, seed):
+async def agent(api: openai.AsyncOpenAI, seed: int) -> tuple[str, int]:
     """A loop as anybody writes it: call tools until an answer comes. Odd ones read streams."""
     messages, calls = [QUESTION], 0
     for _ in range(4):
@@ -107,8 +110,8 @@ async def agent(api, seed):
     return "", calls
 
 
-def test_an_agent_with_tools_trains_token_exact(caller) -> None:
-    async def run():
+def test_an_agent_with_tools_trains_token_exact(caller: nn.Module) -> None:
+    async def run() -> tuple[list[tuple[list[int], Completion]], list[tuple[str, int]], list[SessionRecord]]:
         engine = Watched(NativeEngine(caller, version=5))
         async with TokenGateway(engine, Chat(TOKENIZER), token=TOKEN) as gateway:
             clients = [
@@ -146,7 +149,7 @@ def test_500_sessions_of_a_real_engine() -> None:
     count = 500
     model = tiny_model(vocab=len(TOKENIZER), layers=2)
 
-    async def talk(http, number):
+    async def talk(http: httpx.AsyncClient, number: int) -> None:
         session = {SESSION_HEADER: f"s{number}"}
         messages = [{"role": "user", "content": f"q{number}"}]
         for _ in range(2):
@@ -155,7 +158,7 @@ def test_500_sessions_of_a_real_engine() -> None:
             assert response.status_code == 200, response.text
             messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
 
-    async def run():
+    async def run() -> list[SessionRecord]:
         engine = NativeEngine(model, max_batch=512)
         async with TokenGateway(engine, Chat(TOKENIZER), token=TOKEN, sampling=Sampling()) as gateway:
             await engine.pause()
@@ -186,7 +189,7 @@ def test_a_client_that_leaves_frees_its_place_in_the_engine() -> None:
     """Cancelled in the native engine while it decodes: no step is spent on the request after that."""
     model = tiny_model(vocab=len(TOKENIZER), layers=2)
 
-    async def run():
+    async def run() -> tuple[int, int, SessionRecord]:
         engine = NativeEngine(model)
         async with TokenGateway(engine, Chat(TOKENIZER), token=TOKEN) as gateway:
             headers = {"Authorization": f"Bearer {gateway.key('s')}"}

@@ -1,12 +1,15 @@
 """tool_choice: a call is forced by its beginning, which is given and not trained; what can't be forced is refused."""
 
 import json
+from typing import Any
 
 import openai
 import pytest
 
 from rollout.chat import Chat
+from rollout.episodes.segment import Segment
 from rollout.gateway.forced_call import forced_call
+from rollout.gateway.server import TokenGateway
 from rollout.testing.chat import TEMPLATE, tiny_tokenizer
 from rollout.testing.gateway import ADD, QUESTION, Script, ask, check, client, decode, encode, serve, user
 from rollout.tools.tool import Tool
@@ -26,10 +29,12 @@ REST = ">\n<parameter=a>\n37\n</parameter>\n</function>\n</tool_call><|im_end|>"
         ("required", [ADD], "<tool_call>\n<function=add>\n", REST[2:], "tool_calls"),
     ],
 )
-def test_a_forced_call_goes_on_from_the_tokens_it_was_given(choice, tools, given, sampled, reason) -> None:
+def test_a_forced_call_goes_on_from_the_tokens_it_was_given(
+    choice: Any, tools: list[dict[str, Any]], given: str, sampled: str, reason: str
+) -> None:
     engine = Script(sampled, "x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             asked = {"model": "policy", "messages": [QUESTION], "tools": tools, "tool_choice": choice}
             answer = (await api.chat.completions.create(**asked)).choices[0]
@@ -49,7 +54,7 @@ def test_a_forced_call_goes_on_from_the_tokens_it_was_given(choice, tools, given
 
 
 def test_a_forced_call_that_the_model_spoils_is_content() -> None:
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             answer = await ask(api, QUESTION, tools=[ADD], tool_choice=NAMED)
             assert (answer.message.tool_calls, answer.finish_reason) == (None, "stop")
@@ -62,7 +67,7 @@ def test_none_wants_no_call_and_the_conversation_goes_on() -> None:
     text = "<tool_call>\n<function=add" + REST
     engine = Script(text, "x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             answer = await ask(api, QUESTION, tools=[ADD], tool_choice="none")
             assert (answer.message.tool_calls, answer.finish_reason) == (None, "stop")
@@ -83,14 +88,14 @@ def test_none_wants_no_call_and_the_conversation_goes_on() -> None:
         (TEMPLATE.replace("if think }}", "}}"), "qwen3_xml", "another way than it asks"),
     ],
 )
-def test_what_cannot_be_forced_is_refused_with_the_reason(template, tool_format, why) -> None:
+def test_what_cannot_be_forced_is_refused_with_the_reason(template: str, tool_format: str, why: str) -> None:
     chat = Chat(tiny_tokenizer(template), end_of_turn="<|im_end|>", tool_format=tool_format)
     with pytest.raises(ValueError, match=why):
         forced_call(chat, [ADDS], None)
 
 
 def test_the_refusal_reaches_the_client() -> None:
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         gateway.chat = Chat(tiny_tokenizer(), tool_format="hermes")
         async with client(gateway) as api:
             with pytest.raises(openai.BadRequestError, match="can't be enforced") as caught:

@@ -13,7 +13,7 @@ TOOLS = [Tool(name, "", OBJECT, print) for name in ("add", "multiply")]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen2_5", "glm4moe"])
-def test_real_templates_calls_begin_so_that_they_can_be_forced(name) -> None:
+def test_real_templates_calls_begin_so_that_they_can_be_forced(name: str) -> None:
     """Held to the parser: with the arguments of a call after them, the given tokens are that call."""
     family = family_of(name)
     end = (family.closings or family.stops)[0]

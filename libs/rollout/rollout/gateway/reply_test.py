@@ -2,27 +2,34 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from typing import Any, Never
 
 import httpx
 import openai
 import pytest
 
+from rollout.episodes.segment import Segment
+from rollout.gateway.result import SessionRecord
+from rollout.gateway.server import TokenGateway
 from rollout.testing.gateway import ADD, QUESTION, TURNS, Script, ask, check, client, encode, serve, turn, user
 
 
 @pytest.mark.parametrize("text", TURNS)
 @pytest.mark.parametrize("tools", [[ADD], openai.omit])
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_stream_adds_up_to_the_whole_answer_and_is_recorded_alike(text, tools, streams) -> None:
+def test_a_stream_adds_up_to_the_whole_answer_and_is_recorded_alike(text: str, tools: Any, streams: bool) -> None:
     engine = Script(text)
     engine.streams = streams  # an engine that tells nothing on the way
 
-    async def ask(gateway):
+    async def ask(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             asked = {"model": "policy", "messages": [QUESTION], "tools": tools, "logprobs": True}
             whole = (await api.chat.completions.create(**asked)).choices[0]
-            text, reasoning, calls, probs, reason = "", "", {}, [], None
-            usage = None
+            text, reasoning, reason = "", "", None
+            calls: dict[int, list[str]] = {}
+            probs: list[Any] = []
+            usage: Any = None
             async with client(gateway, "t") as other:
                 stream = await other.chat.completions.create(
                     **asked, stream=True, stream_options={"include_usage": True}
@@ -50,7 +57,7 @@ def test_a_stream_adds_up_to_the_whole_answer_and_is_recorded_alike(text, tools,
     serve(engine, ask)
 
 
-async def event_lines(http, gateway, **asked):
+async def event_lines(http: httpx.AsyncClient, gateway: TokenGateway, **asked: Any) -> AsyncIterator[str]:
     """The lines of a stream, as they come."""
     headers = {"Authorization": f"Bearer {gateway.key('s')}"}
     body = {"model": "policy", "messages": [QUESTION], "stream": True, **asked}
@@ -60,9 +67,10 @@ async def event_lines(http, gateway, **asked):
                 yield line
 
 
-def said(line):
+def said(line: str) -> str:
     """The text of a chunk."""
-    return json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+    content: str = json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+    return content
 
 
 def test_a_delta_leaves_before_the_next_token_is_sampled() -> None:
@@ -70,7 +78,7 @@ def test_a_delta_leaves_before_the_next_token_is_sampled() -> None:
     text = "one by one"
     engine = Script(text + "<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         engine.paces = asyncio.Semaphore(1)
         heard = ""
         async with httpx.AsyncClient(timeout=60) as http:
@@ -91,10 +99,10 @@ def test_a_delta_leaves_before_the_next_token_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_the_engines_work(stream) -> None:
+def test_a_stop_text_ends_the_engines_work(stream: bool) -> None:
     engine = Script("It is 95. And so on, and so on.<|im_end|>", "x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             asked = {"model": "policy", "messages": [QUESTION], "stop": ["nd s"], "stream": stream}
             answer = await api.chat.completions.create(**asked)
@@ -114,7 +122,7 @@ def test_a_stop_text_ends_the_engines_work(stream) -> None:
 def test_a_client_that_leaves_in_the_middle_of_a_stream_leaves_no_trace() -> None:
     engine = Script("one two three<|im_end|>", "two<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> SessionRecord:
         engine.paces = asyncio.Semaphore(3)
         async with httpx.AsyncClient(timeout=60) as http:
             async for line in event_lines(http, gateway):
@@ -135,10 +143,10 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_leaves_no_trace() -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_is_cancelled_in_the_engine_and_leaves_no_trace(stream) -> None:
+def test_a_client_that_leaves_is_cancelled_in_the_engine_and_leaves_no_trace(stream: bool) -> None:
     engine = Script("one<|im_end|>", "lost<|im_end|>", "two<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> SessionRecord:
         async with client(gateway) as api:
             await ask(api, QUESTION)
             engine.gate.clear()
@@ -160,11 +168,11 @@ def test_a_client_that_leaves_is_cancelled_in_the_engine_and_leaves_no_trace(str
     assert engine.prompts[1] == engine.prompts[2]
 
 
-def test_a_stream_that_waits_is_kept_alive(monkeypatch) -> None:
+def test_a_stream_that_waits_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.gateway.reply.KEEP_ALIVE", 0.05)
     engine = Script("one<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         engine.gate.clear()
         body = {"model": "policy", "messages": [QUESTION], "stream": True}
         headers = {"Authorization": f"Bearer {gateway.key('s')}"}
@@ -190,7 +198,7 @@ class Breaking(Script):
 
     error: Exception
 
-    async def generate(self, *arguments, **options):
+    async def generate(self, *arguments: Any, **options: Any) -> Never:
         await super().generate(*arguments, **options)
         raise self.error
 
@@ -198,12 +206,14 @@ class Breaking(Script):
 @pytest.mark.parametrize(
     ("error", "said"), [(ValueError("too long"), "too long"), (OSError("secret"), "engine failed")]
 )
-def test_an_error_in_a_begun_stream_is_an_event_of_it(monkeypatch, error, said) -> None:
+def test_an_error_in_a_begun_stream_is_an_event_of_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
     monkeypatch.setattr("rollout.gateway.reply.KEEP_ALIVE", 0.05)
     engine = Breaking("x")
     engine.error = error
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         engine.gate.clear()
         async with client(gateway) as api:
             stream = await api.chat.completions.create(model="policy", messages=[QUESTION], stream=True)

@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Never
 
 import httpx
 import pytest
@@ -29,10 +31,10 @@ class Ends(ScriptedEngine):
 engine = Ends
 
 
-def requests(body, **options):
+def requests(body: Callable[[httpx.AsyncClient, TokenGateway], Awaitable[None]], **options: Any) -> None:
     """Run `body(http client, gateway)`."""
 
-    async def run():
+    async def run() -> None:
         async with TokenGateway(engine(), CHAT, token=TOKEN, **options) as gateway:
             headers = {"Authorization": f"Bearer {TOKEN}", SESSION_HEADER: "s"}
             async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers, timeout=60) as http:
@@ -41,7 +43,7 @@ def requests(body, **options):
     asyncio.run(run())
 
 
-def is_error(response, status, code=None):
+def is_error(response: httpx.Response, status: int, code: str | None = None) -> None:
     assert response.status_code == status
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -49,7 +51,7 @@ def is_error(response, status, code=None):
 
 
 def test_without_the_key_nothing_is_answered() -> None:
-    async def body(http, gateway):
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
         seal = gateway.key("s").rpartition(".")[2]
         wrong = [
             "",
@@ -72,7 +74,7 @@ def test_without_the_key_nothing_is_answered() -> None:
 
 
 def test_a_sessions_key_opens_that_session_alone() -> None:
-    async def body(http, gateway):
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
         key = {"Authorization": f"Bearer {gateway.key('a.b')}"}
         is_error(await http.post("chat/completions", json=BODY, headers=key), 401)  # X-Session-ID says s
         del http.headers[SESSION_HEADER]
@@ -87,7 +89,7 @@ def test_a_sessions_key_opens_that_session_alone() -> None:
 
 
 def test_models() -> None:
-    async def body(http, gateway):
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
         assert [m["id"] for m in (await http.get("models")).json()["data"]] == ["tiny"]
         assert (await http.get("models/tiny")).json()["object"] == "model"
         is_error(await http.get("models/other"), 404, "model_not_found")
@@ -96,10 +98,10 @@ def test_models() -> None:
 
 
 def test_json_of_bounded_size_alone() -> None:
-    async def body(http, gateway):
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
         big = json.dumps(BODY | {"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
 
-        async def pieces():
+        async def pieces() -> AsyncIterator[bytes]:
             yield big[:500]
             yield big[500:]
 
@@ -118,7 +120,7 @@ def test_json_of_bounded_size_alone() -> None:
 
 
 def test_no_more_sessions_than_allowed() -> None:
-    async def body(http, gateway):
+    async def body(http: httpx.AsyncClient, gateway: TokenGateway) -> None:
         assert (await http.post("chat/completions", json=BODY)).status_code == 200
         other = {SESSION_HEADER: "t"}
         is_error(await http.post("chat/completions", json=BODY, headers=other), 429, "too_many_sessions")
@@ -135,14 +137,14 @@ class Broken(Ends):
         super().__init__()
         self.error = error
 
-    async def generate(self, *args, **options):
+    async def generate(self, *args: Any, **options: Any) -> Never:
         raise self.error
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "status"), [(ValueError("the prompt is too long"), 400), (OSError("secret"), 500)])
-def test_an_engine_that_fails_is_an_error_in_openais_shape(error, status, stream) -> None:
-    async def run():
+def test_an_engine_that_fails_is_an_error_in_openais_shape(error: Exception, status: int, stream: bool) -> None:
+    async def run() -> None:
         async with TokenGateway(Broken(error), CHAT, token=TOKEN) as gateway:
             headers = {"Authorization": f"Bearer {gateway.key('s')}"}
             async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers, timeout=60) as http:
@@ -155,21 +157,21 @@ def test_an_engine_that_fails_is_an_error_in_openais_shape(error, status, stream
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
-def test_other_hosts_than_loopback_are_refused_unless_told(host) -> None:
+def test_other_hosts_than_loopback_are_refused_unless_told(host: str) -> None:
     with pytest.raises(ValueError, match="allow_remote=True"):
         TokenGateway(engine(), CHAT, host=host)
     TokenGateway(engine(), CHAT, host=host, allow_remote=True)
 
 
 @pytest.mark.parametrize("token", ["", "short", "with-a-dot.in-the-token", "\xe9" * 20])
-def test_poor_tokens_are_refused(token) -> None:
+def test_poor_tokens_are_refused(token: str) -> None:
     with pytest.raises(ValueError, match="at least 16 ASCII"):
         TokenGateway(engine(), CHAT, token=token)
     assert TokenGateway(engine(), CHAT).token != TokenGateway(engine(), CHAT).token
 
 
 def test_the_port_is_bound_to_loopback_and_freed() -> None:
-    async def run():
+    async def run() -> int:
         async with TokenGateway(engine(), CHAT, token=TOKEN) as gateway:
             port = int(gateway.base_url.split(":")[2].split("/")[0])
             with pytest.raises(OSError, match=r"in use"):
@@ -183,7 +185,7 @@ def test_the_port_is_bound_to_loopback_and_freed() -> None:
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
-def test_the_server_names_its_extra_and_rollout_does_without(monkeypatch) -> None:
+def test_the_server_names_its_extra_and_rollout_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     for name in ("rollout.gateway.server", "rollout.gateway.agents"):
         monkeypatch.delitem(sys.modules, name, raising=False)

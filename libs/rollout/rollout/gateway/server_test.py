@@ -2,15 +2,18 @@
 
 import asyncio
 import json
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 
 from rollout.chat import Chat
-from rollout.engine import Completion, Sampling
-from rollout.gateway.server import SESSION_HEADER
+from rollout.engine import Completion, OnTokens, Sampling
+from rollout.episodes.segment import Segment
+from rollout.gateway.result import SessionRecord
+from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.gateway.session import SessionLimits
 from rollout.testing.gateway import (
     ADD,
@@ -34,7 +37,7 @@ from rollout.testing.gateway import (
 def test_an_agent_with_tools_goes_on_from_its_own_tokens() -> None:
     engine = Script(CALL + "<|im_end|>", "It is 95.<|im_end|>", "Bye<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> SessionRecord:
         async with client(gateway) as api:
             messages = [QUESTION]
             answer = (await api.chat.completions.create(model="policy", messages=messages, tools=[ADD])).choices[0]
@@ -60,10 +63,10 @@ def test_an_agent_with_tools_goes_on_from_its_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("text", TURNS)
-def test_whatever_the_turn_sending_it_back_goes_on_from_it(text) -> None:
+def test_whatever_the_turn_sending_it_back_goes_on_from_it(text: str) -> None:
     engine = Script(text, "x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> SessionRecord:
         async with client(gateway) as api:
             first = (await api.chat.completions.create(model="policy", messages=[QUESTION], tools=[ADD])).choices[0]
             messages = [QUESTION, first.message.model_dump(exclude={"reasoning_content"})]
@@ -83,7 +86,7 @@ def test_what_does_not_extend_the_conversation_begins_a_new_segment() -> None:
     """Another system prompt, other tools, a compacted history; each segment is exact by itself."""
     engine = Script("one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             await ask(api, QUESTION)
             await ask(api, {"role": "system", "content": "be brief"}, QUESTION)
@@ -102,7 +105,7 @@ def test_what_does_not_extend_the_conversation_begins_a_new_segment() -> None:
 def test_a_branch_begins_with_the_recorded_tokens_and_trains_them_once() -> None:
     engine = Script("one<|im_end|>", "left<|im_end|>", "right<|im_end|>", "end<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             await ask(api, QUESTION)
             await ask(api, QUESTION, turn("one"), user("a"))
@@ -122,7 +125,7 @@ def test_a_branch_begins_with_the_recorded_tokens_and_trains_them_once() -> None
 def test_requests_at_once_that_extend_one_conversation_do_not_mix() -> None:
     engine = Script("one<|im_end|>", "left<|im_end|>", "right<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             await ask(api, QUESTION)
             engine.gate.clear()
@@ -141,7 +144,7 @@ def test_requests_at_once_that_extend_one_conversation_do_not_mix() -> None:
 def test_a_stop_text_ends_the_answer_and_the_record_where_it_is_complete() -> None:
     engine = Script("The sum is 95. END of it<|im_end|>", "x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             answer = await ask(api, QUESTION, stop=["ND", "never"], logprobs=True)
             assert (answer.message.content, answer.finish_reason) == ("The sum is 95. E", "stop")
@@ -157,7 +160,7 @@ def test_a_stop_text_ends_the_answer_and_the_record_where_it_is_complete() -> No
 def test_an_answer_at_its_limit_says_so_and_the_next_request_closes_it() -> None:
     engine = Script("abcdefgh<|im_end|>", "x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         async with client(gateway) as api:
             answer = await ask(api, QUESTION, max_tokens=3)
             assert (answer.message.content, answer.finish_reason) == ("abc", "length")
@@ -173,7 +176,7 @@ def test_an_answer_at_its_limit_says_so_and_the_next_request_closes_it() -> None
 def test_settings_reach_the_engine() -> None:
     engine = Script("x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         gateway.open("seeded", sampling=Sampling(temperature=0.7, seed=5, max_new_tokens=9))
         async with client(gateway) as api, client(gateway, "seeded") as seeded:
             await ask(api, QUESTION, temperature=0.5, top_p=0.9, seed=7, max_tokens=4, extra_body={"top_k": 3})
@@ -193,7 +196,7 @@ def test_settings_reach_the_engine() -> None:
 def test_the_sessions_sampling_wins_where_the_trainer_says_so() -> None:
     engine = Script("x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             await ask(api, QUESTION, temperature=0, top_p=0.5, max_tokens=4)
 
@@ -205,7 +208,7 @@ def test_token_ids_are_given_to_who_asks() -> None:
     """A stream's first chunk has the prompt's, each of its pieces the new ones."""
     engine = Script("x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             asked = {"model": "policy", "messages": [QUESTION], "extra_body": {"return_token_ids": True}}
             whole = await api.chat.completions.create(**asked)
@@ -220,7 +223,16 @@ def test_token_ids_are_given_to_who_asks() -> None:
 class Aborting(Script):
     """Breaks off each answer after two tokens, as an engine does whose weights are being replaced."""
 
-    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None, on_tokens=None):
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        media: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
         assert on_tokens is None
         done = len(prompt_ids) - (len(self.prompts[0]) if self.prompts else len(prompt_ids))
         rest = encode(self.texts[0])[done : done + 2]
@@ -235,7 +247,7 @@ class Aborting(Script):
 def test_an_answer_that_new_weights_break_off_goes_on_from_its_own_tokens() -> None:
     engine = Aborting("abcde<|im_end|>", version=0)
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> tuple[Segment, ...]:
         gateway.open("s", sampling=Sampling(seed=1, max_new_tokens=10))
         async with client(gateway) as api:
             answer = await ask(api, QUESTION)
@@ -249,7 +261,7 @@ def test_an_answer_that_new_weights_break_off_goes_on_from_its_own_tokens() -> N
 
 
 def test_an_engine_that_only_aborts_is_reported() -> None:
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             with pytest.raises(openai.InternalServerError, match="broke off"):
                 await ask(api, QUESTION)
@@ -261,7 +273,7 @@ def test_an_engine_that_only_aborts_is_reported() -> None:
 
 
 def test_limits_of_a_session() -> None:
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         prompt = len(encode("<|im_start|>user\n37+58=<|im_end|>\n<|im_start|>assistant\n"))
         gateway.open("turns", limits=SessionLimits(max_turns=1))
         gateway.open("tokens", limits=SessionLimits(max_tokens=prompt + 2))
@@ -290,7 +302,7 @@ def test_limits_of_a_session() -> None:
 def test_a_closed_session_cancels_its_work_and_is_forgotten() -> None:
     engine = Script("x<|im_end|>")
 
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             await ask(api, QUESTION)
             engine.gate.clear()
@@ -313,13 +325,13 @@ def test_500_sessions_are_held_at_once() -> None:
     count = 500
     engine = Script("one<|im_end|>")
 
-    async def agent(gateway, api, number):
+    async def agent(gateway: TokenGateway, api: openai.AsyncOpenAI, number: int) -> None:
         session = {SESSION_HEADER: f"session-{number}"}
         question = user(f"question {number}")
         await ask(api, question, extra_headers=session)
         await ask(api, question, turn("one"), user("more"), extra_headers=session)
 
-    async def body(gateway):
+    async def body(gateway: TokenGateway) -> None:
         engine.gate.clear()
         limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
         http = httpx.AsyncClient(limits=limits, timeout=300)
@@ -346,14 +358,23 @@ def test_500_sessions_are_held_at_once() -> None:
 class Late(Script):
     """Past its deadline an answer holds nothing."""
 
-    async def generate(self, prompt_ids, sampling, media=None, *, request_id=None, deadline=None, on_tokens=None):
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        media: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
         assert on_tokens is None
         self.prompts.append(list(prompt_ids))
         return Completion((), (), "deadline", ())
 
 
 def test_an_answer_without_a_token_is_told_and_leaves_no_segment() -> None:
-    async def agent(gateway):
+    async def agent(gateway: TokenGateway) -> None:
         async with client(gateway) as api:
             answer = await ask(api, QUESTION)
             assert (answer.message.content, answer.finish_reason) == ("", "length")

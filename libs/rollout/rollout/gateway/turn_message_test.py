@@ -1,6 +1,8 @@
 """The deltas of a turn add up to what chat_tools reads in the whole text, however the text comes."""
 
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,11 +20,13 @@ WORDS = st.sampled_from(
 CUTS = st.lists(st.integers(1, 9), max_size=12)
 
 
-def read(text, cuts, prefill="", may_call=True, tool_format="qwen3_xml"):
+def read(
+    text: str, cuts: list[int], prefill: str = "", may_call: bool = True, tool_format: str = "qwen3_xml"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The message of a text that comes in these cuts, and the deltas as a client adds them up."""
     numbers = iter(range(5, 1000))
     reader = TurnMessage(tool_format, [ADD], prefill, may_call=may_call, number=lambda: next(numbers))
-    added = {"content": "", "reasoning_content": "", "tool_calls": []}
+    added: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for cut in cuts:
         add(added, reader.feed(text[:cut]))
         text = text[cut:]
@@ -31,7 +35,7 @@ def read(text, cuts, prefill="", may_call=True, tool_format="qwen3_xml"):
     return reader.message(), added
 
 
-def add(added, deltas):
+def add(added: dict[str, Any], deltas: Iterable[dict[str, Any]]) -> None:
     for delta in deltas:
         ((part, value),) = delta.items()
         if part == "tool_calls":
@@ -40,7 +44,7 @@ def add(added, deltas):
         added[part] += value
 
 
-def wanted(text, prefill, may_call, tool_format="qwen3_xml"):
+def wanted(text: str, prefill: str, may_call: bool, tool_format: str = "qwen3_xml") -> dict[str, Any]:
     """By chat_tools' own whole-text reader."""
     turn = parse(text, tool_format, tools=[ADD], prefill=prefill)
     message = turn.to_openai(5)
@@ -51,7 +55,9 @@ def wanted(text, prefill, may_call, tool_format="qwen3_xml"):
 
 
 @given(st.lists(WORDS, max_size=7).map("".join), CUTS, st.sampled_from(["", "<think>\n"]), st.booleans())
-def test_whatever_the_text_and_its_cuts_the_deltas_add_up_to_the_message(text, cuts, prefill, may_call) -> None:
+def test_whatever_the_text_and_its_cuts_the_deltas_add_up_to_the_message(
+    text: str, cuts: list[int], prefill: str, may_call: bool
+) -> None:
     message, added = read(text, cuts, prefill, may_call)
     assert (added["content"], added["reasoning_content"], added["tool_calls"]) == (
         message["content"] or "",
@@ -67,14 +73,16 @@ def test_whatever_the_text_and_its_cuts_the_deltas_add_up_to_the_message(text, c
 
 
 @given(st.text("ab \n", max_size=6), st.text("ab \n", max_size=6), CUTS)
-def test_a_call_that_may_not_be_one_stays_in_the_content_as_it_was_written(before, after, cuts) -> None:
+def test_a_call_that_may_not_be_one_stays_in_the_content_as_it_was_written(
+    before: str, after: str, cuts: list[int]
+) -> None:
     message, _ = read(before + CALL + after, cuts, may_call=False)
     assert "tool_calls" not in message
     assert message["content"].strip() == (before + CALL + after).strip()
 
 
 @pytest.mark.parametrize("name", formats())
-def test_every_formats_calls_are_told(name) -> None:
+def test_every_formats_calls_are_told(name: str) -> None:
     bare = find_format(name).opening.endswith(("{", "["))  # calls begin the answer
     text = write_turn(name, [("add", {"a": 37, "b": 58})], *([] if bare else ["Let me.", "Sum."]))
     whole = parse(text, name, tools=[ADD], prefill="").to_openai(5)

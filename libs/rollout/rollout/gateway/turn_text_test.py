@@ -1,5 +1,7 @@
 """A turn's text is the same however its tokens come, and a stop text ends it at the same token."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ TEXTS = st.text("abé😀 \n", max_size=14)
 CUTS = st.lists(st.integers(1, 4), max_size=20)
 
 
-def pieces(ids, cuts):
+def pieces(ids: list[int], cuts: list[int]) -> Iterator[list[int]]:
     """The ids in pieces of these lengths, the rest as one."""
     for cut in cuts:
         yield ids[:cut]
@@ -20,7 +22,7 @@ def pieces(ids, cuts):
     yield ids
 
 
-def by_search(ids, stops):
+def by_search(ids: list[int], stops: list[str]) -> tuple[str, int | None]:
     """What a server that looks at the whole text after each token would give: the text, and how many tokens stay."""
     for count in range(1, len(ids) + 1):
         text = decode(ids[:count])
@@ -31,7 +33,9 @@ def by_search(ids, stops):
 
 
 @given(TEXTS, st.lists(st.text("abé \n", min_size=1, max_size=4), max_size=3), CUTS, st.booleans())
-def test_the_pieces_add_up_to_the_text_up_to_the_first_stop_text_that_is_complete(text, stops, cuts, ends) -> None:
+def test_the_pieces_add_up_to_the_text_up_to_the_first_stop_text_that_is_complete(
+    text: str, stops: list[str], cuts: list[int], ends: bool
+) -> None:
     ids = encode(text)
     reader = TurnText(decode, stops, END)
     told = []
@@ -44,7 +48,7 @@ def test_the_pieces_add_up_to_the_text_up_to_the_first_stop_text_that_is_complet
 
 
 @given(st.lists(st.integers(0, 255), max_size=12), CUTS)
-def test_bytes_that_are_no_text_are_what_the_decoder_makes_of_them(raw, cuts) -> None:
+def test_bytes_that_are_no_text_are_what_the_decoder_makes_of_them(raw: list[int], cuts: list[int]) -> None:
     byte_ids = [encode(chr(b))[0] if b < 128 else encode("é😀")[b % 6] for b in raw]
     reader = TurnText(decode)
     told = "".join(reader.feed(piece) for piece in pieces(byte_ids, cuts))
@@ -60,6 +64,6 @@ def test_bytes_that_are_no_text_are_what_the_decoder_makes_of_them(raw, cuts) ->
         (["abcx", "bc"], ["", "", "a", "", ""]),
     ],
 )
-def test_text_is_told_as_soon_as_no_stop_text_can_have_begun_in_it(stops, told) -> None:
+def test_text_is_told_as_soon_as_no_stop_text_can_have_begun_in_it(stops: list[str], told: list[str]) -> None:
     reader = TurnText(decode, stops)
     assert [*(reader.feed(encode(letter)) for letter in "abcd"), reader.finish()] == told

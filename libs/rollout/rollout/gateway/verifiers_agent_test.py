@@ -5,12 +5,16 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import verifiers.v1 as vf
 
 from rollout.chat import Chat
 from rollout.engine import Sampling
+from rollout.episodes.episode import Episode
 from rollout.gateway.agents import run_agents
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.verifiers_agent import InProcessHarness, ProgramHarness, VerifiersAgent
@@ -26,16 +30,16 @@ CALL = (
 )
 
 
-def encode(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No connection leaves the machine; programs find our packages; caches are the test's."""
     connect = socket.socket.connect
 
-    def guarded(self, address):
+    def guarded(self: socket.socket, address: Any) -> None:
         assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), address
         return connect(self, address)
 
@@ -44,20 +48,22 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def calls_the_tool(text):
+def calls_the_tool(text: str) -> str:
     """What the policy says: a call, then what came back."""
     results = re.findall(r"<tool_response>\n(\d+)\n</tool_response>", text)
     return f"It is {results[-1]}." if results else CALL.format(re.findall(r"3\+(\d)\?", text)[-1])
 
 
-def play(agent, says, size=1, row=0, serve=False, **limits):
+def play(
+    agent: VerifiersAgent, says: Callable[[str], str], size: int = 1, row: int = 0, serve: bool = False, **limits: Any
+) -> tuple[ScriptedEngine, list[Episode]]:
     """The engine, and the episodes of one task."""
     engine = ScriptedEngine(lambda prompt, turn: encode(says(TOKENIZER.decode(prompt)) + "<|im_end|>"))
 
-    async def run():
+    async def run() -> list[Episode]:
         async with TokenGateway(engine, Chat(TOKENIZER)) as gateway:
-            options = {"size": size, "row": agent.rows()[row], "sampling": Sampling(seed=1, max_new_tokens=400)}
-            options |= limits
+            sampling = Sampling(seed=1, max_new_tokens=400)
+            options: dict[str, Any] = {"size": size, "row": agent.rows()[row], "sampling": sampling} | limits
             if serve:
                 async with agent.serving():
                     return await run_agents(agent, gateway, **options)
@@ -68,7 +74,7 @@ def play(agent, says, size=1, row=0, serve=False, **limits):
     return engine, episodes
 
 
-def check_tokens(engine, episodes):
+def check_tokens(engine: ScriptedEngine, episodes: Sequence[Episode]) -> None:
     """Each answer stands in a segment right after its prompt, and every sampled token is trained once."""
     segments = [segment for episode in episodes for segment in episode.segments]
     for prompt in engine.prompts:
@@ -79,16 +85,17 @@ def check_tokens(engine, episodes):
     assert sum(segment.sampled for segment in segments) == sampled
 
 
-def engine_says(engine, prompt):
-    return TOKENIZER.decode(engine._reply(prompt, 0))
+def engine_says(engine: ScriptedEngine, prompt: list[int]) -> str:
+    return str(TOKENIZER.decode(engine._reply(prompt, 0)))
 
 
 @pytest.mark.parametrize("harness", [InProcessHarness, ProgramHarness])
-def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness) -> None:
+def test_a_task_with_tools_is_played_and_scored_by_verifiers(harness: type[Any]) -> None:
     agent = VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness)
     assert len({row.id for row in agent.rows()}) == 3
     engine, (episode,) = play(agent, calls_the_tool, row=1)
     assert (episode.error, episode.end, episode.reward) == (None, "done", 1.0)
+    assert episode.score is not None
     assert episode.score.parts == {"right": 1.0}
     assert episode.metrics["turns"] == 2
     (segment,) = episode.segments
@@ -140,7 +147,7 @@ __all__ = ["Guessing", "GuessingEnv"]
 """
 
 
-def test_a_multi_turn_environment_with_tools_and_two_roles(tmp_path, monkeypatch) -> None:
+def test_a_multi_turn_environment_with_tools_and_two_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "guessing_words.py").write_text(ENVIRONMENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     environment = load_object("guessing_words:GuessingEnv", "environment")
@@ -148,7 +155,7 @@ def test_a_multi_turn_environment_with_tools_and_two_roles(tmp_path, monkeypatch
     env = environment(config)
     agent = VerifiersAgent(env.taskset, environment=env)
 
-    def says(text):
+    def says(text: str) -> str:
         if "criticise" in text:
             return "fine"
         if "<tool_response>" not in text:
@@ -157,6 +164,7 @@ def test_a_multi_turn_environment_with_tools_and_two_roles(tmp_path, monkeypatch
 
     engine, episodes = play(agent, says, size=2, serve=True)
     for episode in episodes:
+        assert episode.score is not None
         assert (episode.error, episode.reward, episode.score.parts) == (None, 2.0, {"guessed": 2.0})
         assert [segment.agent for segment in episode.segments] == ["player", "critic"]
         assert TOKENIZER.decode(episode.segments[0].ids).count("higher") == 3
@@ -167,7 +175,7 @@ class Broken(vf.Task):
     """A task whose reward breaks."""
 
     @vf.reward  # type: ignore[untyped-decorator]
-    async def right(self, trace) -> float:
+    async def right(self, trace: Any) -> float:
         raise KeyError("no answer key")
 
 
@@ -176,7 +184,7 @@ class BrokenTasks(vf.Taskset):
 
     INFINITE = True
 
-    def load(self):
+    def load(self) -> Iterator[Broken]:
         while True:
             yield Broken(vf.TaskData(prompt="hi"))
 
@@ -187,12 +195,12 @@ def test_what_breaks_in_verifiers_is_a_failure_and_no_zero() -> None:
     agent = VerifiersAgent(BrokenTasks(vf.TasksetConfig(id="broken")).take(1))
     _, (episode,) = play(agent, lambda text: "hello")
     assert (episode.score, episode.end) == (None, "failed")
-    assert "no answer key" in episode.error
+    assert "no answer key" in (episode.error or "")
 
 
 @pytest.mark.parametrize("harness", [InProcessHarness, ProgramHarness])
 @pytest.mark.parametrize("limit", ["max_turns", "max_tokens"])
-def test_a_limit_is_truncation_and_no_failure(harness, limit) -> None:
+def test_a_limit_is_truncation_and_no_failure(harness: type[Any], limit: str) -> None:
     """The gateway refuses the turn after the call, which breaks the rollout; its tokens are trained.
 
     verifiers' own program sees that the context is full, and ends in order: verifiers scores what there is.
@@ -200,8 +208,8 @@ def test_a_limit_is_truncation_and_no_failure(harness, limit) -> None:
     agent = VerifiersAgent(Sums(vf.TasksetConfig(id="sums")), harness)
     engine, _ = play(agent, calls_the_tool)
     first = len(engine.prompts[0]) + len(encode(engine_says(engine, engine.prompts[0])))
-    most = {"max_turns": 1, "max_tokens": first + 1}[limit]
-    engine, (episode,) = play(agent, calls_the_tool, cut_off_reward=-1.0, **{limit: most})
+    most: dict[str, Any] = {limit: {"max_turns": 1, "max_tokens": first + 1}[limit]}
+    engine, (episode,) = play(agent, calls_the_tool, cut_off_reward=-1.0, **most)
     scored = 0.0 if (harness, limit) == (ProgramHarness, "max_tokens") else -1.0
     assert (episode.error, episode.end, episode.reward) == (None, limit, scored)
     assert episode.segments[0].sampled
@@ -214,7 +222,7 @@ class Unserved(vf.Task):
     asked = 0
 
     @classmethod
-    def toolsets(cls, config):
+    def toolsets(cls, config: Any) -> list[Any]:
         cls.asked += 1
         if cls.asked == 1:
             raise ConnectionResetError("the tools' server went away")
@@ -224,7 +232,7 @@ class Unserved(vf.Task):
 class UnservedTasks(vf.Taskset):
     """One of them."""
 
-    def load(self):
+    def load(self) -> Iterator[Unserved]:
         yield Unserved(vf.TaskData(prompt="hi"))
 
 
@@ -238,7 +246,7 @@ def test_tools_that_cannot_be_served_are_tried_again() -> None:
 def test_a_call_of_no_tool_is_the_models_news() -> None:
     agent = VerifiersAgent(Sums(vf.TasksetConfig(id="sums")))
 
-    def says(text):
+    def says(text: str) -> str:
         return "I give up." if "there is no tool" in text else CALL.format(4).replace("adder_add", "nothing")
 
     _, (episode,) = play(agent, says)

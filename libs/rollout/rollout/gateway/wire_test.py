@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,14 +14,17 @@ from rollout.gateway.wire import NEUTRAL, ChatRequest, RequestError, read_json, 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 
 
-def body(**changes):
+def body(**changes: Any) -> dict[str, Any]:
     return {"model": "policy", "messages": [USER]} | changes
 
 
-def refused(given, match):
+def refused(given: Any, match: str) -> RequestError:
     with pytest.raises(RequestError, match=match) as caught:
         read_request(given, "policy")
     assert 400 <= caught.value.status < 500
@@ -46,13 +50,13 @@ def refused(given, match):
         ("reasoning_effort", "low"),
     ],
 )
-def test_a_parameter_without_effect_is_refused_by_name(name, value) -> None:
+def test_a_parameter_without_effect_is_refused_by_name(name: str, value: Any) -> None:
     refusal = refused(body(**{name: value}), name)
     assert (refusal.status, refusal.param, refusal.code) == (400, name, "unsupported_parameter")
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
-def test_neutral_values_and_null_are_accepted(name) -> None:
+def test_neutral_values_and_null_are_accepted(name: str) -> None:
     for value in (*NEUTRAL[name], None):
         assert read_request(body(**{name: value}), "policy") == read_request(body(), "policy")
 
@@ -116,7 +120,7 @@ def test_neutral_values_and_null_are_accepted(name) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(changes, param) -> None:
+def test_what_is_wrong_is_named(changes: dict[str, Any], param: str) -> None:
     assert refused(body(**changes), ".").param == param
 
 
@@ -151,7 +155,7 @@ def test_tools_keep_name_description_and_schema() -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"nothing", b'{"a": NaN}', b'{"a": Infinity}', b'"\\ud800"', b"\xff", b"[" * 100_000]
 )
-def test_no_json_is_refused(text) -> None:
+def test_no_json_is_refused(text: bytes) -> None:
     with pytest.raises(RequestError, match="not valid JSON") as caught:
         read_json(text)
     assert caught.value.body()["error"]["type"] == "invalid_request_error"
@@ -167,7 +171,9 @@ def test_no_json_is_refused(text) -> None:
         ({"type": "function", "function": {"name": "f"}}, ("function", "f", True, True)),
     ],
 )
-def test_a_tool_choice_says_what_may_and_what_has_to_be_called(choice, read) -> None:
+def test_a_tool_choice_says_what_may_and_what_has_to_be_called(
+    choice: Any, read: tuple[str, str | None, bool, bool]
+) -> None:
     request = read_request(body(tools=[TOOL], tool_choice=choice), "policy")
     assert (request.tool_choice, request.function, request.may_call, request.forces_call) == read
     assert not read_request(body(), "policy").may_call
@@ -205,7 +211,7 @@ MESSAGE = st.dictionaries(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # nested JSON takes its time on a busy machine
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.lists(MESSAGE, max_size=3) | JSON, st.binary(max_size=20))
-def test_any_body_is_read_or_refused(changes, messages, raw) -> None:
+def test_any_body_is_read_or_refused(changes: dict[str, Any], messages: Any, raw: bytes) -> None:
     for given_body in (body(**changes), body(messages=messages)):
         try:
             request = read_request(read_json(json.dumps(given_body).encode()), "policy")
@@ -223,7 +229,7 @@ def test_any_body_is_read_or_refused(changes, messages, raw) -> None:
         {}, optional={"temperature": st.floats(0, 3), "top_p": st.floats(0.01, 1), "seed": st.integers(0, 9)}
     ),
 )
-def test_settings_lie_over_the_defaults(default, named) -> None:
+def test_settings_lie_over_the_defaults(default: Sampling, named: dict[str, Any]) -> None:
     sampling = ChatRequest("policy", (), (), named).sampling(default)
     if named.get("temperature") == 0:
         assert sampling.greedy

@@ -6,18 +6,25 @@ import random
 import resource
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
 
 from rollout.ledger.ledger import RolloutLedger
 from rollout.ledger.records import MAGIC, Kind, frame, number_body
 
 
-def fill(ledger, steps=3, batch=2, ahead=1, save_every=2, size=40):
+def fill(
+    ledger: RolloutLedger, steps: int = 3, batch: int = 2, ahead: int = 1, save_every: int = 2, size: int = 40
+) -> dict[int, bytes]:
     """A run: groups are begun and finished a little ahead of the steps that train them; what it would be sent."""
-    payloads = {}
+    payloads: dict[int, bytes] = {}
     for step in range(1, steps + 1):
         for group in range((step - 1) * batch, step * batch + ahead):
             if group not in payloads:
@@ -30,14 +37,14 @@ def fill(ledger, steps=3, batch=2, ahead=1, save_every=2, size=40):
     return payloads
 
 
-def told(ledger):
+def told(ledger: RolloutLedger) -> tuple[Any, ...]:
     """All that a run can learn from a ledger."""
     state = ledger.state
     sampled = {group: (found.version, ledger.payload(group)) for group, found in state.sampled.items()}
     return state.saved, state.done.pairs(), sampled, dict(state.batches), state.missing(), state.next
 
 
-def test_a_ledger_that_is_opened_again_says_the_same(tmp_path):
+def test_a_ledger_that_is_opened_again_says_the_same(tmp_path: Path) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         payloads = fill(ledger)
         ledger.begun(9, 3)
@@ -52,17 +59,22 @@ def test_a_ledger_that_is_opened_again_says_the_same(tmp_path):
         assert not ledger.state.running  # nobody samples them any more
 
 
-def test_a_record_is_written_before_its_call_returns(tmp_path):
+def test_a_record_is_written_before_its_call_returns(tmp_path: Path) -> None:
     ledger = RolloutLedger(tmp_path / "ledger", fsync="never")
     sizes = [os.stat(tmp_path / "ledger").st_size]
-    for act in (lambda: ledger.begun(0, 0), lambda: ledger.finished(0, b"abc"), lambda: ledger.train(1, [0])):
+    acts: tuple[Callable[[], None], ...] = (
+        lambda: ledger.begun(0, 0),
+        lambda: ledger.finished(0, b"abc"),
+        lambda: ledger.train(1, [0]),
+    )
+    for act in acts:
         act()
         sizes.append(os.stat(tmp_path / "ledger").st_size)
     assert sizes == sorted(set(sizes))
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path, compacted):
+def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path: Path, compacted: bool) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         if compacted:
             fill(ledger, size=3)
@@ -70,11 +82,11 @@ def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path, compa
         moments = {ledger._end: told(ledger)}
         real = ledger._write
 
-        def noted(data):
+        def noted(data: bytes) -> None:
             real(data)
             moments[ledger._end] = told(ledger)
 
-        ledger._write = noted
+        ledger._write = noted  # type: ignore[method-assign]
         for group in (40, 41, 42):
             ledger.begun(group, 7)
             ledger.finished(group, b"a")
@@ -95,7 +107,9 @@ def test_a_file_cut_at_any_byte_is_the_ledger_of_a_moment_before(tmp_path, compa
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_damaged_byte_is_told_unless_it_is_in_the_tail(tmp_path_factory, data):
+def test_a_damaged_byte_is_told_unless_it_is_in_the_tail(
+    tmp_path_factory: pytest.TempPathFactory, data: DataObject
+) -> None:
     path = tmp_path_factory.mktemp("ledger") / "ledger"
     with RolloutLedger(path, fsync="never") as ledger:
         fill(ledger, steps=2, save_every=5, size=5)
@@ -112,7 +126,7 @@ def test_a_damaged_byte_is_told_unless_it_is_in_the_tail(tmp_path_factory, data)
             assert ledger.state.batches == {1: (0, 1)}
 
 
-def test_zeros_at_the_end_are_a_torn_tail(tmp_path):
+def test_zeros_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         fill(ledger)
         before = told(ledger)
@@ -125,13 +139,19 @@ def test_zeros_at_the_end_are_a_torn_tail(tmp_path):
 class Model:
     """What a ledger should hold, in plain sets."""
 
-    def __init__(self):
-        self.running, self.sampled, self.batches, self.done, self.saved = {}, {}, {}, set(), 0
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        self.sampled: dict[int, tuple[int, bytes]] = {}
+        self.batches: dict[int, tuple[int, ...]] = {}
+        self.done: set[int] = set()
+        self.saved = 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), compact_every=st.integers(3, 40))
-def test_any_run_with_failures_restarts_and_compactions(tmp_path_factory, seed, compact_every):
+def test_any_run_with_failures_restarts_and_compactions(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, compact_every: int
+) -> None:
     """Against a model that is told the same and forgets nothing."""
     draw, model = random.Random(seed), Model()
     path = tmp_path_factory.mktemp("ledger") / "ledger"
@@ -182,11 +202,11 @@ def test_any_run_with_failures_restarts_and_compactions(tmp_path_factory, seed, 
     ledger.close()
 
 
-def test_nothing_is_begun_finished_or_trained_twice(tmp_path):
+def test_nothing_is_begun_finished_or_trained_twice(tmp_path: Path) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         fill(ledger)
         before = (tmp_path / "ledger").read_bytes()
-        for refused, says in (
+        refusals: tuple[tuple[Callable[[], None], str], ...] = (
             (lambda: ledger.begun(0, 9), "group 0 was begun already"),
             (lambda: ledger.begun(6, 9), "group 6 was begun already"),
             (lambda: ledger.finished(6), "group 6 is not being sampled"),
@@ -198,14 +218,15 @@ def test_nothing_is_begun_finished_or_trained_twice(tmp_path):
             (lambda: ledger.train(5, [6]), "step 5 cannot follow step 3"),
             (lambda: ledger.train(3, [4, 6]), "step 3 was recorded with other groups"),
             (lambda: ledger.saved(4), "a checkpoint of step 4 cannot follow"),
-        ):
+        )
+        for refused, says in refusals:
             with pytest.raises(ValueError, match=says):
                 refused()
         ledger.train(3, (4, 5))  # repeated as it was
         assert (tmp_path / "ledger").read_bytes() == before
 
 
-def test_a_checkpoint_that_the_ledger_did_not_hear_of(tmp_path):
+def test_a_checkpoint_that_the_ledger_did_not_hear_of(tmp_path: Path) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         fill(ledger, steps=3, save_every=9)
     with RolloutLedger(tmp_path / "ledger", 2) as ledger:
@@ -217,7 +238,7 @@ def test_a_checkpoint_that_the_ledger_did_not_hear_of(tmp_path):
         assert ledger.state.saved == 2
 
 
-def test_two_processes_cannot_hold_one_ledger(tmp_path):
+def test_two_processes_cannot_hold_one_ledger(tmp_path: Path) -> None:
     with RolloutLedger(tmp_path / "ledger") as ledger:
         with pytest.raises(ValueError, match="in use by another process"):
             RolloutLedger(tmp_path / "ledger")
@@ -227,7 +248,7 @@ def test_two_processes_cannot_hold_one_ledger(tmp_path):
     RolloutLedger(tmp_path / "ledger").close()
 
 
-def test_another_file_is_not_written_over(tmp_path):
+def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text("something of somebody's else")
     with pytest.raises(ValueError, match="is not a ledger"):
         RolloutLedger(tmp_path / "ledger")
@@ -237,7 +258,7 @@ def test_another_file_is_not_written_over(tmp_path):
 FORK = multiprocessing.get_context("fork")
 
 
-def full_disk(path, size, done):
+def full_disk(path: Path, size: int, done: "Connection[Any, Any]") -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     ledger = RolloutLedger(path)
     try:
@@ -248,7 +269,7 @@ def full_disk(path, size, done):
 
 
 @pytest.mark.parametrize("size", [5000, 5003, 5100, 5200])
-def test_full_disk(tmp_path, size):
+def test_full_disk(tmp_path: Path, size: int) -> None:
     """The run stops with the reason; with room again it goes on from all that it was told."""
     mine, theirs = FORK.Pipe(duplex=False)
     child = FORK.Process(target=full_disk, args=(tmp_path / "ledger", size, theirs))
@@ -265,7 +286,7 @@ def test_full_disk(tmp_path, size):
         ledger.train(steps + 1, [10_000])
 
 
-def busy(path, ready):
+def busy(path: Path, ready: "Connection[Any, Any]") -> None:
     ledger = RolloutLedger(path, fsync="never")
     begin = len(ledger.state.batches) + ledger.state.saved
     ready.send(1)
@@ -280,7 +301,7 @@ def busy(path, ready):
             ledger.compact()
 
 
-def test_a_kill_at_twenty_random_moments(tmp_path):
+def test_a_kill_at_twenty_random_moments(tmp_path: Path) -> None:
     """By SIGKILL, often amid a compaction: every moment's file opens, and steps go on without a gap."""
     draw, last = random.Random(5), 0
     for _ in range(20):
@@ -302,7 +323,7 @@ def test_a_kill_at_twenty_random_moments(tmp_path):
     assert last > 20
 
 
-def test_a_large_ledger_is_compacted_as_it_grows_and_opened_at_once(tmp_path):
+def test_a_large_ledger_is_compacted_as_it_grows_and_opened_at_once(tmp_path: Path) -> None:
     """A tenth of what the benchmark writes; no time is asserted, the size is."""
     with RolloutLedger(tmp_path / "ledger", fsync="never") as ledger:
         fill(ledger, steps=250, batch=400, ahead=400, save_every=10, size=20)
@@ -312,7 +333,7 @@ def test_a_large_ledger_is_compacted_as_it_grows_and_opened_at_once(tmp_path):
         assert len(ledger.state.sampled) == 400
 
 
-def test_frames_are_what_the_head_says():
+def test_frames_are_what_the_head_says() -> None:
     assert frame(Kind.AGAIN, number_body(258)).hex() == "08000000" + frame(Kind.AGAIN, number_body(258))[4:8].hex() + (
         "04" + "0201000000000000"
     )

@@ -11,6 +11,9 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,27 +39,28 @@ SAVE_EVERY = 4
 POINTS = ("begun", "finished", "again", "train", "saved", "compact", "checkpoint")
 
 
-def checkpoint_of(folder):
+def checkpoint_of(folder: Path) -> dict[str, int]:
     path = folder / "checkpoint.json"
-    return json.loads(path.read_text()) if path.is_file() else {"step": 0, "sum": 0}
+    found: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {"step": 0, "sum": 0}
+    return found
 
 
-def save(folder, step, total):
+def save(folder: Path, step: int, total: int) -> None:
     part = folder / "checkpoint.part"
     part.write_text(json.dumps({"step": step, "sum": total}))
     os.replace(part, folder / "checkpoint.json")
 
 
-def note(folder, line):
+def note(folder: Path, line: dict[str, Any]) -> None:
     with (folder / "independent.log").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def play(folder, seed, kill_at=None, pace=0.0):
+def play(folder: Path, seed: int, kill_at: tuple[str, int, str] | None = None, pace: float = 0.0) -> None:
     """The child: go on from the checkpoint to the end; `kill_at`: (point, its number, "before" or "after")."""
-    draw, calls = random.Random(seed), {}
+    draw, calls = random.Random(seed), dict[str, int]()
 
-    def at(point, act, *arguments):
+    def at(point: str, act: Callable[..., Any], *arguments: Any) -> Any:
         calls[point] = calls.get(point, 0) + 1
         if (point, calls[point], "before") == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +74,7 @@ def play(folder, seed, kill_at=None, pace=0.0):
     ledger = RolloutLedger(folder / "ledger", start["step"], fsync="never")
     total, step = start["sum"], start["step"]
 
-    def train(number, groups):
+    def train(number: int, groups: Sequence[int]) -> None:
         nonlocal total, step
         payloads = [json.loads(ledger.payload(group)) for group in groups]
         assert [payload["group"] for payload in payloads] == list(groups)
@@ -88,7 +92,7 @@ def play(folder, seed, kill_at=None, pace=0.0):
     synced = step if step == SETTINGS.total_steps else step - step % SETTINGS.parameter_sync_step
     state = ControlState(step, synced, ledger.state.next, tuple(ledger.state.missing()), (), ready)
     controller = StalenessController(SETTINGS, state)
-    todo, sampling = list(controller.begin()), []
+    todo, sampling = list(controller.begin()), list[int]()
     while not controller.done:
         time.sleep(pace)
         if todo:
@@ -114,7 +118,7 @@ def play(folder, seed, kill_at=None, pace=0.0):
     ledger.close()
 
 
-def end_of(folder, *arguments, after=None, **options):
+def end_of(folder: Path, *arguments: Any, after: float | None = None, **options: Any) -> int:
     child = FORK.Process(target=play, args=(folder, *arguments), kwargs=options)
     child.start()
     if after is not None:
@@ -126,8 +130,8 @@ def end_of(folder, *arguments, after=None, **options):
     return child.exitcode
 
 
-def assert_nothing_lost(folder):
-    steps = {}
+def assert_nothing_lost(folder: Path) -> None:
+    steps: dict[int, list[int]] = {}
     for line in map(json.loads, (folder / "independent.log").read_text().splitlines()):
         if "from" in line:
             steps = {step: groups for step, groups in steps.items() if step <= line["from"]}
@@ -140,14 +144,14 @@ def assert_nothing_lost(folder):
     assert checkpoint_of(folder) == {"step": SETTINGS.total_steps, "sum": sum(range(SETTINGS.total))}
 
 
-def test_a_run_that_nobody_kills(tmp_path):
+def test_a_run_that_nobody_kills(tmp_path: Path) -> None:
     assert end_of(tmp_path, 0) == 0
     assert_nothing_lost(tmp_path)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_every_named_point(tmp_path, point, when):
+def test_a_kill_at_every_named_point(tmp_path: Path, point: str, when: str) -> None:
     """At the first, the second, the third, ... time that the run comes by; then it goes on to its end."""
     for number in (1, 2, 3, 4, 7, 12, 23, 60):
         folder = tmp_path / str(number)
@@ -161,7 +165,7 @@ def test_a_kill_at_every_named_point(tmp_path, point, when):
     assert number > 3
 
 
-def test_kills_at_twenty_seeded_random_moments_of_one_run(tmp_path):
+def test_kills_at_twenty_seeded_random_moments_of_one_run(tmp_path: Path) -> None:
     draw, killed = random.Random(3), 0
     for number in range(20):
         killed += end_of(tmp_path, number, pace=0.02, after=draw.uniform(0.02, 0.3)) == -signal.SIGKILL

@@ -2,23 +2,28 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
 from rollout.native.answers import Answers
 
 
-def test_futures_of_a_loop_are_told_together():
-    async def play():
-        loop, answers, woken = asyncio.get_running_loop(), Answers(), []
+def test_futures_of_a_loop_are_told_together() -> None:
+    async def play() -> tuple[list[Any], list[int]]:
+        loop, answers, woken = asyncio.get_running_loop(), Answers(), list[int]()
         call = loop.call_soon_threadsafe
         futures = [loop.create_future() for _ in range(5)]
         futures[3].cancel()
 
-        def tell():
+        def noted(*job: Any) -> asyncio.Handle:
+            woken.append(1)
+            return call(*job)
+
+        def tell() -> None:
             for i, future in enumerate(futures):
                 answers.put(future, ValueError("wrong") if i == 1 else i)
-            loop.call_soon_threadsafe = lambda *job: woken.append(1) or call(*job)
+            loop.call_soon_threadsafe = noted  # type: ignore[method-assign, assignment]
             answers.send()
             answers.send()
 
@@ -36,14 +41,15 @@ def test_futures_of_a_loop_are_told_together():
     ]
 
 
-def test_a_closed_loop_is_passed_over():
-    answers, told = Answers(), []
+def test_a_closed_loop_is_passed_over() -> None:
+    answers, told = Answers(), list[str]()
 
-    async def later():
+    async def later() -> str:
         future = asyncio.get_running_loop().create_future()
         answers.put(future, "here")
         answers.send()
-        return await future
+        found: str = await future
+        return found
 
     closed = asyncio.new_event_loop()
     answers.put(closed.create_future(), "nobody")
@@ -52,8 +58,8 @@ def test_a_closed_loop_is_passed_over():
     assert told == ["here"]
 
 
-def test_an_answer_that_was_not_sent_is_not_told():
-    async def play():
+def test_an_answer_that_was_not_sent_is_not_told() -> None:
+    async def play() -> None:
         future = asyncio.get_running_loop().create_future()
         Answers().put(future, 1)
         with pytest.raises(TimeoutError):

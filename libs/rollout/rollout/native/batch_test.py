@@ -2,16 +2,18 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.strategies import DataObject
+from transformers import PreTrainedModel
 
 from rollout.divergence import NotFiniteError
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Sampling, StopReason
 from rollout.native.batch import ContinuousBatch
 from rollout.native.lean.decoder import LeanDecoder
 from rollout.native.module import ModuleDecoder
@@ -25,13 +27,19 @@ class Play:
     """A batch over a tiny model, and what it answered."""
 
     def __init__(
-        self, model=None, decoder=LeanDecoder, max_rows=4, prefill_tokens=1000, compact_below=0.75, keep_tokens=0
-    ):
+        self,
+        model: PreTrainedModel | None = None,
+        decoder: type[LeanDecoder | ModuleDecoder] = LeanDecoder,
+        max_rows: int = 4,
+        prefill_tokens: int = 1000,
+        compact_below: float = 0.75,
+        keep_tokens: int = 0,
+    ) -> None:
         self.model = tiny_model(VOCAB, layers=2) if model is None else model
         self.batch = ContinuousBatch(decoder(self.model), max_rows, prefill_tokens, compact_below, 0, keep_tokens)
-        self.answers: dict[Request, list] = {}
+        self.answers: dict[Request, list[Any]] = {}
 
-    def ask(self, prompt, **sampling):
+    def ask(self, prompt: Sequence[int], **sampling: Any) -> Request:
         settings_ = Sampling(**({"greedy": True} | sampling))
         request = Request(tuple(prompt), settings_, settings_.seed or 0, lambda a: self.answers[request].append(a))
         self.answers[request] = []
@@ -39,33 +47,34 @@ class Play:
         return request
 
     @torch.no_grad()
-    def step(self, count=1):
+    def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.batch.step()
 
-    def drain(self):
+    def drain(self) -> None:
         while self.batch.has_work:
             self.step()
 
-    def answer(self, request):
+    def answer(self, request: Request) -> Any:
         (answer,) = self.answers[request]
         return answer
 
     @torch.no_grad()
-    def load(self, other, version, recompute=False):
+    def load(self, other: PreTrainedModel, version: int, recompute: bool = False) -> None:
         for mine, theirs in zip(self.model.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
         self.batch.swap(version, recompute)
 
 
 @torch.no_grad()
-def teacher_forced(model, prompt, ids, at):
+def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], at: int) -> float:
     """The log-prob of ids[at] under the model's own forward pass."""
     logits = model(input_ids=torch.tensor([[*prompt, *ids[:at]]]), use_cache=False).logits[0, -1].double()
-    return torch.log_softmax(logits, -1)[ids[at]].item()
+    found: float = torch.log_softmax(logits, -1)[ids[at]].item()
+    return found
 
 
-def test_a_short_request_beside_long_ones_waits_for_one_step():
+def test_a_short_request_beside_long_ones_waits_for_one_step() -> None:
     play = Play()
     long = [play.ask([3 + i], max_new_tokens=100) for i in range(3)]
     play.step(10)
@@ -77,7 +86,7 @@ def test_a_short_request_beside_long_ones_waits_for_one_step():
     assert all(len(r.ids) == 12 for r in long)  # nobody missed a step meanwhile
 
 
-def test_staggered_requests_share_their_steps():
+def test_staggered_requests_share_their_steps() -> None:
     play = Play()
     for i in range(4):
         play.ask([3 + i], max_new_tokens=21)
@@ -86,7 +95,7 @@ def test_staggered_requests_share_their_steps():
     assert play.batch.decode_steps == 20 + 3 * 5
 
 
-def test_who_waits_takes_the_first_free_slot_in_order_of_arrival():
+def test_who_waits_takes_the_first_free_slot_in_order_of_arrival() -> None:
     play = Play(max_rows=2)
     a, b, c, d = (play.ask([3 + i], max_new_tokens=n) for i, n in enumerate((9, 3, 9, 9)))
     play.step()
@@ -97,7 +106,7 @@ def test_who_waits_takes_the_first_free_slot_in_order_of_arrival():
     assert [r.slot for r in (a, c, d)] == [0, 1, None]
 
 
-def test_requests_that_their_first_token_ends_take_no_slot_and_need_no_step():
+def test_requests_that_their_first_token_ends_take_no_slot_and_need_no_step() -> None:
     play = Play(max_rows=2)
     for i in range(7):
         play.ask([3 + i], max_new_tokens=1)
@@ -106,7 +115,7 @@ def test_requests_that_their_first_token_ends_take_no_slot_and_need_no_step():
     assert all(len(a) == 1 for a in play.answers.values())
 
 
-def test_a_prompt_is_read_once_however_late_its_siblings_come():
+def test_a_prompt_is_read_once_however_late_its_siblings_come() -> None:
     play = Play()
     play.ask([3, 4, 5], max_new_tokens=30)
     play.ask([3, 4, 5], max_new_tokens=30, greedy=False, seed=1)
@@ -121,7 +130,7 @@ def test_a_prompt_is_read_once_however_late_its_siblings_come():
     assert play.batch.prefilled_tokens == 6  # not from the old weights' caches
 
 
-def test_nothing_is_kept_once_nothing_runs():
+def test_nothing_is_kept_once_nothing_runs() -> None:
     play = Play()
     for _ in range(2):
         play.ask([3, 4, 5], max_new_tokens=3)
@@ -135,9 +144,9 @@ def test_nothing_is_kept_once_nothing_runs():
         assert abs(log_prob - teacher_forced(play.model, [3, 4, 5], play.answer(changed).ids, at)) < 1e-5
 
 
-def test_prefills_are_bounded_and_old_prompts_forgotten_first():
+def test_prefills_are_bounded_and_old_prompts_forgotten_first() -> None:
     play = Play(max_rows=8, prefill_tokens=10)
-    sizes = []
+    sizes: list[list[int]] = []
     prefill = play.batch.decoder.prefill
 
     def counted(prompts: Sequence[Sequence[int]], pasts: Any = None) -> Any:
@@ -145,7 +154,7 @@ def test_prefills_are_bounded_and_old_prompts_forgotten_first():
         sizes.append([len(p) for p in prompts])
         return prefill(prompts)
 
-    play.batch.decoder.prefill = counted
+    play.batch.decoder.prefill = counted  # type: ignore[method-assign]
     prompts = [[3] * n for n in (4, 5, 6, 12, 2)]
     for prompt in prompts:
         play.ask(prompt, max_new_tokens=20)
@@ -159,7 +168,9 @@ def test_prefills_are_bounded_and_old_prompts_forgotten_first():
 
 @pytest.mark.parametrize("decoder", [LeanDecoder, ModuleDecoder])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_swap_between_two_steps_is_told_token_by_token(decoder, recompute):
+def test_a_swap_between_two_steps_is_told_token_by_token(
+    decoder: type[LeanDecoder | ModuleDecoder], recompute: bool
+) -> None:
     old, new = tiny_model(VOCAB, layers=2), tiny_model(VOCAB, layers=2, seed=5)
     play = Play(copy.deepcopy(old), decoder)
     request = play.ask([3, 4, 5], max_new_tokens=12)
@@ -178,20 +189,24 @@ def test_a_swap_between_two_steps_is_told_token_by_token(decoder, recompute):
         assert all(exact[5:]) == recompute  # kept caches are the old weights': later log-probs are of the mixture
 
 
-def test_logits_that_are_not_finite_fail_their_row_alone():
+def test_logits_that_are_not_finite_fail_their_row_alone() -> None:
     play = Play()
     bad, good = play.ask([3], max_new_tokens=5), play.ask([4], max_new_tokens=5)
     step = play.batch.decoder.step
-    play.batch.decoder.step = lambda tokens: step(tokens).index_fill(0, torch.tensor([0]), float("nan"))
+
+    def nan_first(tokens: torch.Tensor) -> torch.Tensor:
+        return step(tokens).index_fill(0, torch.tensor([0]), float("nan"))
+
+    play.batch.decoder.step = nan_first  # type: ignore[method-assign]
     play.step()
-    play.batch.decoder.step = step
+    play.batch.decoder.step = step  # type: ignore[method-assign]
     play.drain()
     assert isinstance(play.answer(bad), NotFiniteError)
     assert len(play.answer(good).ids) == 5
 
 
 @pytest.mark.parametrize("broken", ["prefill", "place", "step"])
-def test_after_an_error_everyone_is_answered_and_the_next_are_served(broken):
+def test_after_an_error_everyone_is_answered_and_the_next_are_served(broken: str) -> None:
     play = Play(max_rows=2)
     first = [play.ask([3 + i], max_new_tokens=5) for i in range(2)]
     if broken == "step":
@@ -200,7 +215,7 @@ def test_after_an_error_everyone_is_answered_and_the_next_are_served(broken):
         first.append(play.ask([9], max_new_tokens=5))
     whole = getattr(play.batch.decoder, broken)
 
-    def fail(*_):
+    def fail(*_: object) -> Never:
         raise RuntimeError("out of memory")
 
     setattr(play.batch.decoder, broken, fail)
@@ -218,10 +233,12 @@ def test_after_an_error_everyone_is_answered_and_the_next_are_served(broken):
 OLD, NEW = tiny_model(VOCAB, layers=2), tiny_model(VOCAB, layers=2, seed=5)
 PROMPTS = [(3,), (4, 5), (3,) * 7, tuple(range(2, 20)), (4, 5, 6)]
 DENSE = tiny_dense_model(VOCAB), tiny_dense_model(VOCAB, seed=5)
-ALONE: dict[tuple, Completion] = {}
+ALONE: dict[tuple[Any, ...], Completion] = {}
 
 
-def alone(models, model_index, prompt, sampling):
+def alone(
+    models: tuple[PreTrainedModel, PreTrainedModel], model_index: int, prompt: tuple[int, ...], sampling: Sampling
+) -> Completion:
     """What the request gets with nobody beside it."""
     key = (models[0].config.model_type, model_index, prompt, sampling)
     if key not in ALONE:
@@ -238,9 +255,9 @@ class Traffic(RuleBasedStateMachine):
     """Arrivals, next turns, cancels, pauses, swaps and steps in any order."""
 
     recompute = True
-    models = (OLD, NEW)
+    models: tuple[PreTrainedModel, PreTrainedModel] = (OLD, NEW)
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.play = Play(copy.deepcopy(self.models[0]), max_rows=3, prefill_tokens=12, keep_tokens=200)
         self.batch = self.play.batch
@@ -253,25 +270,25 @@ class Traffic(RuleBasedStateMachine):
         seed=st.one_of(st.none(), st.integers(0, 3)),
         stops=st.sampled_from([(), tuple(range(2, 9))]),
     )
-    def arrive(self, prompt, count, seed, stops):
+    def arrive(self, prompt: tuple[int, ...], count: int, seed: int | None, stops: tuple[int, ...]) -> None:
         how = {"greedy": True} if seed is None else {"greedy": False, "seed": seed, "temperature": 1.0 + seed}
         self.begun.append(self.play.ask(prompt, max_new_tokens=count, stop_token_ids=stops, **how))
 
     @precondition(lambda self: any(r.done for r in self.begun))
     @rule(data=st.data(), said=st.sampled_from([(7,), (7, 8, 9)]), count=st.integers(1, 5))
-    def go_on(self, data, said, count):
+    def go_on(self, data: DataObject, said: tuple[int, ...], count: int) -> None:
         before = data.draw(st.sampled_from([r for r in self.begun if r.done]))
         if len(before.prompt) < 24:
             prompt = (*before.prompt, *before.ids, *said)
             self.begun.append(self.play.ask(prompt, max_new_tokens=count))
 
     @rule(count=st.integers(1, 3))
-    def step(self, count):
+    def step(self, count: int) -> None:
         self.play.step(count)
 
     @precondition(lambda self: self.begun)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "deadline"]))
-    def end(self, data, reason):
+    def end(self, data: DataObject, reason: StopReason) -> None:
         request = data.draw(st.sampled_from(self.begun))
         if not request.done:
             self.ended.add(request)
@@ -279,28 +296,28 @@ class Traffic(RuleBasedStateMachine):
         self.batch.end(request, reason)
 
     @rule(held=st.booleans())
-    def hold(self, held):
+    def hold(self, held: bool) -> None:
         self.batch.held = held
 
     @rule()
-    def swap(self):
+    def swap(self) -> None:
         version = self.batch.version + 1
         self.play.load(self.models[version % 2], version, self.recompute)
 
     @invariant()
-    def everyone_is_in_one_place(self):
+    def everyone_is_in_one_place(self) -> None:
         running = self.batch.running
         assert len(running) <= 3
         assert len(set(running)) == len(running)
         rows = self.batch._rows
-        assert all(r is None or rows[r.slot] is r for r in rows)
+        assert all(r is None or (r.slot is not None and rows[r.slot] is r) for r in rows)
         done = [r for r in self.begun if r.done]
         assert len(done) + len(running) + self.batch.waiting == len(self.begun)
         for request, answers in self.play.answers.items():
             assert len(answers) == request.done
             assert request.versions == sorted(request.versions)
 
-    def teardown(self):
+    def teardown(self) -> None:
         self.batch.held = False
         self.play.drain()
         assert not self.batch.running
@@ -308,7 +325,7 @@ class Traffic(RuleBasedStateMachine):
         for request in self.begun:
             self.check(request, self.play.answer(request))
 
-    def check(self, request, answer):
+    def check(self, request: Request, answer: Completion) -> None:
         assert len(answer.ids) == len(answer.log_probs) == len(answer.policy_versions)
         assert (answer.stop_reason in ("abort", "deadline")) == (request in self.ended)
         versions = set(answer.policy_versions)

@@ -5,13 +5,17 @@ The model itself, one whole sequence at a time, is what everything is held to.
 
 import copy
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.config import DecoderChoice
+from rollout.engine import Completion, Sampling
 from rollout.native.batch import ContinuousBatch
 from rollout.native.engine import NativeEngine
 from rollout.native.lean.decoder import LeanDecoder
@@ -25,7 +29,7 @@ OLD, NEW = tiny_model(VOCAB, layers=4), tiny_model(VOCAB, layers=4, seed=5)
 
 
 @torch.no_grad()
-def exact(model, prompt, done, bound=1e-5):
+def exact(model: PreTrainedModel, prompt: Sequence[int], done: Completion, bound: float = 1e-5) -> None:
     """A completion's log-probs are those of one plain pass over prompt and answer."""
     logits = model(input_ids=torch.tensor([[*prompt, *done.ids]]), use_cache=False).logits[0].double()
     expected = torch.log_softmax(logits, -1)[torch.arange(len(prompt), len(prompt) + len(done.ids)) - 1]
@@ -36,33 +40,35 @@ def exact(model, prompt, done, bound=1e-5):
 class Talk:
     """A batch, driven step by step, in which conversations are held."""
 
-    def __init__(self, decoder=LeanDecoder, keep_tokens=10_000, max_rows=4):
+    def __init__(
+        self, decoder: type[LeanDecoder | ModuleDecoder] = LeanDecoder, keep_tokens: int = 10_000, max_rows: int = 4
+    ) -> None:
         self.model = copy.deepcopy(OLD)
         self.batch = ContinuousBatch(decoder(self.model), max_rows, 1000, 0.75, 0, keep_tokens)
-        self.answers = {}
+        self.answers: dict[Request, Any] = {}
 
-    def ask(self, prompt, **how):
+    def ask(self, prompt: Sequence[int], **how: Any) -> Request:
         sampling = Sampling(**({"greedy": True, "max_new_tokens": 6} | how))
         request = Request(tuple(prompt), sampling, sampling.seed or 0, lambda a: self.answers.__setitem__(request, a))
         self.batch.add(request)
         return request
 
     @torch.no_grad()
-    def step(self, count=1):
+    def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.batch.step()
 
-    def answer(self, request):
+    def answer(self, request: Request) -> Any:
         while self.batch.has_work:
             self.step()
         return self.answers[request]
 
     @torch.no_grad()
-    def load(self, model, version, recompute=False):
+    def load(self, model: PreTrainedModel, version: int, recompute: bool = False) -> None:
         self.model.load_state_dict(model.state_dict())
         self.batch.swap(version, recompute)
 
-    def read(self, prompt, **how):
+    def read(self, prompt: Sequence[int], **how: Any) -> tuple[Any, int]:
         """A completion, and how many tokens of its prompt were read for it."""
         before = self.batch.prefilled_tokens
         done = self.answer(self.ask(prompt, **how))
@@ -70,7 +76,7 @@ class Talk:
 
 
 @pytest.mark.parametrize("decoder", [LeanDecoder, ModuleDecoder])
-def test_a_turn_reads_what_is_new_alone(decoder):
+def test_a_turn_reads_what_is_new_alone(decoder: type[LeanDecoder | ModuleDecoder]) -> None:
     talk = Talk(decoder)
     prompt = [3, 4, 5]
     done, read = talk.read(prompt)
@@ -83,7 +89,7 @@ def test_a_turn_reads_what_is_new_alone(decoder):
 
 
 @pytest.mark.parametrize("decoder", [LeanDecoder, ModuleDecoder])
-def test_a_turn_that_another_beginning_would_make_is_read_whole(decoder):
+def test_a_turn_that_another_beginning_would_make_is_read_whole(decoder: type[LeanDecoder | ModuleDecoder]) -> None:
     talk = Talk(decoder)
     done, _ = talk.read([3, 4, 5])
     stream = [3, 4, 5, *done.ids[:-1]]
@@ -94,7 +100,7 @@ def test_a_turn_that_another_beginning_would_make_is_read_whole(decoder):
     assert talk.read([*stream, 47 - done.ids[-1]], max_new_tokens=1)[1] == 1  # another token than the sampled one
 
 
-def test_siblings_begin_from_one_stream_and_their_equal_prompts_are_read_once():
+def test_siblings_begin_from_one_stream_and_their_equal_prompts_are_read_once() -> None:
     talk = Talk()
     done, _ = talk.read([3, 4, 5])
     prompts = [[3, 4, 5, *done.ids, 7], [3, 4, 5, *done.ids, 8], [3, 4, 5, *done.ids, 7]]
@@ -107,7 +113,7 @@ def test_siblings_begin_from_one_stream_and_their_equal_prompts_are_read_once():
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("when", ["before", "under way", "there and back"])
-def test_no_state_of_other_weights_is_ever_used(when, recompute):
+def test_no_state_of_other_weights_is_ever_used(when: str, recompute: bool) -> None:
     """The prefix-cache trap: after a swap a stream is read anew, and so is one that the swap struck under way."""
     talk = Talk()
     request = talk.ask([3, 4, 5], max_new_tokens=9)
@@ -130,7 +136,7 @@ def test_no_state_of_other_weights_is_ever_used(when, recompute):
 
 
 @pytest.mark.parametrize("decoder", [LeanDecoder, ModuleDecoder])
-def test_a_module_that_its_owner_changed_meanwhile_is_noticed(decoder):
+def test_a_module_that_its_owner_changed_meanwhile_is_noticed(decoder: type[LeanDecoder | ModuleDecoder]) -> None:
     talk = Talk(decoder)
     done, _ = talk.read([3, 4, 5])
     with torch.no_grad():
@@ -142,7 +148,7 @@ def test_a_module_that_its_owner_changed_meanwhile_is_noticed(decoder):
     exact(talk.model, prompt, after)
 
 
-def test_who_was_cut_off_can_be_gone_on_from():
+def test_who_was_cut_off_can_be_gone_on_from() -> None:
     talk = Talk()
     request = talk.ask([3, 4, 5], max_new_tokens=30)
     talk.step(4)
@@ -157,20 +163,20 @@ def test_who_was_cut_off_can_be_gone_on_from():
     )[0].ids
 
 
-def test_a_row_whose_logits_were_not_finite_is_not_kept():
+def test_a_row_whose_logits_were_not_finite_is_not_kept() -> None:
     talk = Talk()
     request = talk.ask([3, 4, 5])
     talk.step(2)
     step = talk.batch.decoder.step
-    talk.batch.decoder.step = lambda tokens: step(tokens) * float("nan")
+    talk.batch.decoder.step = lambda tokens: step(tokens) * float("nan")  # type: ignore[method-assign]
     talk.step()
-    talk.batch.decoder.step = step
+    talk.batch.decoder.step = step  # type: ignore[method-assign]
     assert isinstance(talk.answer(request), ValueError)
     prompt = [*request.prompt, *request.ids, 7]
     assert talk.read(prompt)[1] == len(prompt)
 
 
-def test_after_an_error_nothing_is_kept():
+def test_after_an_error_nothing_is_kept() -> None:
     talk = Talk()
     done, _ = talk.read([3, 4, 5])
     talk.batch.drop_all(RuntimeError("the device is gone"))
@@ -179,7 +185,7 @@ def test_after_an_error_nothing_is_kept():
 
 
 @pytest.mark.parametrize("decoder", [LeanDecoder, ModuleDecoder])
-def test_memory_is_bounded_and_nothing_is_kept_where_told_so(decoder):
+def test_memory_is_bounded_and_nothing_is_kept_where_told_so(decoder: type[LeanDecoder | ModuleDecoder]) -> None:
     for bound in (0, 1, 20, 150):
         talk = Talk(decoder, keep_tokens=bound)
         for i in range(6):
@@ -205,7 +211,9 @@ TURNS = st.lists(
 @pytest.mark.parametrize(("decoder", "keep_tokens"), [("lean", 150), ("lean", 100_000), ("module", 300)])
 @settings(max_examples=10, deadline=None)
 @given(script=TURNS)
-def test_answers_are_those_of_an_engine_that_keeps_nothing(decoder, keep_tokens, script):
+def test_answers_are_those_of_an_engine_that_keeps_nothing(
+    decoder: DecoderChoice, keep_tokens: int, script: list[tuple[int, list[int], int, int | None]]
+) -> None:
     with_, without = (NativeEngine(OLD, decoder=decoder, keep_tokens=n) for n in (keep_tokens, 0))
     streams = [[3], [3, 4], [9] * 9]
     for at, said, count, seed in script:
@@ -218,11 +226,11 @@ def test_answers_are_those_of_an_engine_that_keeps_nothing(decoder, keep_tokens,
     assert with_.prefilled_tokens <= without.prefilled_tokens
 
 
-def test_an_engine_forgets_at_new_weights_and_when_told():
+def test_an_engine_forgets_at_new_weights_and_when_told() -> None:
     engine = NativeEngine(copy.deepcopy(OLD))
     ask = functools.partial(engine.generate_batch, sampling=Sampling(greedy=True, max_new_tokens=5))
 
-    def reads(prompt):
+    def reads(prompt: Sequence[int]) -> tuple[int, list[int]]:
         before = engine.prefilled_tokens
         done = ask([prompt])[0]
         exact(engine._model, prompt, done)
@@ -241,6 +249,6 @@ def test_an_engine_forgets_at_new_weights_and_when_told():
     assert read == 2
 
 
-def test_the_bound_is_a_count():
+def test_the_bound_is_a_count() -> None:
     with pytest.raises(ValueError, match="keep_tokens"):
         NativeEngine(OLD, keep_tokens=-1)

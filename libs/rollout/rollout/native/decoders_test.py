@@ -1,14 +1,15 @@
 """Every decoder against the module itself: one unpadded sequence at a time, whatever joins, moves and leaves."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollout.native.decoder import Past
+from rollout.native.decoder import Decoder, Past
 from rollout.native.lean.decoder import LeanDecoder
 from rollout.native.lean.families import refusal
 from rollout.native.module import ModuleDecoder
@@ -69,7 +70,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(family, dtype=torch.float32, **more):
+def model_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **more}))
     with torch.no_grad():
@@ -78,16 +79,17 @@ def model_of(family, dtype=torch.float32, **more):
     return model.to(dtype).eval()
 
 
-def reference(model, ids):
+def reference(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits after the last of `ids`, by one plain forward pass."""
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    return logits
 
 
-def close(got, expected, bound):
+def close(got: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
     assert (got.double() - expected.double()).abs().max() < bound * max(1.0, expected.abs().max().item())
 
 
-def play(model, decoder, bound=1e-5):
+def play(model: PreTrainedModel, decoder: Decoder[Any], bound: float = 1e-5) -> None:
     """Five prompts in, one of them twice; two leave, the last moves down, two join late."""
     prompts = [[3, 5, 7], [9] * 20, list(range(2, 13)), [4], [8, 2]]
     logits, cache = decoder.prefill(prompts)
@@ -97,7 +99,7 @@ def play(model, decoder, bound=1e-5):
     rows: list[list[int] | None] = [list(prompts[i]) for i in (0, 1, 2, 3, 4, 1)]
     generator = torch.Generator().manual_seed(0)
 
-    def steps(count, rows):
+    def steps(count: int, rows: Sequence[list[int] | None]) -> None:
         for _ in range(count):
             tokens = torch.randint(VOCAB, (len(rows),), generator=generator)
             got = decoder.step(tokens)
@@ -123,6 +125,7 @@ def play(model, decoder, bound=1e-5):
     steps(3, rows)
     rows = go_on(model, decoder, rows, bound)
     steps(2, rows)
+    assert rows[2] is not None
     _, again = decoder.prefill([rows[2]])
     decoder.place(again, [0], [2])  # a row's caches computed anew, in its own slot
     steps(2, rows)
@@ -132,7 +135,7 @@ def play(model, decoder, bound=1e-5):
     steps(2, [list(prompts[3]), *rows[1:3]])
 
 
-def go_on(model, decoder, rows, bound):
+def go_on(model: PreTrainedModel, decoder: Decoder[Any], rows: list[Any], bound: float) -> list[Any]:
     """Three rows are kept, two of them leave and come again with more tokens, two more begin from the third's end."""
     decoder.place(decoder.prefill([[5, 3]])[1], [0], [len(rows)])
     two, one = decoder.keep([4, 1]), decoder.keep([2])
@@ -153,7 +156,7 @@ def go_on(model, decoder, rows, bound):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @torch.no_grad()
-def test_the_modules_own_forward_row_by_row(family):
+def test_the_modules_own_forward_row_by_row(family: str) -> None:
     model = model_of(family)
     play(model, ModuleDecoder(model))
 
@@ -172,7 +175,7 @@ def test_the_modules_own_forward_row_by_row(family):
 )
 @pytest.mark.parametrize("fuse", [True, False], ids=["joined", "apart"])
 @torch.no_grad()
-def test_lean_is_the_module(more, fuse, monkeypatch):
+def test_lean_is_the_module(more: dict[str, Any], fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fuse:
         monkeypatch.setattr("rollout.native.lean.weights.JOIN_ELEMENTS", 0)
     model = model_of("qwen3_5_text", **more)
@@ -182,7 +185,7 @@ def test_lean_is_the_module(more, fuse, monkeypatch):
 @pytest.mark.parametrize("case", sorted(DENSE))
 @pytest.mark.parametrize("fuse", [True, False], ids=["joined", "apart"])
 @torch.no_grad()
-def test_lean_is_the_dense_module(case, fuse, monkeypatch):
+def test_lean_is_the_dense_module(case: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fuse:
         monkeypatch.setattr("rollout.native.lean.weights.JOIN_ELEMENTS", 0)
     family, more = DENSE[case]
@@ -192,7 +195,7 @@ def test_lean_is_the_dense_module(case, fuse, monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama"])
 @torch.no_grad()
-def test_lean_in_float64_is_the_float32_module_and_nearer_to_itself(family):
+def test_lean_in_float64_is_the_float32_module_and_nearer_to_itself(family: str) -> None:
     """The module keeps float32 islands (norms, decays, states) in a float64 model; the lean pass has none."""
     model = model_of(family, torch.float64)
     play(model, LeanDecoder(model), 1e-5)
@@ -200,7 +203,7 @@ def test_lean_in_float64_is_the_float32_module_and_nearer_to_itself(family):
 
 @pytest.mark.parametrize("case", sorted(DENSE))
 @torch.no_grad()
-def test_lean_in_float64_decodes_as_it_reads(case):
+def test_lean_in_float64_decodes_as_it_reads(case: str) -> None:
     """A step and a packed pass share no operation of attention; without float32 islands they differ by 1e-12."""
     family, more = DENSE[case]
     decoder = LeanDecoder(model_of(family, torch.float64, **more))
@@ -213,7 +216,7 @@ def test_lean_in_float64_decodes_as_it_reads(case):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3"])
 @torch.no_grad()
-def test_lean_in_bfloat16_rounds_where_the_module_does(family):
+def test_lean_in_bfloat16_rounds_where_the_module_does(family: str) -> None:
     model = model_of(family, torch.bfloat16)
     decoder = LeanDecoder(model)
     prompts = [[3, 5, 7], list(range(2, 30))]
@@ -229,7 +232,7 @@ def test_lean_in_bfloat16_rounds_where_the_module_does(family):
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=5))
 @torch.no_grad()
-def test_a_packed_prefill_is_each_prompt_alone(prompts):
+def test_a_packed_prefill_is_each_prompt_alone(prompts: list[list[int]]) -> None:
     for model in (tiny_model(VOCAB), tiny_dense_model(VOCAB)):
         logits, _ = LeanDecoder(model).prefill(prompts)
         for prompt, row in zip(prompts, logits, strict=True):
@@ -248,7 +251,7 @@ def test_a_packed_prefill_is_each_prompt_alone(prompts):
     )
 )
 @torch.no_grad()
-def test_a_packed_continuation_is_each_prompt_alone(turns):
+def test_a_packed_continuation_is_each_prompt_alone(turns: list[tuple[list[int], list[int]]]) -> None:
     for model in (tiny_model(VOCAB), tiny_dense_model(VOCAB)):
         decoder = LeanDecoder(model)
         _, cache = decoder.prefill([first for first, _ in turns])
@@ -259,9 +262,9 @@ def test_a_packed_continuation_is_each_prompt_alone(turns):
 
 @pytest.mark.parametrize("make", [LeanDecoder, ModuleDecoder])
 @torch.no_grad()
-def test_the_size_of_a_cache_is_its_memory_in_tokens(make):
+def test_the_size_of_a_cache_is_its_memory_in_tokens(make: type[LeanDecoder | ModuleDecoder]) -> None:
     """Per row: a fixed state, held as the tokens whose keys and values take as much."""
-    decoder = make(model_of("qwen3_5_text"))
+    decoder: Decoder[Any] = make(model_of("qwen3_5_text"))
     decoder.place(decoder.prefill([[3] * 8, [4] * 8])[1], [0, 1], [0, 1])
     decoder.keep([0, 1])
     fixed = decoder.size([8]) - 8
@@ -273,32 +276,38 @@ def test_the_size_of_a_cache_is_its_memory_in_tokens(make):
     assert fixed in (state // token, state // token + 1)
 
 
-def test_lean_refuses_what_it_would_leave_out():
+def why_not(model: PreTrainedModel) -> str:
+    found = refusal(model)
+    assert found is not None
+    return found
+
+
+def test_lean_refuses_what_it_would_leave_out() -> None:
     assert refusal(tiny_model(VOCAB)) is None
-    assert "Qwen3MoeForCausalLM" in refusal(model_of("qwen3_moe"))
-    assert "Gemma3ForCausalLM" in refusal(model_of("gemma3_text"))
+    assert "Qwen3MoeForCausalLM" in why_not(model_of("qwen3_moe"))
+    assert "Gemma3ForCausalLM" in why_not(model_of("gemma3_text"))
     assert all(refusal(model_of(family, **more)) is None for family, more in DENSE.values())
-    assert "sliding window (5)" in refusal(model_of("mistral"))
-    assert "sliding window (5)" in refusal(model_of("qwen2"))
-    assert "gelu" in refusal(model_of("qwen3", hidden_act="gelu"))
+    assert "sliding window (5)" in why_not(model_of("mistral"))
+    assert "sliding window (5)" in why_not(model_of("qwen2"))
+    assert "gelu" in why_not(model_of("qwen3", hidden_act="gelu"))
     hooked = tiny_model(VOCAB)
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "hooks" in refusal(hooked)
+    assert "hooks" in why_not(hooked)
 
     class Adapter(torch.nn.Linear):
         """A linear layer that adds something."""
 
     adapted = tiny_model(VOCAB)
     adapted.model.layers[1].self_attn.q_proj = Adapter(32, 64, bias=False)
-    assert "Adapter" in refusal(adapted)
+    assert "Adapter" in why_not(adapted)
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    assert "yarn" in refusal(model_of("qwen3_5_text", rope_parameters=yarn))
+    assert "yarn" in why_not(model_of("qwen3_5_text", rope_parameters=yarn))
     with pytest.raises(ValueError, match="hooks"):
         LeanDecoder(hooked)
 
 
 @pytest.mark.parametrize("make", [tiny_model, tiny_dense_model])
-def test_a_refresh_reads_the_weights_anew(make):
+def test_a_refresh_reads_the_weights_anew(make: Callable[[int], PreTrainedModel]) -> None:
     model = make(VOCAB)
     decoder = LeanDecoder(model)
     with torch.no_grad():

@@ -4,9 +4,12 @@ import asyncio
 import copy
 import math
 import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
@@ -15,19 +18,22 @@ from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
 
 VOCAB = 48
+Pieces = list[BucketPiece]
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> PreTrainedModel:
     return tiny_model(VOCAB)
 
 
-def prompts_of(lengths, seed=0):
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(2, VOCAB) for _ in range(n)] for n in lengths]
 
 
-def teacher_forced(model, prompt, ids, temperature=1.0):
+def teacher_forced(
+    model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Log-probs of `ids` after `prompt`, by one plain forward pass over one unpadded row."""
     row = torch.tensor([[*prompt, *ids]])
     with torch.no_grad():
@@ -35,13 +41,15 @@ def teacher_forced(model, prompt, ids, temperature=1.0):
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def assert_teacher_forced(model, prompt, completion, temperature=1.0):
+def assert_teacher_forced(
+    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, temperature: float = 1.0
+) -> None:
     expected = teacher_forced(model, prompt, list(completion.ids), temperature)
     assert torch.tensor(completion.log_probs).double().sub(expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_the_modules_own_for_mixed_lengths(model, temperature):
+def test_log_probs_are_the_modules_own_for_mixed_lengths(model: PreTrainedModel, temperature: float) -> None:
     prompts = prompts_of([3, 11, 7, 1, 20, 70, 7])
     done = NativeEngine(model).generate_batch(prompts, Sampling(temperature=temperature, max_new_tokens=9))
     for prompt, completion in zip(prompts, done, strict=True):
@@ -49,7 +57,7 @@ def test_log_probs_are_the_modules_own_for_mixed_lengths(model, temperature):
         assert_teacher_forced(model, prompt, completion, temperature)
 
 
-def test_groups_share_a_prefill_and_still_agree(model):
+def test_groups_share_a_prefill_and_still_agree(model: PreTrainedModel) -> None:
     prompts = [p for p in prompts_of([5, 9, 4]) for _ in range(4)]
     engine = NativeEngine(model)
     done = engine.generate_batch(prompts, Sampling(max_new_tokens=6, seed=None))
@@ -59,7 +67,7 @@ def test_groups_share_a_prefill_and_still_agree(model):
         assert_teacher_forced(model, prompt, completion)
 
 
-def test_rows_that_end_leave_and_the_others_stay_right(model):
+def test_rows_that_end_leave_and_the_others_stay_right(model: PreTrainedModel) -> None:
     prompts = prompts_of([4] * 8 + [9] * 8, seed=3)
     stops = tuple(range(2, 14))
     limits = [3, 24] * 8
@@ -75,13 +83,13 @@ def test_rows_that_end_leave_and_the_others_stay_right(model):
         assert not set(completion.ids[:-1]) & set(stops)
 
 
-def test_the_batch_ends_when_every_row_has(model):
+def test_the_batch_ends_when_every_row_has(model: PreTrainedModel) -> None:
     engine = NativeEngine(model)
     engine.generate_batch(prompts_of([4, 6]), Sampling(max_new_tokens=100, stop_token_ids=tuple(range(VOCAB))))
     assert engine.decode_steps == 0
 
 
-def test_greedy_is_hf_generate(model):
+def test_greedy_is_hf_generate(model: PreTrainedModel) -> None:
     prompts = prompts_of([3, 11, 7, 1])
     done = NativeEngine(model).generate_batch(prompts, Sampling(greedy=True, max_new_tokens=12, stop_token_ids=(1,)))
     for prompt, completion in zip(prompts, done, strict=True):
@@ -91,7 +99,7 @@ def test_greedy_is_hf_generate(model):
         assert_teacher_forced(model, prompt, completion)
 
 
-def test_every_step_draws_anew(model):
+def test_every_step_draws_anew(model: PreTrainedModel) -> None:
     even = copy.deepcopy(model)
     with torch.no_grad():
         even.model.norm.weight.fill_(-1.0)  # the norm scales by 1 + weight: all logits are 0, all tokens equally likely
@@ -102,7 +110,7 @@ def test_every_step_draws_anew(model):
     assert all(abs(p + math.log(VOCAB)) < 1e-5 for c in done for p in c.log_probs)
 
 
-def test_max_batch_cuts_the_work_and_changes_nothing(model):
+def test_max_batch_cuts_the_work_and_changes_nothing(model: PreTrainedModel) -> None:
     prompts = prompts_of([3, 8, 5, 8, 2, 9, 4])
     settings = [Sampling(max_new_tokens=5, seed=i) for i in range(7)]
     whole = NativeEngine(model).generate_batch(prompts, settings)
@@ -110,7 +118,7 @@ def test_max_batch_cuts_the_work_and_changes_nothing(model):
     assert [c.ids for c in whole] == [c.ids for c in parts]
 
 
-def test_a_seed_fixes_a_request_whatever_its_neighbours(model):
+def test_a_seed_fixes_a_request_whatever_its_neighbours(model: PreTrainedModel) -> None:
     prompts = prompts_of([3, 8, 5])
     mine = Sampling(max_new_tokens=7, seed=11)
     alone = NativeEngine(model, seed=1).generate_batch(prompts[:1], mine)[0]
@@ -121,7 +129,7 @@ def test_a_seed_fixes_a_request_whatever_its_neighbours(model):
     assert alone.ids != NativeEngine(model).generate_batch(prompts[:1], Sampling(max_new_tokens=7, seed=12))[0].ids
 
 
-def test_the_engines_generator_is_reproducible_and_moves_on(model):
+def test_the_engines_generator_is_reproducible_and_moves_on(model: PreTrainedModel) -> None:
     prompts = prompts_of([3, 8])
     first, again = NativeEngine(model, seed=5), NativeEngine(model, seed=5)
     a, b = (first.generate_batch(prompts, Sampling(max_new_tokens=12)) for _ in range(2))
@@ -129,7 +137,7 @@ def test_the_engines_generator_is_reproducible_and_moves_on(model):
     assert [again.generate_batch(prompts, Sampling(max_new_tokens=12)) for _ in range(2)] == [a, b]
 
 
-def test_update_weights_is_loading_the_state_dict(model):
+def test_update_weights_is_loading_the_state_dict(model: PreTrainedModel) -> None:
     other = tiny_model(VOCAB, seed=9)
     mine = copy.deepcopy(model)
     engine = NativeEngine(mine, seed=5)
@@ -144,18 +152,18 @@ def test_update_weights_is_loading_the_state_dict(model):
         assert torch.equal(mine.state_dict()[name], value)
 
 
-def broken_pieces(model, change):
+def broken_pieces(model: PreTrainedModel, change: Callable[[Pieces], object]) -> Pieces:
     pieces = list(pieces_of(tiny_model(VOCAB, seed=9).named_parameters(), max_elements=500))
     change(pieces)
     return pieces
 
 
-def drop(name):
+def drop(name: str) -> Callable[[Pieces], None]:
     return lambda pieces: pieces.__setitem__(slice(None), [p for p in pieces if p.name != name])
 
 
-def edit(target, **changes):
-    def change(pieces):
+def edit(target: str, **changes: Any) -> Callable[[Pieces], None]:
+    def change(pieces: Pieces) -> None:
         i = next(i for i, p in enumerate(pieces) if p.name == target)
         pieces[i] = pieces[i]._replace(**changes)
 
@@ -179,7 +187,9 @@ PROJ = "model.layers.0.linear_attn.in_proj_qkv.weight"
         (lambda pieces: pieces.pop(next(i for i, p in enumerate(pieces) if p.name == PROJ)), "never"),
     ],
 )
-def test_a_faulty_update_is_refused_whole(model, change, message):
+def test_a_faulty_update_is_refused_whole(
+    model: PreTrainedModel, change: Callable[[Pieces], object], message: str
+) -> None:
     mine = copy.deepcopy(model)
     engine = NativeEngine(mine)
     with pytest.raises(ValueError, match=message):
@@ -189,7 +199,7 @@ def test_a_faulty_update_is_refused_whole(model, change, message):
         assert torch.equal(mine.state_dict()[name], value)
 
 
-def test_tied_weights_need_one_name_and_must_not_contradict(model):
+def test_tied_weights_need_one_name_and_must_not_contradict(model: PreTrainedModel) -> None:
     mine = copy.deepcopy(model)
     pieces = list(pieces_of(model.named_parameters()))
     head = next(p for p in pieces if p.name == "model.embed_tokens.weight")
@@ -203,17 +213,17 @@ def test_tied_weights_need_one_name_and_must_not_contradict(model):
         asyncio.run(NativeEngine(mine).update_weights(1, [*pieces, contrary]))
 
 
-def test_weights_only_count_upwards(model):
+def test_weights_only_count_upwards(model: PreTrainedModel) -> None:
     engine = NativeEngine(copy.deepcopy(model), version=4)
     with pytest.raises(ValueError, match="not newer"):
         asyncio.run(engine.update_weights(4, pieces_of(model.named_parameters())))
 
 
-def test_concurrent_calls_become_one_batch(model):
+def test_concurrent_calls_become_one_batch(model: PreTrainedModel) -> None:
     engine = NativeEngine(model)
     prompts = prompts_of([5] * 6)
 
-    async def ask():
+    async def ask() -> list[Completion]:
         settings = [Sampling(max_new_tokens=4, seed=i) for i in range(6)]
         return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, settings, strict=True)))
 
@@ -226,10 +236,10 @@ def test_concurrent_calls_become_one_batch(model):
     assert [c.ids for c in asyncio.run(ask())] == [c.ids for c in done]  # a second event loop serves as well
 
 
-def test_pause_holds_back_and_resume_serves(model):
+def test_pause_holds_back_and_resume_serves(model: PreTrainedModel) -> None:
     engine = NativeEngine(copy.deepcopy(model))
 
-    async def play():
+    async def play() -> Completion:
         await engine.pause()
         waiting = asyncio.create_task(engine.generate([5, 6], Sampling(max_new_tokens=3)))
         await asyncio.sleep(0.05)
@@ -241,10 +251,10 @@ def test_pause_holds_back_and_resume_serves(model):
     assert asyncio.run(play()).policy_versions == (1, 1, 1)
 
 
-def test_abort_returns_what_there_is(model):
+def test_abort_returns_what_there_is(model: PreTrainedModel) -> None:
     engine = NativeEngine(model)
 
-    async def play():
+    async def play() -> tuple[Completion, Completion]:
         running = asyncio.create_task(engine.generate([5, 6], Sampling(max_new_tokens=250)))
         while engine.decode_steps < 3:
             await asyncio.sleep(0.001)
@@ -261,13 +271,13 @@ def test_abort_returns_what_there_is(model):
     assert whole.stop_reason == "length"
 
 
-def test_an_error_reaches_every_caller_and_the_engine_lives_on(model):
+def test_an_error_reaches_every_caller_and_the_engine_lives_on(model: PreTrainedModel) -> None:
     mine = copy.deepcopy(model)
     engine = NativeEngine(mine)
     with torch.no_grad():
         mine.model.norm.weight.fill_(float("nan"))
 
-    async def ask():
+    async def ask() -> list[Completion | BaseException]:
         return await asyncio.gather(
             *(engine.generate([3], Sampling(max_new_tokens=2)) for _ in range(3)), return_exceptions=True
         )
@@ -278,14 +288,14 @@ def test_an_error_reaches_every_caller_and_the_engine_lives_on(model):
     assert all(isinstance(c, Completion) for c in asyncio.run(ask()))
 
 
-def test_the_module_keeps_its_training_mode(model):
+def test_the_module_keeps_its_training_mode(model: PreTrainedModel) -> None:
     mine = copy.deepcopy(model).train()
     NativeEngine(mine).generate_batch([[3]], Sampling(max_new_tokens=2))
     assert mine.training
     assert isinstance(NativeEngine(mine), RolloutEngine)
 
 
-def test_user_errors_name_the_fix(model):
+def test_user_errors_name_the_fix(model: PreTrainedModel) -> None:
     engine = NativeEngine(model, max_length=16)
     with pytest.raises(ValueError, match="empty prompt"):
         engine.generate_batch([[]], Sampling())

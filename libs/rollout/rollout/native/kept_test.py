@@ -1,5 +1,7 @@
 """Kept streams: the longest prefix is found, memory is bounded, what was not used goes first."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,10 +9,11 @@ from rollout.native.decoder import Past
 from rollout.native.kept import KeptStreams, stream_of
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2, 255, 256, 70000]), min_size=1, max_size=6)
+Group = tuple[list[list[int]], int, int]
 
 
 @given(st.lists(TOKENS, max_size=12, unique_by=tuple), st.lists(TOKENS, min_size=1, max_size=6))
-def test_the_longest_kept_prefix_is_found(streams, prompts):
+def test_the_longest_kept_prefix_is_found(streams: list[list[int]], prompts: list[list[int]]) -> None:
     kept: KeptStreams[str] = KeptStreams(1000)
     for i, stream in enumerate(streams):
         kept.add([stream_of(stream)], f"cache {i}", len(stream))
@@ -27,20 +30,20 @@ def test_the_longest_kept_prefix_is_found(streams, prompts):
 class Model:
     """The same by a list, newest use last."""
 
-    def __init__(self, most):
+    def __init__(self, most: int) -> None:
         self.most = most
-        self.groups = []
+        self.groups: list[Group] = []
 
-    def use(self, group):
+    def use(self, group: Group) -> None:
         self.groups.remove(group)
         self.groups.append(group)
 
-    def add(self, streams, cache, size):
+    def add(self, streams: list[list[int]], cache: int, size: int) -> None:
         self.groups.append((streams, cache, size))
         while sum(size for _, _, size in self.groups) > self.most:
             self.groups.pop(0)
 
-    def longest(self, prompt):
+    def longest(self, prompt: list[int]) -> tuple[Past[int], int] | None:
         fitting = [(s, g) for g in self.groups for s in g[0] if len(s) < len(prompt) and prompt[: len(s)] == s]
         if not fitting:
             return None
@@ -59,8 +62,8 @@ class Model:
         max_size=25,
     )
 )
-def test_what_was_used_least_recently_goes_first(script):
-    kept, model = KeptStreams(20), Model(20)
+def test_what_was_used_least_recently_goes_first(script: list[tuple[str, Any]]) -> None:
+    kept, model = KeptStreams[int](20), Model(20)
     for number, (what, value) in enumerate(script):
         if what == "ask":
             assert kept.longest(value) == model.longest(value)

@@ -4,11 +4,15 @@ import asyncio
 import copy
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.config import DecoderChoice
+from rollout.engine import Completion, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
@@ -21,18 +25,18 @@ LONG = Sampling(max_new_tokens=240, seed=1)
 
 
 @pytest.fixture
-def engine():
+def engine() -> NativeEngine:
     return NativeEngine(copy.deepcopy(OLD))
 
 
-async def decoded(engine, steps=3):
+async def decoded(engine: NativeEngine, steps: int = 3) -> None:
     """Wait until so many more steps have been decoded."""
     before = engine.decode_steps
     while engine.decode_steps < before + steps:
         await asyncio.sleep(0.001)
 
 
-def settled(engine):
+def settled(engine: NativeEngine) -> bool:
     """Whether nobody runs or waits, once what was posted is done."""
     end = time.monotonic() + 30
     while engine._thread.awake and time.monotonic() < end:
@@ -41,13 +45,14 @@ def settled(engine):
 
 
 @torch.no_grad()
-def log_prob(model, prompt, ids, at):
+def log_prob(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], at: int) -> float:
     logits = model(input_ids=torch.tensor([[*prompt, *ids[:at]]]), use_cache=False).logits[0, -1].double()
-    return torch.log_softmax(logits, -1)[ids[at]].item()
+    found: float = torch.log_softmax(logits, -1)[ids[at]].item()
+    return found
 
 
-def test_who_waits_behind_a_pause_can_be_cancelled_or_run_out_of_time(engine):
-    async def play():
+def test_who_waits_behind_a_pause_can_be_cancelled_or_run_out_of_time(engine: NativeEngine) -> None:
+    async def play() -> tuple[tuple[Any, ...], Completion]:
         await engine.pause()
         cancelled = asyncio.create_task(engine.generate([3], LONG, request_id="a"))
         late = asyncio.create_task(engine.generate([3], LONG, deadline=time.monotonic() + 0.05))
@@ -70,8 +75,8 @@ def test_who_waits_behind_a_pause_can_be_cancelled_or_run_out_of_time(engine):
     assert settled(engine)
 
 
-def test_a_pause_lets_what_runs_finish_and_holds_what_comes(engine):
-    async def play():
+def test_a_pause_lets_what_runs_finish_and_holds_what_comes(engine: NativeEngine) -> None:
+    async def play() -> None:
         running = asyncio.create_task(engine.generate([3], Sampling(max_new_tokens=40, seed=1)))
         await decoded(engine)
         pausing = asyncio.create_task(engine.pause())
@@ -88,8 +93,8 @@ def test_a_pause_lets_what_runs_finish_and_holds_what_comes(engine):
     asyncio.run(play())
 
 
-def test_a_pause_that_is_cancelled_holds_nobody(engine):
-    async def play():
+def test_a_pause_that_is_cancelled_holds_nobody(engine: NativeEngine) -> None:
+    async def play() -> Completion:
         running = asyncio.create_task(engine.generate([3], LONG, request_id="a"))
         await decoded(engine)
         pausing = asyncio.create_task(engine.pause())
@@ -104,10 +109,10 @@ def test_a_pause_that_is_cancelled_holds_nobody(engine):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_are_swapped_under_way(recompute):
+def test_weights_are_swapped_under_way(recompute: bool) -> None:
     engine = NativeEngine(copy.deepcopy(OLD), on_commit="recompute" if recompute else "keep")
 
-    async def play():
+    async def play() -> Completion:
         running = asyncio.create_task(engine.generate([3, 4], LONG))
         await decoded(engine, 5)
         await engine.update_weights(3, pieces_of(NEW.named_parameters(), max_elements=100))
@@ -126,8 +131,8 @@ def test_weights_are_swapped_under_way(recompute):
     assert (max(errors[first:]) < 1e-4) == recompute
 
 
-def test_a_commit_can_be_taken_back_under_way(engine):
-    async def play():
+def test_a_commit_can_be_taken_back_under_way(engine: NativeEngine) -> None:
+    async def play() -> Completion:
         running = asyncio.create_task(engine.generate([3, 4], LONG, request_id="a"))
         await decoded(engine)
         await engine.prepare(Manifest(7))
@@ -149,12 +154,12 @@ def test_a_commit_can_be_taken_back_under_way(engine):
     assert after.ids == NativeEngine(OLD).generate_batch([[3, 4]], Sampling(max_new_tokens=8, seed=1))[0].ids
 
 
-def test_weights_that_are_not_finite_change_nothing_and_hold_nobody(engine):
+def test_weights_that_are_not_finite_change_nothing_and_hold_nobody(engine: NativeEngine) -> None:
     bad = copy.deepcopy(NEW)
     with torch.no_grad():
         bad.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
 
-    async def play():
+    async def play() -> Completion:
         running = asyncio.create_task(engine.generate([3, 4], LONG))
         await decoded(engine)
         with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj"):
@@ -166,10 +171,10 @@ def test_weights_that_are_not_finite_change_nothing_and_hold_nobody(engine):
     assert done.ids == NativeEngine(OLD).generate_batch([[3, 4]], LONG)[0].ids
 
 
-def test_the_synchronous_core_shares_the_batch(engine):
-    found = []
+def test_the_synchronous_core_shares_the_batch(engine: NativeEngine) -> None:
+    found: list[Completion] = []
 
-    async def play():
+    async def play() -> tuple[Completion, list[Completion]]:
         running = asyncio.create_task(engine.generate([3, 4], LONG))
         await decoded(engine)
         settings = [Sampling(max_new_tokens=9, seed=i) for i in range(3)]
@@ -184,8 +189,8 @@ def test_the_synchronous_core_shares_the_batch(engine):
     assert [c.ids for c in found] == [c.ids for c in expected]
 
 
-def test_a_loop_that_ends_leaves_nobody_in_a_slot(engine):
-    async def leave():
+def test_a_loop_that_ends_leaves_nobody_in_a_slot(engine: NativeEngine) -> None:
+    async def leave() -> None:
         tasks = [asyncio.create_task(engine.generate([3 + i], LONG, request_id=str(i))) for i in range(3)]
         await decoded(engine)
         assert len(tasks) == 3
@@ -196,19 +201,19 @@ def test_a_loop_that_ends_leaves_nobody_in_a_slot(engine):
     assert len(asyncio.run(engine.generate([3], Sampling(max_new_tokens=2), request_id="0")).ids) == 2
 
 
-def test_a_broken_step_is_everyones_error_once(engine):
+def test_a_broken_step_is_everyones_error_once(engine: NativeEngine) -> None:
     step = engine._batch.decoder.step
-    calls = []
+    calls: list[int] = []
 
-    def broken(tokens):
+    def broken(tokens: torch.Tensor) -> torch.Tensor:
         calls.append(len(tokens))
         if len(calls) == 4:
             raise RuntimeError("the device is gone")
         return step(tokens)
 
-    engine._batch.decoder.step = broken
+    engine._batch.decoder.step = broken  # type: ignore[method-assign]
 
-    async def play():
+    async def play() -> tuple[list[Completion | BaseException], Completion]:
         asked = [engine.generate([3 + i], Sampling(max_new_tokens=20)) for i in range(3)]
         failed = await asyncio.gather(*asked, return_exceptions=True)
         return failed, await engine.generate([3], Sampling(max_new_tokens=3))
@@ -221,7 +226,7 @@ def test_a_broken_step_is_everyones_error_once(engine):
 
 @pytest.mark.parametrize("model", [OLD, tiny_dense_model(VOCAB)], ids=["hybrid", "dense"])
 @pytest.mark.parametrize("decoder", ["lean", "module"])
-def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder, model):
+def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder: DecoderChoice, model: PreTrainedModel) -> None:
     engine = NativeEngine(copy.deepcopy(model), max_batch=5, decoder=decoder)
     prompts = [[3 + i % 4] * (1 + i % 7) for i in range(24)]
     settings = [
@@ -229,11 +234,11 @@ def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder, model):
         for i in range(24)
     ]
 
-    async def one(i):
+    async def one(i: int) -> Completion:
         await asyncio.sleep(0.002 * (i % 5))
         return await engine.generate(prompts[i], settings[i])
 
-    async def play():
+    async def play() -> list[Completion]:
         return await asyncio.gather(*(one(i) for i in range(24)))
 
     done = asyncio.run(play())
@@ -244,7 +249,7 @@ def test_arrivals_from_many_tasks_get_what_they_get_alone(decoder, model):
 
 
 @pytest.mark.parametrize("model", [OLD, tiny_dense_model(VOCAB)], ids=["hybrid", "dense"])
-def test_greedy_ids_are_those_of_generate_and_log_probs_of_a_forward_pass(model):
+def test_greedy_ids_are_those_of_generate_and_log_probs_of_a_forward_pass(model: PreTrainedModel) -> None:
     prompts = [[3], [9] * 20, list(range(2, 13)), [4, 5]]
     done = NativeEngine(model, decoder="lean").generate_batch(prompts, Sampling(max_new_tokens=24, greedy=True))
     for prompt, completion in zip(prompts, done, strict=True):
@@ -257,7 +262,7 @@ def test_greedy_ids_are_those_of_generate_and_log_probs_of_a_forward_pass(model)
         assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-5
 
 
-def test_choices_are_checked():
+def test_choices_are_checked() -> None:
     with pytest.raises(ValueError, match="decoder is"):
         NativeEngine(OLD, decoder="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_commit is"):

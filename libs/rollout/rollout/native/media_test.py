@@ -1,16 +1,19 @@
 """Images in the native engine against the stock module's own generate and forward."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.native.media import SeenPrompt, followed, seen_prompt
 from rollout.testing.model import tiny_model, tiny_seeing_model
 from rollout.testing.pieces import pieces_of
+from rollout.testing.seeing import Prompt
 
 NUMBERS = 3 * 2 * 2 * 2
 IMAGE, VIDEO = 44, 45
@@ -18,36 +21,37 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> PreTrainedModel:
     return tiny_seeing_model()
 
 
-def shown(seed, *grids, video=None):
+def shown(seed: int, *grids: tuple[int, int, int], video: tuple[int, int, int] | None = None) -> Prompt:
     """A prompt with these images (and the frames of a video) between stretches of text, and its media."""
     rng = torch.Generator().manual_seed(seed)
     ids, types = torch.randint(2, 40, (3,), generator=rng).tolist(), [0, 0, 0]
-    frames = [(1, *video[1:])] * video[0] if video else []
+    videos = [] if video is None else [video]
+    frames = [(1, h, w) for t, h, w in videos for _ in range(t)]
     for kind, token, (t, h, w) in [*[(1, IMAGE, g) for g in grids], *[(2, VIDEO, g) for g in frames]]:
         count = t * h * w // 4
         ids += [token] * count + torch.randint(2, 40, (2,), generator=rng).tolist()
         types += [kind] * count + [0, 0]
     media: dict[str, Any] = {"mm_token_type_ids": types}
-    for pixels, name, chosen in (("pixel_values", "image", grids), ("pixel_values_videos", "video", [video])):
-        if chosen and chosen[0]:
+    for pixels, name, chosen in (("pixel_values", "image", grids), ("pixel_values_videos", "video", videos)):
+        if chosen:
             size = sum(t * h * w for t, h, w in chosen)
             media[pixels] = torch.randn(size, NUMBERS, generator=rng)
             media[f"{name}_grid_thw"] = torch.tensor(chosen)
     return ids, media
 
 
-def arguments(ids, media, more=()):
+def arguments(ids: Sequence[int], media: dict[str, Any], more: Sequence[int] = ()) -> dict[str, Any]:
     given = {k: v for k, v in media.items() if k != "mm_token_type_ids"}
     types = [*media["mm_token_type_ids"], *[0] * (len(ids) + len(more) - len(media["mm_token_type_ids"]))]
     return given | {"input_ids": torch.tensor([[*ids, *more]]), "mm_token_type_ids": torch.tensor([types])}
 
 
-def answers(engine, requests, sampling):
-    async def ask():
+def answers(engine: NativeEngine, requests: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
+    async def ask() -> list[Completion]:
         return await asyncio.gather(*(engine.generate(ids, sampling, media or None) for ids, media in requests))
 
     return asyncio.run(ask())
@@ -62,7 +66,7 @@ REQUESTS = [
 ]
 
 
-def test_greedy_answers_are_those_of_the_modules_generate(model):
+def test_greedy_answers_are_those_of_the_modules_generate(model: PreTrainedModel) -> None:
     """In one padded batch, of several lengths, beside a prompt of text; and their log-probs, teacher-forced."""
     found = answers(NativeEngine(model), REQUESTS, Sampling(greedy=True, max_new_tokens=NEW))
     for (ids, media), got in zip(REQUESTS, found, strict=True):
@@ -79,7 +83,7 @@ def test_greedy_answers_are_those_of_the_modules_generate(model):
     assert len({got.ids for got in found}) == len(REQUESTS)
 
 
-def test_prompts_of_equal_tokens_with_other_images_are_others(model):
+def test_prompts_of_equal_tokens_with_other_images_are_others(model: PreTrainedModel) -> None:
     """In one batch, and where the first was read before: neither is taken for the other, equal ones are read once."""
     (ids, first), (same, second) = shown(7, (1, 4, 4)), shown(7, (1, 4, 4))
     assert ids == same
@@ -96,7 +100,7 @@ def test_prompts_of_equal_tokens_with_other_images_are_others(model):
     assert torch.tensor(later.log_probs).sub(torch.tensor(alone[1].log_probs)).abs().max() < 1e-5
 
 
-def test_a_next_turn_reads_its_images_again_and_text_in_it_may_be_the_image_token(model):
+def test_a_next_turn_reads_its_images_again_and_text_in_it_may_be_the_image_token(model: PreTrainedModel) -> None:
     ids, media = shown(4, (1, 4, 4))
     engine, greedy = NativeEngine(model), Sampling(greedy=True, max_new_tokens=NEW)
     first = answers(engine, [(ids, media)], greedy)[0]
@@ -107,13 +111,13 @@ def test_a_next_turn_reads_its_images_again_and_text_in_it_may_be_the_image_toke
     assert len(again.ids) == NEW
 
 
-def test_new_weights_under_way_read_the_images_again(model):
+def test_new_weights_under_way_read_the_images_again(model: PreTrainedModel) -> None:
     """With on_commit="recompute" the rest of an answer is that of the new weights, after the same image."""
     other, ids_media = tiny_seeing_model(seed=5), [shown(8, (1, 4, 4))]
     engine = NativeEngine(tiny_seeing_model(), on_commit="recompute")
-    sampling, asked = Sampling(greedy=True, max_new_tokens=60), []
+    sampling, asked = Sampling(greedy=True, max_new_tokens=60), list[int]()
 
-    async def play():
+    async def play() -> Completion:
         ids, media = ids_media[0]
         answer = asyncio.create_task(engine.generate(ids, sampling, media, on_tokens=lambda new, _: asked.extend(new)))
         while len(asked) < 3:
@@ -128,7 +132,7 @@ def test_new_weights_under_way_read_the_images_again(model):
     assert list(done.ids[cut : cut + 5]) == list(rest.ids)
 
 
-def test_a_prompt_is_its_tokens_and_what_they_show(model):
+def test_a_prompt_is_its_tokens_and_what_they_show(model: PreTrainedModel) -> None:
     ids, media = shown(1, (1, 4, 4))
     prompt, same = seen_prompt(model, ids, media), seen_prompt(model, list(ids), dict(media))
     other = seen_prompt(model, ids, media | {"pixel_values": media["pixel_values"] + 1})
@@ -156,13 +160,13 @@ def test_a_prompt_is_its_tokens_and_what_they_show(model):
         ({"pixel_values_videos": torch.zeros(4, NUMBERS)}, "come together"),
     ],
 )
-def test_media_that_do_not_fit_are_refused(model, change, problem):
+def test_media_that_do_not_fit_are_refused(model: PreTrainedModel, change: dict[str, Any], problem: str) -> None:
     ids, media = shown(1, (1, 4, 4))
     with pytest.raises(ValueError, match=problem):
         answers(NativeEngine(model), [(ids, media | change)], Sampling(max_new_tokens=2))
 
 
-def test_a_text_model_refuses_media():
+def test_a_text_model_refuses_media() -> None:
     ids, media = shown(1, (1, 4, 4))
     with pytest.raises(ValueError, match="Qwen3_5ForCausalLM has no vision tower"):
         answers(NativeEngine(tiny_model()), [(ids, media)], Sampling(max_new_tokens=2))

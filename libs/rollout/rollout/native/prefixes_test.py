@@ -5,7 +5,7 @@ import torch
 from rollout.native.prefixes import Prefixes
 
 
-def test_the_oldest_go_and_as_many_stay_as_fit():
+def test_the_oldest_go_and_as_many_stay_as_fit() -> None:
     known: Prefixes[str] = Prefixes(max_tokens=10)
     prompts = [tuple([i] * 4) for i in range(8)]
     for i, prompt in enumerate(prompts):

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -19,9 +21,9 @@ from transformers import (
 )
 
 from rollout.build import build_rollout
-from rollout.config import RolloutConfig
+from rollout.config import OnCommit, RolloutConfig
 from rollout.continued import ContinuedEngine
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.environments.environment import Score
 from rollout.episodes.batch import to_batch
 from rollout.episodes.codec import decode_episodes, encode_episodes
@@ -54,7 +56,7 @@ DELTA = {
     "shared_expert_intermediate_size": 16,
     "full_attention_interval": 2,
 }
-FAMILIES = {
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, mlp_only_layers=[])),
     "qwen3_moe with a dense layer": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**{**SMALL, "num_hidden_layers": 3}, mlp_only_layers=[1])
@@ -67,7 +69,7 @@ LIMITS = (6, 1, 9, 4, 12)
 MIXTURE = tiny_mixture()
 
 
-def model_of(family):
+def model_of(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
     with torch.no_grad():
@@ -78,17 +80,18 @@ def model_of(family):
 
 
 @torch.no_grad()
-def choice(model, ids):
+def choice(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """i64[tokens, layers, k]: the likeliest experts by the logits that transformers tells, in ascending order."""
     found = model(input_ids=torch.tensor([ids]), use_cache=False, output_router_logits=True).router_logits
     return torch.stack([layer.topk(model.config.num_experts_per_tok).indices.sort(-1).values for layer in found], 1)
 
 
-def told(completion):
-    return completion.extras[ROUTED_EXPERTS].tensor().long().sort(-1).values
+def told(completion: Completion) -> torch.Tensor:
+    found: torch.Tensor = completion.extras[ROUTED_EXPERTS].tensor().long().sort(-1).values
+    return found
 
 
-def assert_own(model, prompt, completion, until=None):
+def assert_own(model: PreTrainedModel, prompt: Sequence[int], completion: Completion, until: object = None) -> None:
     """All tokens that were read went where a pass over the whole sequence sends them; the last was not read."""
     found = told(completion)
     assert len(found) == len(prompt) + len(completion.ids)
@@ -97,12 +100,12 @@ def assert_own(model, prompt, completion, until=None):
     assert bool((found[end:] == -1).all())
 
 
-def settings(limits=LIMITS):
+def settings(limits: Sequence[int] = LIMITS) -> list[Sampling]:
     return [Sampling(max_new_tokens=n, seed=i) for i, n in enumerate(limits)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_experts_told_are_the_modules_own_choice(family):
+def test_the_experts_told_are_the_modules_own_choice(family: str) -> None:
     """Prompts of mixed lengths, two of them equal, rows that end early or with their first token, three at a time."""
     model = model_of(family)
     engine = NativeEngine(model, max_batch=3, routed_experts=True)
@@ -115,7 +118,7 @@ def test_the_experts_told_are_the_modules_own_choice(family):
     assert not any(c.extras for c in plain)
 
 
-def test_a_next_turn_has_the_experts_of_all_its_tokens():
+def test_a_next_turn_has_the_experts_of_all_its_tokens() -> None:
     """Read from the kept state of the turn before, which no longer runs through any router."""
     engine = NativeEngine(MIXTURE, routed_experts=True)
     prompt = [3, 4, 5]
@@ -130,14 +133,14 @@ LONG = 20_000  # tokens: a swap that was asked for comes before the last of them
 
 
 @pytest.mark.parametrize("on_commit", ["keep", "recompute"])
-def test_after_a_swap_each_token_keeps_the_experts_that_made_it(on_commit):
+def test_after_a_swap_each_token_keeps_the_experts_that_made_it(on_commit: OnCommit) -> None:
     model, new = copy.deepcopy(MIXTURE), tiny_mixture(seed=5)
     engine = NativeEngine(model, routed_experts=True, on_commit=on_commit, max_length=LONG + 4)
-    prompt, begun, after = [3, 4, 5, 6], [], []
+    prompt, begun, after = [3, 4, 5, 6], list[int](), list[int]()
     tasks: list[asyncio.Future[Any]] = []
 
-    async def play():
-        def heard(ids, log_probs):
+    async def play() -> Completion:
+        def heard(ids: Sequence[int], log_probs: Sequence[float]) -> None:
             (after if tasks and tasks[0].done() else begun).extend(ids)
             if len(begun) >= 4 and not tasks:
                 tasks.append(asyncio.ensure_future(engine.update_weights(1, pieces_of(new.named_parameters()))))
@@ -156,11 +159,11 @@ def test_after_a_swap_each_token_keeps_the_experts_that_made_it(on_commit):
         assert torch.equal(told(done)[read:-1], choice(new, ids)[read:-1])
 
 
-def test_an_interrupted_answer_tells_the_experts_of_both_parts():
+def test_an_interrupted_answer_tells_the_experts_of_both_parts() -> None:
     engine = ContinuedEngine(NativeEngine(MIXTURE, routed_experts=True))
     prompt = [3, 4, 5, 6]
 
-    async def play():
+    async def play() -> Completion:
         begun = asyncio.Event()
         sampling = Sampling(max_new_tokens=60, seed=2)
         asked = asyncio.create_task(engine.generate(prompt, sampling, on_tokens=lambda *_: begun.set()))
@@ -174,10 +177,10 @@ def test_an_interrupted_answer_tells_the_experts_of_both_parts():
     assert_own(MIXTURE, prompt, done)
 
 
-def test_a_cancelled_answer_tells_those_of_what_it_has():
+def test_a_cancelled_answer_tells_those_of_what_it_has() -> None:
     engine = NativeEngine(MIXTURE, routed_experts=True)
 
-    async def play():
+    async def play() -> Completion:
         begun = asyncio.Event()
         sampling = Sampling(max_new_tokens=100, seed=2)
         asked = asyncio.create_task(
@@ -192,7 +195,7 @@ def test_a_cancelled_answer_tells_those_of_what_it_has():
     assert_own(MIXTURE, [3, 4], done)
 
 
-def test_they_travel_through_an_episode_into_the_batch():
+def test_they_travel_through_an_episode_into_the_batch() -> None:
     """Two turns, written down and read again; the row of an engine that tells nothing has -1 throughout."""
     engine = build_rollout(RolloutConfig(routed_experts=True), MIXTURE)
     assert isinstance(engine, NativeEngine)
@@ -223,12 +226,12 @@ def test_they_travel_through_an_episode_into_the_batch():
     ],
     ids=["dense hybrid", "dense", "a router that nobody tried"],
 )
-def test_a_module_without_a_known_router_is_refused(model):
+def test_a_module_without_a_known_router_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="leave routed_experts off"):
         NativeEngine(model, routed_experts=True)
 
 
-def test_settings_that_cannot_be_are_refused():
+def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="lean decoder knows no experts"):
         NativeEngine(MIXTURE, routed_experts=True, decoder="lean")
     with pytest.raises(ValueError, match="routed_experts has no effect"):

@@ -3,13 +3,15 @@
 import asyncio
 import copy
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine import Load, Sampling
+from rollout.config import Admission
+from rollout.engine import Completion, Load, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.testing.forced import ForcedEngine
 from rollout.testing.model import tiny_model
@@ -23,26 +25,28 @@ LONG = Sampling(max_new_tokens=200, seed=1)
 class Heard:
     """What `on_tokens` heard, call by call, and in which thread."""
 
-    def __init__(self):
-        self.calls = []
-        self.threads = set()
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+        self.threads: set[int] = set()
 
-    def __call__(self, ids, log_probs):
+    def __call__(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
         assert len(ids) == len(log_probs) > 0
         self.calls.append((tuple(ids), tuple(log_probs)))
         self.threads.add(threading.get_ident())
 
     @property
-    def ids(self):
+    def ids(self) -> tuple[int, ...]:
         return tuple(i for ids, _ in self.calls for i in ids)
 
-    def check(self, done):
+    def check(self, done: Completion) -> None:
         assert self.ids == done.ids
         assert tuple(p for _, log_probs in self.calls for p in log_probs) == done.log_probs
         assert self.threads <= {threading.get_ident()}
 
 
-async def streamed(engine, prompt, sampling, **options):
+async def streamed(
+    engine: NativeEngine | ScriptedEngine, prompt: Sequence[int], sampling: Sampling, **options: Any
+) -> tuple[Heard, Completion]:
     """A completion; by its end everything was heard."""
     heard = Heard()
     done = await engine.generate(prompt, sampling, on_tokens=heard, **options)
@@ -50,7 +54,7 @@ async def streamed(engine, prompt, sampling, **options):
     return heard, done
 
 
-async def decoded(engine, steps=3):
+async def decoded(engine: NativeEngine, steps: int = 3) -> None:
     """Wait until so many more steps have been decoded."""
     before = engine.decode_steps
     while engine.decode_steps < before + steps:
@@ -66,16 +70,18 @@ async def decoded(engine, steps=3):
         max_size=7,
     )
 )
-def test_streamed_tokens_are_the_completions_own(admit, asked):
+def test_streamed_tokens_are_the_completions_own(
+    admit: Admission, asked: list[tuple[int, int, bool, tuple[int, ...]]]
+) -> None:
     engine = NativeEngine(MODEL, max_batch=3, admit=admit)
 
-    async def one(i, size, count, stream, stops):
+    async def one(i: int, size: int, count: int, stream: bool, stops: tuple[int, ...]) -> Completion:
         how = Sampling(max_new_tokens=count, seed=i, stop_token_ids=stops)
         if stream:
             return (await streamed(engine, [2 + i] * size, how))[1]
         return await engine.generate([2 + i] * size, how)
 
-    async def play():
+    async def play() -> list[Completion]:
         return await asyncio.gather(*(one(i, *how) for i, how in enumerate(asked)))
 
     alone = NativeEngine(MODEL)
@@ -84,14 +90,14 @@ def test_streamed_tokens_are_the_completions_own(admit, asked):
         assert done.ids == alone.generate_batch([[2 + i] * size], how)[0].ids
 
 
-def test_tokens_are_heard_while_the_rest_is_still_to_come():
+def test_tokens_are_heard_while_the_rest_is_still_to_come() -> None:
     """Each call comes within a step: a listener that waits for the third token ends the request there."""
     engine = NativeEngine(MODEL)
 
-    async def play():
+    async def play() -> Completion:
         heard, third = Heard(), asyncio.Event()
 
-        def listen(ids, log_probs):
+        def listen(ids: Sequence[int], log_probs: Sequence[float]) -> None:
             heard(ids, log_probs)
             if len(heard.ids) >= 3:
                 third.set()
@@ -112,16 +118,16 @@ def test_tokens_are_heard_while_the_rest_is_still_to_come():
 
 @pytest.mark.parametrize("admit", ["any_step", "rounds"])
 @pytest.mark.parametrize("error", [KeyError("unheard"), StopIteration(3)], ids=["an error", "StopIteration"])
-def test_what_a_listener_raises_ends_its_request_alone(admit, error):
+def test_what_a_listener_raises_ends_its_request_alone(admit: Admission, error: Exception) -> None:
     engine = NativeEngine(MODEL, admit=admit)
-    calls = []
+    calls: list[Sequence[int]] = []
 
-    def broken(ids, log_probs):
+    def broken(ids: Sequence[int], log_probs: Sequence[float]) -> None:
         calls.append(ids)
         if len(calls) == 2:
             raise error
 
-    async def play():
+    async def play() -> tuple[Any, Completion, Completion]:
         hurt = engine.generate([3, 4], LONG, request_id="a", on_tokens=broken)
         whole = streamed(engine, [3, 5], Sampling(max_new_tokens=30, seed=2))
         told: list[Any] = list(await asyncio.gather(hurt, whole, return_exceptions=True))
@@ -137,10 +143,10 @@ def test_what_a_listener_raises_ends_its_request_alone(admit, error):
     assert engine.load() == Load(0, 0)
 
 
-def test_who_was_cancelled_hears_nothing_more():
+def test_who_was_cancelled_hears_nothing_more() -> None:
     engine = NativeEngine(MODEL)
 
-    async def play():
+    async def play() -> None:
         heard = Heard()
         task = asyncio.create_task(engine.generate([3, 4], LONG, on_tokens=heard))
         other = asyncio.create_task(engine.generate([5], Sampling(max_new_tokens=60)))
@@ -155,10 +161,10 @@ def test_who_was_cancelled_hears_nothing_more():
     asyncio.run(play())
 
 
-def test_load_counts_who_runs_and_who_waits():
+def test_load_counts_who_runs_and_who_waits() -> None:
     engine = NativeEngine(copy.deepcopy(MODEL), max_batch=2)
 
-    async def play():
+    async def play() -> None:
         assert engine.load() == Load(0, 0)
         tasks = [asyncio.create_task(engine.generate([3 + i], LONG, request_id=str(i))) for i in range(5)]
         await asyncio.sleep(0)
@@ -181,10 +187,10 @@ def test_load_counts_who_runs_and_who_waits():
     asyncio.run(play())
 
 
-def test_load_counts_who_waits_for_a_round_and_the_synchronous_core():
+def test_load_counts_who_waits_for_a_round_and_the_synchronous_core() -> None:
     engine = NativeEngine(MODEL, admit="rounds")
 
-    async def play():
+    async def play() -> None:
         first = asyncio.create_task(engine.generate([3], LONG, request_id="a"))
         await decoded(engine)
         late = asyncio.create_task(engine.generate([4], Sampling(max_new_tokens=1)))
@@ -200,13 +206,15 @@ def test_load_counts_who_waits_for_a_round_and_the_synchronous_core():
     assert engine.load() == Load(0, 0)
 
 
-def test_a_load_is_counts():
+def test_a_load_is_counts() -> None:
     with pytest.raises(ValueError, match="counts"):
         Load(1, -1)
 
 
 @pytest.mark.parametrize("make", [ScriptedEngine, lambda reply: ForcedEngine(MODEL, reply)])
-def test_engines_of_tests_stream_too(make):
+def test_engines_of_tests_stream_too(
+    make: Callable[[Callable[[list[int], int], Sequence[int]]], ScriptedEngine],
+) -> None:
     engine = make(lambda prompt, turn: [5, 6, 7])
     heard, done = asyncio.run(streamed(engine, [3], Sampling(max_new_tokens=9, stop_token_ids=(7,))))
     assert len(heard.calls) == len(done.ids) == 3

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 from rollout.native.threads import StepThread
@@ -10,14 +11,14 @@ from rollout.native.threads import StepThread
 class Work:
     """Counts down; notes what happened in order."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.left = 0
         self.broken = False
-        self.log = []
+        self.log: list[str] = []
         self.failed = threading.Event()
         self.thread = StepThread(self.step, self.fail)
 
-    def step(self):
+    def step(self) -> bool:
         self.thread.run_posted()
         if self.broken:
             self.broken = False
@@ -27,23 +28,23 @@ class Work:
             self.log.append("step")
         return self.left > 0
 
-    def fail(self, error):
+    def fail(self, error: BaseException) -> None:
         self.log.append(str(error))
         self.failed.set()
 
-    def add(self, count):
+    def add(self, count: int) -> None:
         self.log.append("post")
         self.left += count
 
 
-def until(condition):
+def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def test_it_works_until_nothing_is_left_and_wakes_again():
+def test_it_works_until_nothing_is_left_and_wakes_again() -> None:
     work = Work()
     for _ in range(3):
         work.thread.post(lambda: work.add(2))
@@ -53,9 +54,9 @@ def test_it_works_until_nothing_is_left_and_wakes_again():
     assert work.log == ["post", "step", "step"] * 3
 
 
-def test_nothing_posted_is_ever_left_lying():
+def test_nothing_posted_is_ever_left_lying() -> None:
     work = Work()
-    done = []
+    done: list[int] = []
     for i in range(2000):
         work.thread.post(partial(done.append, i))
         work.thread.start()
@@ -63,7 +64,7 @@ def test_nothing_posted_is_ever_left_lying():
     assert done == list(range(2000))
 
 
-def test_a_broken_step_is_told_and_the_thread_serves_on():
+def test_a_broken_step_is_told_and_the_thread_serves_on() -> None:
     work = Work()
     work.broken = True
     work.thread.post(lambda: work.add(3))

@@ -2,16 +2,17 @@
 
 import threading
 import time
+from typing import Never
 
 import pytest
 
 from rollout.native.turns import FairLock
 
 
-def test_one_at_a_time_in_the_order_of_asking():
-    lock, order, threads = FairLock(), [], []
+def test_one_at_a_time_in_the_order_of_asking() -> None:
+    lock, order, threads = FairLock(), list[int](), list[threading.Thread]()
 
-    def work(i):
+    def work(i: int) -> None:
         with lock:
             order.append(i)
 
@@ -27,10 +28,10 @@ def test_one_at_a_time_in_the_order_of_asking():
     assert order == list(range(6))
 
 
-def test_a_loop_that_asks_again_at_once_lets_others_in():
-    lock, stop, rounds = FairLock(), threading.Event(), []
+def test_a_loop_that_asks_again_at_once_lets_others_in() -> None:
+    lock, stop, rounds = FairLock(), threading.Event(), list[int]()
 
-    def loop():
+    def loop() -> None:
         while not stop.is_set():
             with lock:
                 rounds.append(1)
@@ -49,7 +50,7 @@ def test_a_loop_that_asks_again_at_once_lets_others_in():
     thread.join(30)
 
 
-def test_an_error_inside_frees_it():
+def test_an_error_inside_frees_it() -> None:
     lock = FairLock()
     with pytest.raises(ValueError, match="inside"), lock:
         raise ValueError("inside")
@@ -58,10 +59,10 @@ def test_an_error_inside_frees_it():
 
 
 @pytest.mark.parametrize("turn_came", [False, True])
-def test_who_is_interrupted_while_waiting_leaves_the_queue(turn_came, monkeypatch):
+def test_who_is_interrupted_while_waiting_leaves_the_queue(turn_came: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FairLock()
 
-    def interrupted(event):
+    def interrupted(event: threading.Event) -> Never:
         if turn_came:  # the lock was handed over at the very moment
             lock.__exit__(None, None, None)
         raise KeyboardInterrupt

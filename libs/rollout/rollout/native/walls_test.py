@@ -13,19 +13,19 @@ LONG = Sampling(max_new_tokens=240)
 
 
 @pytest.fixture
-def engine():
+def engine() -> NativeEngine:
     return NativeEngine(tiny_model(48))
 
 
-async def running(engine, steps=3):
+async def running(engine: NativeEngine, steps: int = 3) -> None:
     """Wait until so many more steps have been decoded."""
     before = engine.decode_steps
     while engine.decode_steps < before + steps:
         await asyncio.sleep(0.001)
 
 
-def test_a_cancelled_request_answers_with_what_it_has(engine):
-    async def play():
+def test_a_cancelled_request_answers_with_what_it_has(engine: NativeEngine) -> None:
+    async def play() -> tuple[Completion, Completion]:
         task = asyncio.create_task(engine.generate([5, 6], LONG, request_id="a"))
         other = asyncio.create_task(engine.generate([5, 6], Sampling(max_new_tokens=60), request_id="b"))
         await running(engine)
@@ -42,8 +42,8 @@ def test_a_cancelled_request_answers_with_what_it_has(engine):
     assert engine.decode_steps < 100
 
 
-def test_who_no_longer_waits_has_no_place_in_the_batch(engine):
-    async def play():
+def test_who_no_longer_waits_has_no_place_in_the_batch(engine: NativeEngine) -> None:
+    async def play() -> Completion:
         task = asyncio.create_task(engine.generate([5, 6], LONG, request_id="a"))
         await running(engine)
         task.cancel()
@@ -56,8 +56,8 @@ def test_who_no_longer_waits_has_no_place_in_the_batch(engine):
     assert engine.decode_steps < 200
 
 
-def test_a_deadline_ends_a_request(engine):
-    async def play():
+def test_a_deadline_ends_a_request(engine: NativeEngine) -> None:
+    async def play() -> tuple[Completion, Completion]:
         late = engine.generate([5, 6], LONG, deadline=time.monotonic() - 1)
         ample = engine.generate([5, 6], Sampling(max_new_tokens=5), deadline=time.monotonic() + 3600)
         return await asyncio.gather(late, ample)
@@ -68,8 +68,8 @@ def test_a_deadline_ends_a_request(engine):
     assert ample.stop_reason == "length"
 
 
-def test_a_request_id_serves_one_request_at_a_time(engine):
-    async def play():
+def test_a_request_id_serves_one_request_at_a_time(engine: NativeEngine) -> None:
+    async def play() -> Completion:
         first = asyncio.create_task(engine.generate([5, 6], LONG, request_id="a"))
         await running(engine)
         with pytest.raises(ValueError, match="request_id 'a' is in use"):
@@ -90,7 +90,7 @@ def test_a_request_id_serves_one_request_at_a_time(engine):
         ([5] * 20, (), "raise max_length"),
     ],
 )
-def test_a_request_that_cannot_be_served_says_why(prompt, stops, problem):
+def test_a_request_that_cannot_be_served_says_why(prompt: list[int], stops: tuple[int, ...], problem: str) -> None:
     sampling = Sampling(max_new_tokens=4, stop_token_ids=stops)
     with pytest.raises(ValueError, match=problem):
         check_request(prompt, sampling, 48, 20)
@@ -101,7 +101,7 @@ def test_a_request_that_cannot_be_served_says_why(prompt, stops, problem):
         engine.generate_batch([prompt], sampling)
 
 
-def test_a_completion_is_aligned_and_says_how_it_ended():
+def test_a_completion_is_aligned_and_says_how_it_ended() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         Completion((1, 2), (0.0,), "stop", (0, 0))
     with pytest.raises(ValueError, match="one of stop, length, abort, deadline"):

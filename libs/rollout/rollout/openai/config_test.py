@@ -15,13 +15,13 @@ BAD: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_every_setting_refuses_what_it_cannot_be(name):
+def test_every_setting_refuses_what_it_cannot_be(name: str) -> None:
     for value in BAD[name]:
         with pytest.raises(ValueError, match=name):
             OpenAIConfig(**{name: value})
 
 
-def test_another_machine_is_asked_for_and_never_in_the_clear():
+def test_another_machine_is_asked_for_and_never_in_the_clear() -> None:
     for url in ("http://example.org/v1", "https://10.0.0.1/v1"):
         with pytest.raises(ValueError, match="allow_remote=True"):
             OpenAIConfig(url)

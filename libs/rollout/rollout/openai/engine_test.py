@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, Never
 
 import pytest
 
 from rollout.config import RolloutConfig
-from rollout.engine import RolloutEngine, Sampling
+from rollout.engine import Completion, PauseMode, RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.openai.config import OpenAIConfig
 from rollout.openai.engine import OpenAIEngine
@@ -22,13 +24,13 @@ LONG = Sampling(max_new_tokens=200, seed=1)
 
 
 @pytest.fixture(scope="module")
-def behind():
+def behind() -> NativeEngine:
     """The engine behind the server, which the test may ask too."""
     return NativeEngine(tiny_model(VOCAB))
 
 
 @pytest.fixture
-def served(behind):
+def served(behind: NativeEngine) -> Iterator[CompletionServer]:
     """The server, its address in `url`."""
     server = CompletionServer(behind)
     with server.open():
@@ -36,17 +38,19 @@ def served(behind):
 
 
 @pytest.fixture
-def engine(served):
+def engine(served: CompletionServer) -> OpenAIEngine:
     return engine_at(served.url, version=7)
 
 
-def engine_at(url, version=0, own=None, **changes):
+def engine_at(url: str, version: int = 0, own: dict[str, Any] | None = None, **changes: Any) -> OpenAIEngine:
     config = RolloutConfig(backend="openai", openai=OpenAIConfig(url, **own or {}), **changes)
     return OpenAIEngine(config, version)
 
 
-def ask_all(engine, samplings, prompts=PROMPTS):
-    async def ask():
+def ask_all(
+    engine: OpenAIEngine, samplings: Sequence[Sampling], prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[Completion]:
+    async def ask() -> list[Completion]:
         return await asyncio.gather(*[engine.generate(p, s) for p, s in zip(prompts, samplings, strict=True)])
 
     return asyncio.run(ask())
@@ -55,7 +59,7 @@ def ask_all(engine, samplings, prompts=PROMPTS):
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def test_answers_are_those_of_the_engine_behind_the_server(engine, behind):
+def test_answers_are_those_of_the_engine_behind_the_server(engine: OpenAIEngine, behind: NativeEngine) -> None:
     """Ids, log-probs and ends, for every way to sample; a seed reaches it."""
     samplings = [
         ANSWER,
@@ -77,7 +81,7 @@ def test_answers_are_those_of_the_engine_behind_the_server(engine, behind):
     assert isinstance(engine, RolloutEngine)
 
 
-def test_a_request_without_a_seed_gets_one_of_the_engines(served):
+def test_a_request_without_a_seed_gets_one_of_the_engines(served: CompletionServer) -> None:
     first, again, other = (
         ask_all(engine_at(served.url, seed=seed), [replace(ANSWER, seed=None)] * 8) for seed in (5, 5, 6)
     )
@@ -85,7 +89,7 @@ def test_a_request_without_a_seed_gets_one_of_the_engines(served):
     assert [c.ids for c in first] != [c.ids for c in other]
 
 
-def test_a_servers_own_defaults_do_not_count(engine, served):
+def test_a_servers_own_defaults_do_not_count(engine: OpenAIEngine, served: CompletionServer) -> None:
     ask_all(engine, [ANSWER], PROMPTS[:1])
     said = served.bodies[-1]
     assert {
@@ -98,13 +102,13 @@ def test_a_servers_own_defaults_do_not_count(engine, served):
     assert "api_key" not in said
 
 
-def test_tokens_are_told_as_they_come(engine):
+def test_tokens_are_told_as_they_come(engine: OpenAIEngine) -> None:
     told = []
 
-    async def ask():
+    async def ask() -> Completion:
         begun = asyncio.get_running_loop()
 
-        def hear(ids, log_probs):
+        def hear(ids: Sequence[int], log_probs: Sequence[float]) -> None:
             assert asyncio.get_running_loop() is begun
             told.append((ids, log_probs))
 
@@ -116,8 +120,8 @@ def test_tokens_are_told_as_they_come(engine):
     assert tuple(x for _, log_probs in told for x in log_probs) == done.log_probs
 
 
-def test_what_the_listener_raises_ends_the_request(engine, served):
-    def listener(ids, log_probs):
+def test_what_the_listener_raises_ends_the_request(engine: OpenAIEngine, served: CompletionServer) -> None:
+    def listener(ids: Sequence[int], log_probs: Sequence[float]) -> Never:
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
@@ -126,7 +130,7 @@ def test_what_the_listener_raises_ends_the_request(engine, served):
     left(served, 1)
 
 
-def left(served, count, seconds=10):
+def left(served: CompletionServer, count: int, seconds: float = 10) -> None:
     """The server has seen so many clients leave: it samples for nobody."""
     limit = time.monotonic() + seconds
     while served.gone < count:
@@ -137,8 +141,10 @@ def left(served, count, seconds=10):
 # -- early ends --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_request_answers_with_what_it_has(engine, served, behind):
-    async def ask():
+def test_a_cancelled_request_answers_with_what_it_has(
+    engine: OpenAIEngine, served: CompletionServer, behind: NativeEngine
+) -> None:
+    async def ask() -> Completion:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, request_id="it", on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -156,8 +162,8 @@ def test_a_cancelled_request_answers_with_what_it_has(engine, served, behind):
     left(served, 1)
 
 
-def test_a_deadline_ends_a_request(engine, served):
-    async def ask():
+def test_a_deadline_ends_a_request(engine: OpenAIEngine, served: CompletionServer) -> None:
+    async def ask() -> Completion:
         return await engine.generate(PROMPTS[0], replace(LONG, max_new_tokens=240), deadline=time.monotonic() + 0.1)
 
     served.change = slow
@@ -166,13 +172,13 @@ def test_a_deadline_ends_a_request(engine, served):
     assert len(done.ids) < 240
 
 
-def slow(event):
+def slow(event: dict[str, Any]) -> dict[str, Any]:
     time.sleep(0.02)
     return event
 
 
-def test_a_cancelled_task_frees_its_place(engine, served):
-    async def ask():
+def test_a_cancelled_task_frees_its_place(engine: OpenAIEngine, served: CompletionServer) -> None:
+    async def ask() -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -187,11 +193,11 @@ def test_a_cancelled_task_frees_its_place(engine, served):
     left(served, 1)
 
 
-def test_so_many_requests_run_and_the_rest_wait(served):
+def test_so_many_requests_run_and_the_rest_wait(served: CompletionServer) -> None:
     engine = engine_at(served.url, max_batch=2)
     most = 0
 
-    async def ask():
+    async def ask() -> list[Completion]:
         nonlocal most
         tasks = [asyncio.create_task(engine.generate(p, ANSWER)) for p in PROMPTS]
         while not all(task.done() for task in tasks):
@@ -208,10 +214,10 @@ def test_so_many_requests_run_and_the_rest_wait(served):
 
 
 @pytest.mark.parametrize("mode", ["finish", "abort"])
-def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(served, mode):
+def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(served: CompletionServer, mode: PauseMode) -> None:
     engine = engine_at(served.url, max_batch=1)
 
-    async def ask():
+    async def ask() -> Completion:
         begun = asyncio.Event()
         running = asyncio.create_task(
             engine.generate(PROMPTS[0], replace(LONG, max_new_tokens=60), on_tokens=lambda *_: begun.set())
@@ -230,10 +236,16 @@ def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(served, mode):
     assert asyncio.run(ask()).stop_reason == ("length" if mode == "finish" else "abort")
 
 
-def test_weights_stay_what_they_are_and_who_hands_some_over_hears_why(engine):
-    read = []
-    pieces = (read.append(i) for i in range(3))
-    for job in (engine.prepare(Manifest(1)), engine.receive(None), engine.commit(1), engine.update_weights(1, pieces)):
+def test_weights_stay_what_they_are_and_who_hands_some_over_hears_why(engine: OpenAIEngine) -> None:
+    read: list[int] = []
+
+    def reading() -> Iterator[Any]:
+        for i in range(3):
+            read.append(i)
+            yield None
+
+    pieces = reading()
+    for job in (engine.prepare(Manifest(1)), engine.receive(None), engine.commit(1), engine.update_weights(1, pieces)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="has no request that replaces weights"):
             asyncio.run(job)
     assert read == [0, 1, 2]
@@ -241,8 +253,8 @@ def test_weights_stay_what_they_are_and_who_hands_some_over_hears_why(engine):
     assert engine.version == 7
 
 
-def test_two_event_loops_at_once_are_refused(engine):
-    async def ask():
+def test_two_event_loops_at_once_are_refused(engine: OpenAIEngine) -> None:
+    async def ask() -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
         await begun.wait()

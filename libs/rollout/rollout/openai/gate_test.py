@@ -8,16 +8,16 @@ import pytest
 from rollout.openai.gate import Gate
 
 
-async def turns(count=5):
+async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-def test_who_waits_enters_in_order():
-    async def run():
+def test_who_waits_enters_in_order() -> None:
+    async def run() -> None:
         gate, entered = Gate(1), []
 
-        async def visit(name):
+        async def visit(name: str) -> None:
             await gate.enter()
             entered.append(name)
             await turns()
@@ -30,8 +30,8 @@ def test_who_waits_enters_in_order():
     asyncio.run(run())
 
 
-def test_a_held_gate_lets_nobody_in_and_is_quiet_once_all_have_left():
-    async def run():
+def test_a_held_gate_lets_nobody_in_and_is_quiet_once_all_have_left() -> None:
+    async def run() -> None:
         gate = Gate(2)
         await gate.enter()
         holding = asyncio.create_task(gate.hold())
@@ -49,8 +49,8 @@ def test_a_held_gate_lets_nobody_in_and_is_quiet_once_all_have_left():
     asyncio.run(run())
 
 
-def test_who_gives_up_holding_holds_nothing():
-    async def run():
+def test_who_gives_up_holding_holds_nothing() -> None:
+    async def run() -> None:
         gate = Gate(1)
         await gate.enter()
         holding = asyncio.create_task(gate.hold())
@@ -64,8 +64,8 @@ def test_who_gives_up_holding_holds_nothing():
     asyncio.run(run())
 
 
-def test_a_place_that_comes_as_its_waiter_gives_up_goes_to_the_next():
-    async def run():
+def test_a_place_that_comes_as_its_waiter_gives_up_goes_to_the_next() -> None:
+    async def run() -> None:
         gate = Gate(1)
         await gate.enter()
         first, second = (asyncio.create_task(gate.enter()) for _ in range(2))
@@ -80,15 +80,15 @@ def test_a_place_that_comes_as_its_waiter_gives_up_goes_to_the_next():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_coming_and_going_leaves_the_gate_empty(seed):
+def test_any_coming_and_going_leaves_the_gate_empty(seed: int) -> None:
     """Visitors come, stay, and are cancelled at random moments, while somebody holds and releases the gate."""
 
-    async def run():
+    async def run() -> None:
         draw = random.Random(seed)
         places, most, held = draw.randint(1, 3), 0, False
         gate = Gate(places)
 
-        async def visit():
+        async def visit() -> None:
             nonlocal most
             await gate.enter()
             try:

@@ -7,13 +7,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout.config import RolloutConfig
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.openai.config import OpenAIConfig
 from rollout.openai.engine import OpenAIEngine
 from rollout.testing.chat import tiny_tokenizer
@@ -33,7 +35,7 @@ OPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny hybrid and a tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     served().save_pretrained(folder)
@@ -42,14 +44,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder):
+def url(folder: Path) -> Iterator[str]:
     """A server that has no tokenizer, as tokens come in and go out."""
     with server(folder, "--skip-tokenizer-init") as url:
         yield url
 
 
 @contextlib.contextmanager
-def server(folder, *more):
+def server(folder: Path, *more: str) -> Iterator[str]:
     """vLLM's server over a directory; all its processes end with the context."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -72,7 +74,7 @@ def server(folder, *more):
         process.wait()
 
 
-def wait_for(port, process, log: Path):
+def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     """Until somebody listens there."""
     limit = time.monotonic() + 300
     while True:
@@ -86,24 +88,24 @@ def wait_for(port, process, log: Path):
 
 
 @pytest.fixture
-def engine(url, monkeypatch):
+def engine(url: str, monkeypatch: pytest.MonkeyPatch) -> OpenAIEngine:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     return engine_at(url)
 
 
-def engine_at(url, **own):
+def engine_at(url: str, **own: Any) -> OpenAIEngine:
     return OpenAIEngine(RolloutConfig(backend="openai", max_batch=32, openai=OpenAIConfig(url, **own)), version=3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_module(engine, temperature):
+def test_log_probs_are_those_of_the_module(engine: OpenAIEngine, temperature: float) -> None:
     done = sample(engine, PROMPTS, Sampling(max_new_tokens=8, temperature=temperature))
     assert_agrees(served(), PROMPTS, done, temperature)
     assert all(len(c.ids) == 8 and c.stop_reason == "length" for c in done)
     assert set(done[0].policy_versions) == {3}
 
 
-def test_greedy_answers_and_seeds_repeat(engine):
+def test_greedy_answers_and_seeds_repeat(engine: OpenAIEngine) -> None:
     greedy = [asyncio.run(engine.generate(PROMPTS[0], Sampling(max_new_tokens=16, greedy=True))) for _ in range(2)]
     assert greedy[0] == greedy[1]
     assert_agrees(served(), PROMPTS[:1], greedy[:1])
@@ -111,7 +113,7 @@ def test_greedy_answers_and_seeds_repeat(engine):
     assert [c.ids for c in sample(engine, PROMPTS)] == [c.ids for c in together]
 
 
-def test_a_stop_token_ends_and_is_kept(engine):
+def test_a_stop_token_ends_and_is_kept(engine: OpenAIEngine) -> None:
     free = sample(engine, PROMPTS)
     stop = free[0].ids[3]
     done = sample(engine, PROMPTS, replace(ANSWER, stop_token_ids=(stop,)))
@@ -121,8 +123,8 @@ def test_a_stop_token_ends_and_is_kept(engine):
         assert after.stop_reason == ("stop" if stop in before.ids else "length")
 
 
-def test_a_cancelled_request_answers_with_what_it_has(engine):
-    async def ask():
+def test_a_cancelled_request_answers_with_what_it_has(engine: OpenAIEngine) -> None:
+    async def ask() -> Completion:
         begun = asyncio.Event()
         long = Sampling(max_new_tokens=400)
         task = asyncio.create_task(engine.generate(PROMPTS[0], long, request_id="it", on_tokens=lambda *_: begun.set()))
@@ -136,7 +138,7 @@ def test_a_cancelled_request_answers_with_what_it_has(engine):
     assert_agrees(served(), PROMPTS[:1], [done])
 
 
-def test_what_is_wrong_is_refused(engine, url, monkeypatch):
+def test_what_is_wrong_is_refused(engine: OpenAIEngine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="max_length=512"):
         asyncio.run(engine.generate([3] * 510, ANSWER))
     knowing = engine_at(url, vocab_size=VOCAB)
@@ -148,7 +150,7 @@ def test_what_is_wrong_is_refused(engine, url, monkeypatch):
         OpenAIEngine(RolloutConfig(backend="openai", openai=OpenAIConfig(url)))
 
 
-def test_a_server_with_a_tokenizer_refuses_an_unknown_id_itself(folder, monkeypatch):
+def test_a_server_with_a_tokenizer_refuses_an_unknown_id_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at ids where it has one, whose size stands in for the model's."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with server(folder) as url:

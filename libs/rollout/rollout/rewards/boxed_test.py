@@ -19,11 +19,11 @@ from rollout.rewards.boxed import boxed, exact_answer
         (r"\boxed{}", ""),
     ],
 )
-def test_the_last_complete_mark_counts(text, found):
+def test_the_last_complete_mark_counts(text: str, found: str | None) -> None:
     assert boxed(text) == found
 
 
-def test_the_reward_is_exact_but_for_blanks():
+def test_the_reward_is_exact_but_for_blanks() -> None:
     reward = exact_answer("1 000")
     assert reward(Reply(text="", content=r"so \boxed{1000 }"), ()) == 1.0
     assert reward(Reply(text="", content=r"\boxed{1001}"), ()) == 0.0

@@ -1,6 +1,8 @@
 """Rewards for programs: what passes, what a program may not talk itself into, what fails the episode."""
 
 import math
+from collections.abc import Iterator
+from typing import Any, Never
 
 import pytest
 from hypothesis import given
@@ -29,13 +31,13 @@ RIGHT = "def square(x):\n    return x * x"
 
 
 @pytest.fixture(scope="module")
-def sandbox():
+def sandbox() -> Iterator[Sandbox]:
     made = Sandbox(Limits(wall_seconds=10, cpu_seconds=1))
     yield made
     made.close()
 
 
-def reply(code):
+def reply(code: str) -> Reply:
     text = f"Here it is:\n```python\n{code}\n```\nDone."
     return Reply(text=text, content=text)
 
@@ -55,7 +57,7 @@ def reply(code):
         ("", 0.0),
     ],
 )
-def test_the_share_of_tests_that_pass(sandbox, code, share):
+def test_the_share_of_tests_that_pass(sandbox: Sandbox, code: str, share: float) -> None:
     assert code_answer(SQUARES, sandbox)(reply(code), ()) == Score(float(share == 1.0), {"tests_passed": share})
     assert code_answer(SQUARES, sandbox, partial=True)(reply(code), ()) == Score(share, {"tests_passed": share})
 
@@ -116,7 +118,7 @@ def square(x): raise ValueError""",
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_a_program_cannot_talk_itself_into_passing(sandbox, name):
+def test_a_program_cannot_talk_itself_into_passing(sandbox: Sandbox, name: str) -> None:
     score = code_answer(SQUARES, sandbox)(reply(HACKS[name]), ())
     assert score.parts["tests_passed"] == 0.0
 
@@ -133,7 +135,7 @@ def test_a_program_cannot_talk_itself_into_passing(sandbox, name):
         ("3", 1.0),  # a notebook's last line, as the sandbox shows it
     ],
 )
-def test_programs_that_read_and_print(sandbox, code, reward):
+def test_programs_that_read_and_print(sandbox: Sandbox, code: str, reward: float) -> None:
     assert code_answer([OutputTest("1 2\n", "3\n")], sandbox)(reply(code), ()).reward == reward
 
 
@@ -150,16 +152,16 @@ def test_programs_that_read_and_print(sandbox, code, reward):
         ("```python\nx = '```'\n```", "x = '```'\n"),
     ],
 )
-def test_the_last_program_of_a_reply(text, code):
+def test_the_last_program_of_a_reply(text: str, code: str | None) -> None:
     assert last_program(text) == code
 
 
-def test_a_reply_without_a_program_scores_nothing(sandbox):
+def test_a_reply_without_a_program_scores_nothing(sandbox: Sandbox) -> None:
     answer = Reply(text="```python\nx\n```", content="I can't.")  # a program in thought is no answer
     assert code_answer(SQUARES, sandbox)(answer, ()) == Score(0.0, {"tests_passed": 0.0})
 
 
-def test_asserts_are_read_as_tests():
+def test_asserts_are_read_as_tests() -> None:
     source = "assert f(1, [2]) == {'a': (1, 2)}\nassert g('x') == -3.5, 'message'"
     assert read_asserts(source) == (ValueTest("f(1, [2])", {"a": (1, 2)}), ValueTest("g('x')", -3.5))
     for other in ("assert f(1)", "f(1) == 2", "assert f(1) < 2", "assert 1 < f(1) < 2", "import os"):
@@ -177,8 +179,8 @@ VALUES = st.recursive(
 
 
 @given(VALUES, VALUES)
-def test_equality_is_pythons_but_for_floats_truth_values_and_tuples(one, other):
-    def plain(value):
+def test_equality_is_pythons_but_for_floats_truth_values_and_tuples(one: Any, other: Any) -> None:
+    def plain(value: Any) -> Any:
         """Tuples as lists, truth values as texts that equal no number."""
         if isinstance(value, bool):
             return repr(value)
@@ -198,17 +200,17 @@ def test_equality_is_pythons_but_for_floats_truth_values_and_tuples(one, other):
 class Dying(Sandbox):
     """One whose server is always lost."""
 
-    def run_all(self, programs):
+    def run_all(self, programs: object) -> Never:
         raise SandboxDiedError("it is gone")
 
 
-def test_a_lost_sandbox_fails_the_episode():
+def test_a_lost_sandbox_fails_the_episode() -> None:
     with pytest.raises(EpisodeFailed, match="it is gone") as failed:
         code_answer(SQUARES, Dying())(reply(RIGHT), ())
     assert failed.value.retryable
 
 
-def test_tests_that_cannot_work_are_refused(sandbox):
+def test_tests_that_cannot_work_are_refused(sandbox: Sandbox) -> None:
     with pytest.raises(ValueError, match="at least one test"):
         code_answer([], sandbox)
     with pytest.raises(ValueError, match="no literal"):

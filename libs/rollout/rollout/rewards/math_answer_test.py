@@ -5,8 +5,11 @@ import builtins
 import contextlib
 import os
 import re
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,13 +24,13 @@ from rollout.rewards.math_worker import equal
 
 
 @pytest.fixture(scope="module")
-def checker():
+def checker() -> Iterator[MathChecker]:
     made = MathChecker(processes=1, timeout=20)
     yield made
     made.close()
 
 
-def reply(text):
+def reply(text: str) -> Reply:
     return Reply(text=text, content=text)
 
 
@@ -57,7 +60,7 @@ def reply(text):
         ("18", r"\boxed{__import__('os').system('true')}", 0.0),
     ],
 )
-def test_the_same_number_is_the_same_answer(checker, answer, said, reward):
+def test_the_same_number_is_the_same_answer(checker: MathChecker, answer: str, said: str, reward: float) -> None:
     assert math_answer(answer, checker)(reply(said), ()) == reward
 
 
@@ -65,7 +68,9 @@ def test_the_same_number_is_the_same_answer(checker, answer, said, reward):
 @given(
     st.integers(-50, 50), st.sampled_from([1, 2, 4, 5, 8, 10]), st.sampled_from(["", r"\text{ cm}", r"\text{ dollars}"])
 )
-def test_a_fraction_is_its_decimal_with_or_without_a_unit(checker, numerator, denominator, unit):
+def test_a_fraction_is_its_decimal_with_or_without_a_unit(
+    checker: MathChecker, numerator: int, denominator: int, unit: str
+) -> None:
     fraction = rf"\boxed{{\frac{{{numerator}}}{{{denominator}}}{unit}}}"
     assert math_answer(repr(numerator / denominator), checker)(reply(fraction), ()) == 1.0
     assert math_answer(repr(numerator / denominator + 1), checker)(reply(fraction), ()) == 0.0
@@ -74,7 +79,7 @@ def test_a_fraction_is_its_decimal_with_or_without_a_unit(checker, numerator, de
 @pytest.mark.parametrize(
     "hostile", ["9^{9^{9^{9}}}", "10^{10^{10}}", r"\sum_{i=1}^{10^{9}} i^{i}", "2^{2^{2^{2^{2^{2}}}}}!!"]
 )
-def test_a_hostile_answer_ends_in_time_and_harms_nobody(hostile):
+def test_a_hostile_answer_ends_in_time_and_harms_nobody(hostile: str) -> None:
     """It is unequal, the process that it broke is replaced, and the next answer is right again."""
     made = MathChecker(processes=1, timeout=3)
     assert not made.equal("18", hostile)
@@ -120,12 +125,12 @@ PIECES += [
 @example(rf"x_{{{CODE}}}")
 @example(rf"1.5e{CODE}")
 @example("18.00")
-def test_of_what_a_model_wrote_digits_alone_are_evaluated(text):
+def test_of_what_a_model_wrote_digits_alone_are_evaluated(text: str) -> None:
     """sympy makes numbers by `eval`: what reaches it is a number, or a name of its own."""
     equal("1", "1e1")  # what is loaded at the first use evaluates names of its own
     evaluated = []
 
-    def listen(source, *arguments):
+    def listen(source: Any, *arguments: Any) -> Any:
         evaluated.append(source)
         return real(source, *arguments)
 
@@ -138,23 +143,25 @@ def test_of_what_a_model_wrote_digits_alone_are_evaluated(text):
     ] == []
 
 
-def test_a_runaway_ends_although_nobody_listens_any_more():
+def test_a_runaway_ends_although_nobody_listens_any_more() -> None:
     """The kernel ends it: here the listener never looks, and is gone."""
     process = module._Process(0.5)
-    process._process.stdin.write(b'{"answer": "1", "found": "9^{9^{9^{9}}}"}\n')
-    process._process.stdin.close()
+    stdin = process._process.stdin
+    assert stdin is not None
+    stdin.write(b'{"answer": "1", "found": "9^{9^{9^{9}}}"}\n')
+    stdin.close()
     assert process._process.wait(60) == 0
     process.close()
 
 
-def test_hostile_answers_at_once_are_all_zero_and_their_siblings_right():
+def test_hostile_answers_at_once_are_all_zero_and_their_siblings_right() -> None:
     """They wait for one another longer than a reward may take, which one alone never does: none fails for that."""
     made, hostile = MathChecker(processes=2, timeout=0.5), r"\boxed{9^{9^{9^{9}}}}"
     made.equal("1/2", "0.5")  # started
     said = [*[hostile] * 24, *[rf"\boxed{{\frac{{{n}}}{{2}}}}" for n in range(1, 9)], *[hostile] * 24]
     answers = ["18"] * 24 + [repr(n / 2) for n in range(1, 9)] + ["18"] * 24
 
-    async def score_all():
+    async def score_all() -> list[Score | BaseException]:
         jobs = [
             score_of(math_answer(answer, made), reply(text), (), timeout=10)
             for answer, text in zip(answers, said, strict=True)
@@ -166,7 +173,7 @@ def test_hostile_answers_at_once_are_all_zero_and_their_siblings_right():
     assert found == [Score(0.0)] * 24 + [Score(1.0)] * 8 + [Score(0.0)] * 24
 
 
-def test_a_wait_without_end_fails_the_episode_to_be_tried_again(monkeypatch):
+def test_a_wait_without_end_fails_the_episode_to_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAIT", 0.01)
     made = MathChecker(processes=1)
     made._free.acquire()
@@ -175,18 +182,23 @@ def test_a_wait_without_end_fails_the_episode_to_be_tried_again(monkeypatch):
     assert failed.value.retryable
 
 
-def test_long_answers_are_not_read(checker):
+def test_long_answers_are_not_read(checker: MathChecker) -> None:
     assert not checker.equal("1", "1" + "+0" * MAX_CHARACTERS)
     assert checker.equal("1" * 3000, "1" * 3000)  # the same text is the same answer
 
 
-def test_many_threads_share_few_processes(monkeypatch):
+def test_many_threads_share_few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     original = module._Process.__init__
-    monkeypatch.setattr(module._Process, "__init__", lambda self, s: (started.append(1), original(self, s))[1])
+
+    def counted(self: module._Process, seconds: float) -> None:
+        started.append(1)
+        original(self, seconds)
+
+    monkeypatch.setattr(module._Process, "__init__", counted)
     made, verdicts = MathChecker(processes=2, timeout=60), {}
 
-    def work(n):
+    def work(n: int) -> None:
         verdicts[n] = made.equal(str(n / 2), rf"\frac{{{n}}}{{2}}")
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 12, 2)]
@@ -199,14 +211,14 @@ def test_many_threads_share_few_processes(monkeypatch):
     made.close()
 
 
-def test_a_process_that_cannot_start_fails_the_episode(monkeypatch):
-    monkeypatch.setattr(module.sys, "executable", "/bin/false" if Path("/bin/false").exists() else os.devnull)
+def test_a_process_that_cannot_start_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false" if Path("/bin/false").exists() else os.devnull)
     with pytest.raises(EpisodeFailed, match="did not start") as failed:
         MathChecker(processes=1).equal("1", "2")
     assert failed.value.retryable
 
 
-def test_settings_that_cannot_work_are_refused(monkeypatch):
+def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="processes must be at least 1"):
         MathChecker(processes=0)
     with pytest.raises(ValueError, match="timeout must be more than 0"):

@@ -1,5 +1,7 @@
 """Pairs of an adapter alone: always added to the base, whatever came before, and all or nothing."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -16,13 +18,13 @@ BOTH = Adapter(rank=2, scale=0.5, layers=("x", "y"))
 ONE = Adapter(rank=1, scale=3.0, layers=("y",))
 
 
-def base():
+def base() -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(0)
     shapes = {"x.weight": (4, 3), "y.weight": (5, 4), "norm.weight": (4,)}
     return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
 
 
-def pairs(adapter, seed):
+def pairs(adapter: Adapter, seed: int) -> dict[str, torch.Tensor]:
     rng, whole = torch.Generator().manual_seed(seed), base()
     found = {}
     for layer in adapter.layers:
@@ -32,7 +34,7 @@ def pairs(adapter, seed):
     return found
 
 
-def with_adapter(adapter, given):
+def with_adapter(adapter: Adapter, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = base()
     for layer in adapter.layers:
         found[f"{layer}.weight"] += adapter.scale * given[f"{layer}.lora_B"] @ given[f"{layer}.lora_A"]
@@ -42,34 +44,41 @@ def with_adapter(adapter, given):
 class Plain:
     """A model's own tensors."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.tensors = base()
         self.weights = WeightStaging(self.tensors)
 
-    def now(self):
+    def now(self) -> Mapping[str, torch.Tensor]:
         return self.tensors
 
 
 class Shared:
     """The two files that vLLM reads."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         with torch.device("meta"):
             shapes = {name: torch.empty(t.shape) for name, t in base().items()}
         self.weights = SharedWeights(shapes, {}, version=0)
         for name, value in base().items():
             self.weights.places[0].tensors[name].copy_(value)
 
-    def now(self):
+    def now(self) -> Mapping[str, torch.Tensor]:
         return self.weights.places[self.weights.in_use].tensors
 
 
 @pytest.fixture(params=[Plain, Shared])
-def receiver(request):
-    return request.param()
+def receiver(request: pytest.FixtureRequest) -> Plain | Shared:
+    made: Plain | Shared = request.param()
+    return made
 
 
-def send(receiver, version, tensors, adapter=None, settle=True):
+def send(
+    receiver: Plain | Shared,
+    version: int,
+    tensors: dict[str, torch.Tensor],
+    adapter: Adapter | None = None,
+    settle: bool = True,
+) -> list[int]:
     manifest = manifest_from(manifest_message(Manifest(version, adapter=adapter)))  # as it travels
     receiver.weights.prepare(manifest)
     missing = [receiver.weights.receive(b.pieces()) for b in buckets(pieces_of(tensors.items(), 3), 48)]
@@ -79,12 +88,12 @@ def send(receiver, version, tensors, adapter=None, settle=True):
     return missing
 
 
-def assert_holds(receiver, wanted):
+def assert_holds(receiver: Plain | Shared, wanted: dict[str, torch.Tensor]) -> None:
     for name, value in wanted.items():
         assert torch.allclose(receiver.now()[name], value, atol=1e-6), name
 
 
-def test_each_adapter_is_added_to_the_base(receiver):
+def test_each_adapter_is_added_to_the_base(receiver: Plain | Shared) -> None:
     """And not to the one before; a layer that only an earlier one had is the base's again."""
     for version, (adapter, seed) in enumerate([(BOTH, 1), (BOTH, 2), (ONE, 3), (BOTH, 4)], start=1):
         given = pairs(adapter, seed)
@@ -94,7 +103,7 @@ def test_each_adapter_is_added_to_the_base(receiver):
         assert_holds(receiver, with_adapter(adapter, given))
 
 
-def test_an_abort_brings_the_weights_before_back(receiver):
+def test_an_abort_brings_the_weights_before_back(receiver: Plain | Shared) -> None:
     first = pairs(BOTH, 1)
     send(receiver, 1, first, BOTH)
     send(receiver, 2, pairs(BOTH, 2), BOTH, settle=False)
@@ -105,7 +114,7 @@ def test_an_abort_brings_the_weights_before_back(receiver):
     assert_holds(receiver, with_adapter(ONE, pairs(ONE, 3)))
 
 
-def test_whole_weights_are_the_next_base(receiver):
+def test_whole_weights_are_the_next_base(receiver: Plain | Shared) -> None:
     """Once they are settled; taken back they are not."""
     send(receiver, 1, pairs(BOTH, 1), BOTH)
     other = {name: value + 1 for name, value in base().items()}
@@ -120,7 +129,7 @@ def test_whole_weights_are_the_next_base(receiver):
     assert_holds(receiver, {name: value + 1 for name, value in with_adapter(BOTH, given).items()})
 
 
-def test_what_is_not_the_adapter_is_refused(receiver):
+def test_what_is_not_the_adapter_is_refused(receiver: Plain | Shared) -> None:
     with pytest.raises(ValueError, match=r"this model has no matrix z\.weight"):
         receiver.weights.prepare(Manifest(1, adapter=Adapter(1, 1.0, ("z",))))
     with pytest.raises(ValueError, match=r"this model has no matrix norm\.weight"):

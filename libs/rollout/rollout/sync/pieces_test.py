@@ -1,5 +1,7 @@
 """Pieces, buckets and checksums: whatever the cuts, the same tensors arrive bit for bit."""
 
+from collections.abc import Callable, Iterator, Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from rollout.testing.pieces import pieces_of
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
-def tensors_of(sizes):
+def tensors_of(sizes: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
     made = {}
     for i, (rows, columns) in enumerate(sizes):
         dtype = DTYPES[i % len(DTYPES)]
@@ -24,7 +26,9 @@ sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, ma
 
 
 @given(sizes, st.one_of(st.none(), st.integers(1, 50)), st.integers(1, 400))
-def test_cut_bucketed_and_joined_is_the_same(shape_list, max_elements, max_bytes):
+def test_cut_bucketed_and_joined_is_the_same(
+    shape_list: list[tuple[int, int]], max_elements: int | None, max_bytes: int
+) -> None:
     tensors = tensors_of(shape_list)
     made = list(buckets(pieces_of(tensors.items(), max_elements), max_bytes))
     for bucket in made:
@@ -42,7 +46,7 @@ def test_cut_bucketed_and_joined_is_the_same(shape_list, max_elements, max_bytes
 
 
 @given(sizes, st.integers(1, 50))
-def test_a_checksum_ignores_cuts_and_order_of_tensors(shape_list, max_elements):
+def test_a_checksum_ignores_cuts_and_order_of_tensors(shape_list: list[tuple[int, int]], max_elements: int) -> None:
     tensors = tensors_of(shape_list)
     whole = checksum(pieces_of(tensors.items()))
     assert checksum(pieces_of(tensors.items(), max_elements)) == whole
@@ -60,20 +64,20 @@ def test_a_checksum_ignores_cuts_and_order_of_tensors(shape_list, max_elements):
         lambda t: t.update(w0=torch.where(t["w0"] == 0, -0.0, t["w0"])),
     ],
 )
-def test_a_checksum_sees_every_change(change):
+def test_a_checksum_sees_every_change(change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = {"w0": torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), "w1": torch.ones(2)}
     before = checksum(pieces_of(tensors.items()))
     change(tensors)
     assert checksum(pieces_of(tensors.items())) != before
 
 
-def test_a_checksum_wants_order_within_a_tensor():
+def test_a_checksum_wants_order_within_a_tensor() -> None:
     pieces = list(pieces_of([("w", torch.arange(4.0))], 2))
     with pytest.raises(ValueError, match="in order"):
         checksum(reversed(pieces))
 
 
-def test_pieces_arrive_in_any_order_and_are_cast_to_the_models_type():
+def test_pieces_arrive_in_any_order_and_are_cast_to_the_models_type() -> None:
     target = torch.zeros(2, 3, dtype=torch.bfloat16)
     assembler = WeightAssembler({"w": target})
     for piece in reversed(list(pieces_of([("w", torch.arange(6.0).view(2, 3))], 2))):
@@ -82,30 +86,30 @@ def test_pieces_arrive_in_any_order_and_are_cast_to_the_models_type():
     assert not target.any()  # nothing is written before everything is there
 
 
-def test_a_piece_must_be_what_it_says():
+def test_a_piece_must_be_what_it_says() -> None:
     assembler = WeightAssembler({"w": torch.zeros(2)})
     with pytest.raises(ValueError, match="said to be"):
         assembler.add(BucketPiece("w", (2,), torch.float32, 0, torch.zeros(2, dtype=torch.float64)))
 
 
-def test_optional_names_may_be_missing():
+def test_optional_names_may_be_missing() -> None:
     assembler = WeightAssembler({"w": torch.zeros(2), "buffer": torch.zeros(1)}, optional=["buffer"])
     for piece in pieces_of([("w", torch.ones(2))]):
         assembler.add(piece)
     assert list(assembler.finish()) == ["w"]
 
 
-def test_sizes_are_checked():
+def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="max_bytes"):
         list(buckets([], 0))
     with pytest.raises(ValueError, match="max_elements"):
         list(pieces_of([], 0))
 
 
-def test_a_faulty_stream_is_read_to_its_end():
-    read = []
+def test_a_faulty_stream_is_read_to_its_end() -> None:
+    read: list[str] = []
 
-    def stream():
+    def stream() -> Iterator[BucketPiece]:
         for piece in pieces_of([("v", torch.ones(2)), ("w", torch.ones(2)), ("x", torch.ones(1))]):
             read.append(piece.name)
             yield piece

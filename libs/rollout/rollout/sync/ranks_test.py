@@ -2,16 +2,21 @@
 
 import asyncio
 import multiprocessing
+from collections.abc import Iterator
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
-from rollout.sync.pieces import buckets
+from rollout.sync.pieces import Bucket, BucketPiece, buckets
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
@@ -21,12 +26,12 @@ GREEDY = Sampling(greedy=True, max_new_tokens=6)
 POINTS = ["prepare", "receive", "nan", "commit"]
 
 
-def small(seed):
+def small(seed: int) -> PreTrainedModel:
     torch.set_num_threads(1)
     return tiny_model(24, layers=2, seed=seed)
 
 
-def agree(ok):
+def agree(ok: bool) -> bool:
     votes = torch.tensor([int(ok)])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return bool(votes.item())
@@ -37,24 +42,25 @@ class Faulty(NativeEngine):
 
     fault = ""
 
-    async def _call(self, name, argument):
+    async def _call(self, name: str, argument: Any) -> Any:
         answer = await getattr(super(), name)(argument) if name == "commit" or self.fault != name else None
         if self.fault == name:
             self.fault = ""
             raise ValueError(f"{name} was made to fail")
         return answer
 
-    async def prepare(self, manifest):
-        return await self._call("prepare", manifest)
+    async def prepare(self, manifest: Manifest) -> None:
+        await self._call("prepare", manifest)
 
-    async def receive(self, bucket):
-        return await self._call("receive", bucket)
+    async def receive(self, bucket: Bucket) -> int:
+        missing: int = await self._call("receive", bucket)
+        return missing
 
-    async def commit(self, version):
-        return await self._call("commit", version)
+    async def commit(self, version: int) -> None:
+        await self._call("commit", version)
 
 
-def exported(seed, fault):
+def exported(seed: int, fault: str) -> Iterator[BucketPiece]:
     """A collective export: every rank must read it to its end, or the others wait for ever."""
     for number, piece in enumerate(pieces_of(small(seed).named_parameters())):
         dist.barrier()
@@ -63,15 +69,15 @@ def exported(seed, fault):
         yield piece
 
 
-def rank_main(rank, path, pipe, fault):
+def rank_main(rank: int, path: str, pipe: "Connection[Any, Any]", fault: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     engine = Faulty(small(0))
     engine.fault = fault if rank == 1 else ""
 
-    def ids():
+    def ids() -> tuple[int, ...]:
         return asyncio.run(asyncio.wait_for(engine.generate([3, 5], GREEDY), 60)).ids
 
-    def update(version, seed, fault=""):
+    def update(version: int, seed: int, fault: str = "") -> str | None:
         stream = buckets(exported(seed, fault), 4_000)
         work = transfer_weights([engine], Manifest(version), stream, pause=None, agree=agree)
         try:
@@ -87,7 +93,7 @@ def rank_main(rank, path, pipe, fault):
     dist.destroy_process_group()
 
 
-def run(path, fault):
+def run(path: Path, fault: str) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.model", "torch.distributed"])
     pipes = [context.Pipe() for _ in range(WORLD)]
@@ -105,12 +111,12 @@ def run(path, fault):
             process.join()
 
 
-def answer_of(seed):
+def answer_of(seed: int) -> tuple[int, ...]:
     return NativeEngine(small(seed)).generate_batch([[3, 5]], GREEDY)[0].ids
 
 
 @pytest.mark.parametrize("fault", ["", *POINTS])
-def test_all_ranks_take_the_weights_or_none_does(fault, tmp_path):
+def test_all_ranks_take_the_weights_or_none_does(fault: str, tmp_path: Path) -> None:
     expected = {seed: answer_of(seed) for seed in range(3)}
     assert len(set(expected.values())) == 3
     for rank, (first, kept, second, last) in enumerate(run(tmp_path / "group", fault)):

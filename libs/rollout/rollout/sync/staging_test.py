@@ -1,6 +1,7 @@
 """Staged weights: one version in use at any time, the old one back after an abort, and nothing that is not finite."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,31 +15,38 @@ from rollout.sync.pieces import BucketPiece, bucket_of, buckets
 from rollout.sync.staging import WeightStaging
 from rollout.testing.pieces import pieces_of
 
-SHAPES = {"a": (3, 2), "b": (5,)}
+SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 2), "b": (5,)}
 
 
-def values(number):
+def values(number: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, float(number)) for name, shape in SHAPES.items()}
 
 
-def staging():
+def staging() -> tuple[WeightStaging, dict[str, torch.Tensor]]:
     """A model whose head is tied to "a" and whose buffer may stay away, all zeros."""
     tensors = values(0) | {"buffer": torch.zeros(2)}
     return WeightStaging(tensors, {"head": "a"}, ["buffer"]), tensors
 
 
-def send(receiver, version, tensors, *, manifest=None, cut=2):
+def send(
+    receiver: WeightStaging,
+    version: int,
+    tensors: dict[str, torch.Tensor],
+    *,
+    manifest: Manifest | None = None,
+    cut: int = 2,
+) -> list[int]:
     receiver.prepare(manifest or manifest_of(version, pieces_of(tensors.items(), cut)))
     return [receiver.receive(bucket.pieces()) for bucket in buckets(pieces_of(tensors.items(), cut), 32)]
 
 
-def assert_holds(receiver, tensors, version, number):
+def assert_holds(receiver: WeightStaging, tensors: dict[str, torch.Tensor], version: int, number: float) -> None:
     assert receiver.version == version
     assert all(torch.equal(tensors[name], torch.full(shape, float(number))) for name, shape in SHAPES.items())
 
 
 @pytest.mark.parametrize("manifest", [None, Manifest(1)])
-def test_nothing_changes_before_the_commit(manifest):
+def test_nothing_changes_before_the_commit(manifest: Manifest | None) -> None:
     receiver, tensors = staging()
     missing = send(receiver, 1, values(7), manifest=manifest)
     assert missing == sorted(missing, reverse=True)
@@ -48,7 +56,7 @@ def test_nothing_changes_before_the_commit(manifest):
     assert_holds(receiver, tensors, 1, 7)
 
 
-def test_an_abort_brings_the_old_weights_back_until_they_are_settled():
+def test_an_abort_brings_the_old_weights_back_until_they_are_settled() -> None:
     receiver, tensors = staging()
     send(receiver, 1, values(7))
     receiver.abort()
@@ -72,7 +80,7 @@ steps = st.lists(st.sampled_from(["prepare", "receive", "commit", "abort", "sett
 @settings(max_examples=300)
 @given(steps)
 @example(["prepare", "receive", "nan", "commit"])  # a refused piece must not have written over a good one
-def test_whatever_the_order_of_calls_the_weights_are_of_one_version(calls):
+def test_whatever_the_order_of_calls_the_weights_are_of_one_version(calls: list[str]) -> None:
     """Version v is the tensors full of v; the model under test is a dictionary of what may be in use."""
     receiver, tensors = staging()
     version = 0
@@ -100,7 +108,7 @@ def test_whatever_the_order_of_calls_the_weights_are_of_one_version(calls):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 3, 5])
-def test_what_is_not_finite_is_refused_by_its_place(bad, at):
+def test_what_is_not_finite_is_refused_by_its_place(bad: float, at: int) -> None:
     receiver, tensors = staging()
     new = values(3)
     new["a"].view(-1)[at] = bad
@@ -112,13 +120,13 @@ def test_what_is_not_finite_is_refused_by_its_place(bad, at):
     assert_holds(receiver, tensors, 0, 0)
 
 
-def test_a_number_too_large_for_the_models_type_is_not_finite_there():
+def test_a_number_too_large_for_the_models_type_is_not_finite_there() -> None:
     receiver = WeightStaging({"w": torch.zeros(2, dtype=torch.float16)})
     with pytest.raises(ValueError, match=r"element 1 is 70000.0 \(inf as torch.float16\)"):
         receiver.replace(1, pieces_of([("w", torch.tensor([1.0, 70000.0]))]))
 
 
-def test_a_buffer_may_hold_infinities_and_no_nan():
+def test_a_buffer_may_hold_infinities_and_no_nan() -> None:
     receiver, tensors = staging()
     receiver.replace(1, pieces_of([*values(1).items(), ("buffer", torch.tensor([-math.inf, 0.0]))]))
     assert tensors["buffer"].tolist() == [-math.inf, 0.0]
@@ -139,7 +147,7 @@ SPECS = tuple(TensorSpec(name, shape, torch.float32) for name, shape in SHAPES.i
         (Manifest(0, SPECS), "not newer"),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused_before_a_byte_is_sent(manifest, problem):
+def test_a_manifest_that_does_not_fit_is_refused_before_a_byte_is_sent(manifest: Manifest, problem: str) -> None:
     receiver, _ = staging()
     with pytest.raises(ValueError, match=problem):
         receiver.prepare(manifest)
@@ -147,7 +155,7 @@ def test_a_manifest_that_does_not_fit_is_refused_before_a_byte_is_sent(manifest,
         receiver.receive([])
 
 
-def test_what_comes_is_what_was_promised():
+def test_what_comes_is_what_was_promised() -> None:
     new = values(3)
     receiver, _ = staging()
     receiver.prepare(Manifest(1, SPECS))
@@ -163,7 +171,7 @@ def test_what_comes_is_what_was_promised():
         receiver.receive([*pieces_of([("a", new["a"])]), *list(pieces_of([("a", new["a"])], 5))[:1]])
 
 
-def test_a_tied_name_serves_for_the_other():
+def test_a_tied_name_serves_for_the_other() -> None:
     receiver, tensors = staging()
     receiver.replace(1, pieces_of([("head", values(4)["a"]), ("b", values(4)["b"])]))
     assert_holds(receiver, tensors, 1, 4)
@@ -172,11 +180,11 @@ def test_a_tied_name_serves_for_the_other():
     assert receiver.receive(pieces_of([("head", values(5)["a"]), ("b", values(5)["b"])])) == 0
 
 
-def test_a_refused_stream_is_read_to_its_end():
+def test_a_refused_stream_is_read_to_its_end() -> None:
     receiver, _ = staging()
-    read = []
+    read: list[str] = []
 
-    def stream():
+    def stream() -> Iterator[BucketPiece]:
         for piece in pieces_of(values(1).items()):
             read.append(piece.name)
             yield piece
@@ -186,12 +194,12 @@ def test_a_refused_stream_is_read_to_its_end():
     assert read == ["a", "b"]
 
 
-def test_a_swap_that_breaks_half_way_is_undone(monkeypatch):
+def test_a_swap_that_breaks_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, tensors = staging()
     send(receiver, 1, values(7))
-    exchanged = []
+    exchanged: list[torch.Tensor | None] = []
 
-    def breaking(target, value):
+    def breaking(target: torch.Tensor, value: torch.Tensor) -> None:
         if len(exchanged) == 1:
             exchanged.append(None)
             raise RuntimeError("the device is out of memory")
@@ -208,7 +216,7 @@ def test_a_swap_that_breaks_half_way_is_undone(monkeypatch):
     assert_holds(receiver, tensors, 0, 0)
 
 
-def test_a_manifest_is_checked_when_it_is_made():
+def test_a_manifest_is_checked_when_it_is_made() -> None:
     with pytest.raises(ValueError, match="names 'a' twice"):
         Manifest(1, (SPECS[0], SPECS[0]))
     with pytest.raises(ValueError, match="count from 0"):
@@ -217,7 +225,7 @@ def test_a_manifest_is_checked_when_it_is_made():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_bad_element_is_found_wherever_it_is(dtype, bad):
+def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
     """At each place of vectors' and their rests' lengths, among large numbers of either sign."""
     for length in (1, 7, 16, 33, 130):
         whole = torch.linspace(-60000, 60000, length).to(dtype)

@@ -2,19 +2,21 @@
 
 import asyncio
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollout.divergence import NotFiniteError
-from rollout.engine import Sampling
+from rollout.engine import RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
-from rollout.sync.manifest import manifest_of
-from rollout.sync.pieces import buckets
+from rollout.sync.manifest import Manifest, manifest_of
+from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
-from rollout.testing.workers import Worker
+from rollout.testing.workers import Fault, Worker
 
 VOCAB = 24
 PROMPT = [3, 5, 7]
@@ -22,22 +24,22 @@ GREEDY = Sampling(greedy=True, max_new_tokens=8)
 BUCKET_BYTES = 20_000
 
 
-def small(seed):
+def small(seed: int) -> PreTrainedModel:
     torch.set_num_threads(1)
     return tiny_model(VOCAB, layers=2, seed=seed)
 
 
-def make_engine():
+def make_engine() -> NativeEngine:
     return NativeEngine(small(0))
 
 
-def weights(seed):
+def weights(seed: int) -> tuple[Manifest, Iterator[Bucket]]:
     """Manifest and buckets of another model's weights."""
     named = list(small(seed).named_parameters())
     return manifest_of(seed, pieces_of(named)), buckets(pieces_of(named), BUCKET_BYTES)
 
 
-def answer_of(seed):
+def answer_of(seed: int) -> tuple[tuple[int, ...], torch.Tensor]:
     """Tokens and log-probs of a stock model with these weights: the tied head among them."""
     model = small(seed)
     done = NativeEngine(model).generate_batch([PROMPT], GREEDY)[0]
@@ -48,7 +50,7 @@ def answer_of(seed):
     return done.ids, expected
 
 
-async def assert_samples_with(engine, seed, version):
+async def assert_samples_with(engine: RolloutEngine | Worker, seed: int, version: int) -> None:
     """It is not paused, and it answers as a stock model with these weights does."""
     done = await asyncio.wait_for(engine.generate(PROMPT, GREEDY), 60)
     ids, log_probs = answer_of(seed)
@@ -60,21 +62,21 @@ async def assert_samples_with(engine, seed, version):
 class Workers:
     """Three workers, of which one may have a fault."""
 
-    def __init__(self, fault=None):
+    def __init__(self, fault: Fault | None = None) -> None:
         self.all = [Worker(make_engine, fault if i == 1 else None) for i in range(3)]
 
-    def __enter__(self):
+    def __enter__(self) -> list[Worker]:
         for worker in self.all:
             worker.wait_until_ready()
         return self.all
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for worker in self.all:
             worker.close()
 
 
-def test_all_workers_take_the_new_weights():
-    async def play(workers):
+def test_all_workers_take_the_new_weights() -> None:
+    async def play(workers: list[Worker]) -> None:
         await asyncio.gather(*(assert_samples_with(worker, 0, 0) for worker in workers))
         await transfer_weights(workers, *weights(1))
         await asyncio.gather(*(assert_samples_with(worker, 1, 1) for worker in workers))
@@ -92,8 +94,8 @@ LAST = 5  # the number of the last bucket
 @pytest.mark.parametrize(
     "point", [("prepare", 0), ("receive", 0), ("receive", LAST), ("pause", 0), ("commit", 0)], ids=str
 )
-def test_one_that_fails_or_dies_keeps_all_others_at_the_old_weights(point, how):
-    async def play(workers):
+def test_one_that_fails_or_dies_keeps_all_others_at_the_old_weights(point: tuple[str, int], how: str) -> None:
+    async def play(workers: list[Worker]) -> None:
         error = ValueError if how == "raise" else RuntimeError
         with pytest.raises(error, match=r"weights 1 are not taken, the old ones stay: receiver 1 of 3"):
             await transfer_weights(workers, *weights(1))
@@ -106,12 +108,12 @@ def test_one_that_fails_or_dies_keeps_all_others_at_the_old_weights(point, how):
         asyncio.run(play(workers))
 
 
-def test_there_are_as_many_buckets_as_the_points_above_say():
+def test_there_are_as_many_buckets_as_the_points_above_say() -> None:
     assert len(list(weights(1)[1])) == LAST + 1
 
 
-def test_one_that_hangs_is_not_waited_for():
-    async def play(workers):
+def test_one_that_hangs_is_not_waited_for() -> None:
+    async def play(workers: list[Worker]) -> None:
         with pytest.raises(RuntimeError, match="receiver 1 of 3: TimeoutError"):
             await transfer_weights(workers, *weights(1), timeout=5)
         await asyncio.gather(*(assert_samples_with(workers[i], 0, 0) for i in (0, 2)))
@@ -122,7 +124,7 @@ def test_one_that_hangs_is_not_waited_for():
         asyncio.run(play(workers))
 
 
-def spoil(name, value):
+def spoil(name: str, value: float) -> tuple[Manifest, Iterator[Bucket]]:
     """Weights 1 with one element that is `value`."""
     model = small(1)
     with torch.no_grad():
@@ -132,11 +134,11 @@ def spoil(name, value):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_in_one_process_too(value):
+def test_weights_that_are_not_finite_are_refused_in_one_process_too(value: float) -> None:
     model = small(0)
     engine, before = NativeEngine(model), copy.deepcopy(model.state_dict())
 
-    async def play():
+    async def play() -> None:
         with pytest.raises(NotFiniteError, match=r"norm.weight: element 3 is (nan|inf)"):
             await transfer_weights([engine], *spoil("model.norm.weight", value))
         with pytest.raises(ValueError, match="element 3 is"):
@@ -149,10 +151,10 @@ def test_weights_that_are_not_finite_are_refused_in_one_process_too(value):
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_stream_that_ends_early_is_refused():
+def test_a_stream_that_ends_early_is_refused() -> None:
     engine = NativeEngine(small(0))
 
-    async def play():
+    async def play() -> None:
         manifest, stream = weights(1)
         with pytest.raises(ValueError, match=r"stream ended while receiver 0 still lacked \d+ elements"):
             await transfer_weights([engine], manifest, list(stream)[:-1])
@@ -163,15 +165,15 @@ def test_a_stream_that_ends_early_is_refused():
     asyncio.run(play())
 
 
-def test_a_transfer_that_is_cancelled_leaves_nobody_paused():
+def test_a_transfer_that_is_cancelled_leaves_nobody_paused() -> None:
     engine = NativeEngine(small(0))
 
-    async def play():
+    async def play() -> None:
         manifest, stream = weights(1)
         started = asyncio.Event()
 
         class Slow(NativeEngine):
-            async def commit(self, version):
+            async def commit(self, version: int) -> None:
                 await super().commit(version)
                 started.set()
                 await asyncio.sleep(3600)

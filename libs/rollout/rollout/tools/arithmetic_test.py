@@ -13,15 +13,16 @@ from rollout.tools.arithmetic import MAX_DEPTH, MAX_LENGTH, evaluate, show
 class Exact:
     """Integers for `eval`, so that the oracle divides exactly. It only ever sees expressions made by this test."""
 
-    def __init__(self, text):
-        self.value = eval(text, {"F": Fraction})  # the oracle of generated arithmetic
+    def __init__(self, text: str) -> None:
+        self.value: Fraction = eval(text, {"F": Fraction})  # the oracle of generated arithmetic
 
 
-numbers = st.integers(0, 99).map(lambda n: (str(n), f"F({n})"))
+Pair = tuple[str, ...]  # as the tool reads it, as Python does
+numbers: st.SearchStrategy[Pair] = st.integers(0, 99).map(lambda n: (str(n), f"F({n})"))
 operators = st.sampled_from(["+", "-", "*", "/", "//", "%"])
 
 
-def combine(children):
+def combine(children: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
     return st.one_of(
         st.tuples(children, operators, children).map(lambda t: tuple(f"({t[0][i]}{t[1]}{t[2][i]})" for i in (0, 1))),
         st.tuples(children, operators, children).map(lambda t: tuple(f"{t[0][i]} {t[1]} {t[2][i]}" for i in (0, 1))),
@@ -31,7 +32,7 @@ def combine(children):
 
 
 @given(st.recursive(numbers, combine, max_leaves=8))
-def test_values_are_pythons(pair):
+def test_values_are_pythons(pair: Pair) -> None:
     text, oracle = pair
     if len(text) > MAX_LENGTH:
         return
@@ -52,7 +53,7 @@ def test_values_are_pythons(pair):
         ("((2))", "2"), ("2*-3", "-6"),
     ],
 )  # fmt: skip
-def test_known_values(text, value):
+def test_known_values(text: str, value: str) -> None:
     assert show(evaluate(text)) == value
 
 
@@ -65,12 +66,12 @@ def test_known_values(text, value):
         "1/0", "5%0", "0**-1", "1" * (MAX_LENGTH + 1), "\u0663+1", "1\x00", "1..2", "lambda: 1", "[1]", "1 if 1 else 2",
     ],
 )  # fmt: skip
-def test_anything_else_is_a_reason_in_words(text):
+def test_anything_else_is_a_reason_in_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         evaluate(text)
 
 
 @given(st.text(max_size=60))
-def test_any_text_gives_a_number_or_a_reason(text):
+def test_any_text_gives_a_number_or_a_reason(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert isinstance(evaluate(text), Fraction)

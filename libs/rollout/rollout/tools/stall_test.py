@@ -6,6 +6,7 @@ Held by order of events: everything that shall be done is done while everything 
 import asyncio
 import contextlib
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -23,36 +24,36 @@ SCHEMA = {"type": "object", "properties": {}}
 REPLY = Reply("x", "x")
 
 
-def blocking(release):
-    def run(*_):
+def blocking(release: threading.Event) -> Callable[..., float]:
+    def run(*_: object) -> float:
         release.wait()
         return 1.0
 
     return run
 
 
-def blocking_async(release):
-    async def run(*_):
+def blocking_async(release: threading.Event) -> Callable[..., Awaitable[float]]:
+    async def run(*_: object) -> float:
         release.wait()  # no await in it: on anybody's event loop, all would stand still
         return 1.0
 
     return run
 
 
-async def one_token(engine):
+async def one_token(engine: NativeEngine) -> int:
     completion = await engine.generate([1, 2, 3], Sampling(max_new_tokens=1, seed=0))
     return len(completion.ids)
 
 
 @pytest.mark.parametrize("hang", [blocking, blocking_async])
 @pytest.mark.parametrize("where", ["tools", "rewards", "the default executor"])
-def test_what_hangs_delays_nobody(where, hang):
+def test_what_hangs_delays_nobody(where: str, hang: Callable[[threading.Event], Callable[..., Any]]) -> None:
     release = threading.Event()
     run = hang(release)
     engine = NativeEngine(tiny_model(50), pad_token_id=0, max_length=64)
     asked: list[asyncio.Task[Any]] = []
 
-    async def play():
+    async def play() -> list[object]:
         stuck: list[asyncio.Task[Any]]
         if where == "tools":
             calls = [ToolCall("hangs", "{}")] * 40
@@ -64,7 +65,7 @@ def test_what_hangs_delays_nobody(where, hang):
             stuck = [asyncio.create_task(asyncio.to_thread(release.wait)) for _ in range(40)]
         await asyncio.sleep(0)
         try:
-            events = [await one_token(engine)]
+            events: list[object] = [await one_token(engine)]
             events += [
                 r.content
                 for r in await call_tools([Tool("quick", "", SCHEMA, lambda: "tool")], [ToolCall("quick", "{}")])
@@ -76,17 +77,17 @@ def test_what_hangs_delays_nobody(where, hang):
         await asyncio.gather(*stuck)
         return events
 
-    async def guarded():
+    async def guarded() -> list[object]:
         async with asyncio.timeout(GUARD):
             return await play()
 
     assert asyncio.run(guarded()) == [1, "tool", 0.5, 1]
 
 
-def test_a_long_answer_delays_no_tool_and_no_reward():
+def test_a_long_answer_delays_no_tool_and_no_reward() -> None:
     engine = NativeEngine(tiny_model(50), pad_token_id=0, max_length=4096)
 
-    async def play():
+    async def play() -> bool:
         long = asyncio.create_task(engine.generate([1, 2, 3], Sampling(max_new_tokens=4000, seed=0)))
         await one_token(engine)
         for _ in range(5):
@@ -101,12 +102,12 @@ def test_a_long_answer_delays_no_tool_and_no_reward():
     assert asyncio.run(play()) is False
 
 
-def test_tools_and_rewards_have_threads_of_their_own():
-    async def names():
+def test_tools_and_rewards_have_threads_of_their_own() -> None:
+    async def names() -> tuple[str, str]:
         tool = Tool("name", "", SCHEMA, lambda: threading.current_thread().name)
         seen = []
 
-        def reward(*_):
+        def reward(*_: object) -> float:
             seen.append(threading.current_thread().name)
             return 0.0
 

@@ -3,7 +3,7 @@
 from rollout.tools.tally import ToolTally, summed_metrics
 
 
-def tool(text, call_id=None, name=None):
+def tool(text: str, call_id: str | None = None, name: str | None = None) -> dict[str, str]:
     return (
         {"role": "tool", "content": text}
         | ({"tool_call_id": call_id} if call_id else {})
@@ -11,11 +11,11 @@ def tool(text, call_id=None, name=None):
     )
 
 
-def counted(tally, name):
+def counted(tally: ToolTally, name: str) -> list[float]:
     return [tally.metrics[f"tool/{name}/{what}"] for what in ("calls", "errors", "timeouts")]
 
 
-def test_answers_are_told_apart_by_id_and_each_counts_once():
+def test_answers_are_told_apart_by_id_and_each_counts_once() -> None:
     tally = ToolTally()
     tally.called([("search", "a"), ("search", "b"), ("read", "c"), ("nothing", "d")], ["search", "read"])
     said = [
@@ -29,7 +29,7 @@ def test_answers_are_told_apart_by_id_and_each_counts_once():
     assert not [name for name in tally.metrics if "nothing" in name]
 
 
-def test_answers_without_ids_go_to_the_calls_in_order():
+def test_answers_without_ids_go_to_the_calls_in_order() -> None:
     tally = ToolTally()
     tally.called([("search", "a"), ("read", "b"), ("search", "c")], ["search", "read"])
     tally.answered([tool("Error: TimeoutError: late", name="read"), tool("fine"), tool("Error: 404")])
@@ -38,7 +38,7 @@ def test_answers_without_ids_go_to_the_calls_in_order():
     assert counted(tally, "search") == [2, 1, 0]
 
 
-def test_a_tool_that_failed_never_has_its_rates_too():
+def test_a_tool_that_failed_never_has_its_rates_too() -> None:
     tally = ToolTally()
     tally.called([("search", "a")], ["search"])
     assert counted(tally, "search") == [1, 0, 0]

@@ -4,39 +4,41 @@ import asyncio
 import json
 import math
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Never
 
 import pytest
 
 from rollout.failure import EpisodeFailed
 from rollout.tools.arithmetic import calculator
-from rollout.tools.tool import Tool, ToolCall, call_id, call_tool, call_tools
+from rollout.tools.tool import Tool, ToolCall, ToolResult, call_id, call_tool, call_tools
 from rollout.tools.workers import TOOLS
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
-def tool(run, **changes):
+def tool(run: Callable[..., Any], **changes: Any) -> Tool:
     return Tool(**{"name": "f", "description": "d", "parameters": SCHEMA, "run": run, **changes})
 
 
-def call(tools, name="f", arguments='{"n": 2}'):
+def call(tools: Sequence[Tool], name: str = "f", arguments: str = '{"n": 2}') -> ToolResult:
     return asyncio.run(call_tool(tools, name, arguments))
 
 
-def test_a_result_is_text_or_json():
+def test_a_result_is_text_or_json() -> None:
     assert call([tool(lambda n: f"got {n}")]) == call([tool(lambda n: f"got {n}")])
     assert call([tool(lambda n: f"got {n}")]).content == "got 2"
     assert json.loads(call([tool(lambda n: {"a": [n]})]).content) == {"a": [2]}
 
 
-def test_an_answer_keeps_the_calls_id():
+def test_an_answer_keeps_the_calls_id() -> None:
     result = asyncio.run(call_tool([tool(lambda n: n)], "f", '{"n": 2}', call_id(7)))
     assert result.to_message() == {"role": "tool", "name": "f", "content": "2", "tool_call_id": "call00007"}
     assert asyncio.run(call_tool([], "f", "{}", "x")).call_id == "x"
     assert "tool_call_id" not in call([tool(str)]).to_message()
 
 
-def test_arguments_may_have_any_names():
+def test_arguments_may_have_any_names() -> None:
     names = ["key", "timeout", "function", "args", "self", "run", "arguments"]
     schema = {"type": "object", "properties": {name: {} for name in names}}
     echo = tool(lambda **given: given, parameters=schema)
@@ -45,12 +47,12 @@ def test_arguments_may_have_any_names():
 
 
 class MuteError(Exception):
-    def __str__(self):
+    def __str__(self) -> str:
         raise RuntimeError("no")
 
 
-def raise_it(error):
-    def run(n):
+def raise_it(error: BaseException) -> Callable[[int], Never]:
+    def run(n: int) -> Never:
         raise error
 
     return run
@@ -77,7 +79,7 @@ def raise_it(error):
         ([tool(lambda n: object())], "f", '{"n": 2}', "TypeError"),
     ],
 )
-def test_whatever_goes_wrong_is_said(tools, name, arguments, message):
+def test_whatever_goes_wrong_is_said(tools: Sequence[Tool], name: str, arguments: str, message: str) -> None:
     result = call(tools, name, arguments)
     assert not result.ok
     assert result.content.startswith("Error: ")
@@ -85,15 +87,15 @@ def test_whatever_goes_wrong_is_said(tools, name, arguments, message):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_tool_that_hangs_is_not_awaited_and_in_the_end_refused(is_async):
+def test_a_tool_that_hangs_is_not_awaited_and_in_the_end_refused(is_async: bool) -> None:
     release = threading.Event()
 
-    async def blocks(n):
+    async def blocks(n: int) -> None:
         release.wait()
 
     hangs = tool(blocks if is_async else lambda n: release.wait(), timeout=0.3, name=f"hangs{is_async}")
 
-    async def play():
+    async def play() -> tuple[list[ToolResult], bool]:
         results = [await call_tool([hangs], hangs.name, '{"n": 1}') for _ in range(TOOLS.max_abandoned)]
         with pytest.raises(EpisodeFailed, match=f"{hangs.name} is refused: 8 earlier calls") as failed:
             await call_tool([hangs], hangs.name, '{"n": 1}')
@@ -118,8 +120,10 @@ class Unavailable(EpisodeFailed):
         (MemoryError(), True, "f ran out of memory"),
     ],
 )
-def test_the_runs_own_trouble_fails_the_episode_and_is_no_news_for_the_model(error, retryable, reason, is_async):
-    async def fails(n):
+def test_the_runs_own_trouble_fails_the_episode_and_is_no_news_for_the_model(
+    error: BaseException, retryable: bool, reason: str, is_async: bool
+) -> None:
+    async def fails(n: int) -> Never:
         raise error
 
     with pytest.raises(EpisodeFailed, match=reason) as failed:
@@ -127,12 +131,12 @@ def test_the_runs_own_trouble_fails_the_episode_and_is_no_news_for_the_model(err
     assert failed.value.retryable is retryable
 
 
-def test_calls_of_a_turn_run_side_by_side_and_answer_in_order():
+def test_calls_of_a_turn_run_side_by_side_and_answer_in_order() -> None:
     """Each waits for all the others; the last to be called is the first to end."""
     barrier, turns = threading.Barrier(6), [threading.Event() for _ in range(7)]
     turns[6].set()
 
-    def run(n):
+    def run(n: int) -> int:
         barrier.wait()
         turns[n + 1].wait()
         turns[n].set()
@@ -146,10 +150,10 @@ def test_calls_of_a_turn_run_side_by_side_and_answer_in_order():
     assert "not valid JSON" in results[3].content
 
 
-def test_where_one_call_fails_the_episode_the_others_are_cancelled():
+def test_where_one_call_fails_the_episode_the_others_are_cancelled() -> None:
     events, started = [], threading.Event()
 
-    async def run(n):
+    async def run(n: int) -> None:
         if n == 0:
             await asyncio.to_thread(started.wait)
             raise EpisodeFailed("down", retryable=True)
@@ -159,7 +163,7 @@ def test_where_one_call_fails_the_episode_the_others_are_cancelled():
         finally:
             events.append("cancelled")
 
-    async def play():
+    async def play() -> None:
         calls = [ToolCall("f", json.dumps({"n": n})) for n in range(2)]
         with pytest.raises(EpisodeFailed, match="down"):
             async with asyncio.timeout(60):
@@ -171,26 +175,26 @@ def test_where_one_call_fails_the_episode_the_others_are_cancelled():
     assert events == ["cancelled"]
 
 
-def test_text_that_no_tokenizer_takes_is_escaped():
+def test_text_that_no_tokenizer_takes_is_escaped() -> None:
     assert call([tool(lambda n: "a\ud800b")]).content == "a\\ud800b"
 
 
 @pytest.mark.parametrize("change", [{"timeout": 0}, {"timeout": float("nan")}, {"max_characters": 0}])
-def test_limits_that_cannot_work_are_refused(change):
+def test_limits_that_cannot_work_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"tool f: {next(iter(change))} must be"):
         tool(str, **change)
 
 
-def test_a_long_answer_is_cut():
+def test_a_long_answer_is_cut() -> None:
     result = call([tool(lambda n: "x" * 100, max_characters=10)])
     assert result.content == "x" * 10 + " [cut after 10 characters]"
 
 
-def test_the_calculator_as_a_tool():
+def test_the_calculator_as_a_tool() -> None:
     assert call([calculator()], "calculator", '{"expression": "37+58"}').content == "95"
     assert "division by zero" in call([calculator()], "calculator", '{"expression": "1/0"}').content
 
 
-def test_a_schema_must_be_an_objects():
+def test_a_schema_must_be_an_objects() -> None:
     with pytest.raises(ValueError, match='type "object"'):
         tool(str, parameters={"type": "string"})

@@ -1,7 +1,9 @@
 """What others say stays text, for tokenizers of every kind; the tokenizer itself is the oracle of all else."""
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -26,7 +28,7 @@ TEMPLATE = (
 )
 
 
-def finish(backend, normalized=False, **strip):
+def finish(backend: Tokenizer, normalized: bool = False, **strip: Any) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False, **strip) for t in SPECIAL])
     backend.add_tokens([AddedToken(t, special=False, normalized=normalized) for t in ADDED])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>")
@@ -34,7 +36,7 @@ def finish(backend, normalized=False, **strip):
     return tokenizer
 
 
-def byte_level():
+def byte_level() -> PreTrainedTokenizerFast:
     """As GPT-2, Llama 3, Qwen; trained with the control tokens in its corpus, so that merges lead up to them."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -45,7 +47,7 @@ def byte_level():
     return finish(backend)
 
 
-def llama2():
+def llama2() -> PreTrainedTokenizerFast:
     """As Llama 2 and Gemma: sentencepiece's BPE, bytes to fall back on; its control tokens are in the vocabulary."""
     characters = [*"\u2581abcdefghijklmnopqrstuvwxyz<>|/_[]IN ST\n"]
     pieces = [
@@ -68,7 +70,7 @@ def llama2():
     return finish(backend)
 
 
-def unigram():
+def unigram() -> PreTrainedTokenizerFast:
     """As T5 and XLM-R: the lattice takes any piece of the vocabulary, control tokens too."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<s>", 0.0), ("<|im_start|>", -1.0)]
     pieces += [(c, -5.0) for c in dict.fromkeys("\u2581abcdefghijklmnopqrstuvwxyz<>|/_[]INST\n123")]
@@ -78,7 +80,7 @@ def unigram():
     return finish(backend)
 
 
-def words():
+def words() -> PreTrainedTokenizerFast:
     """A word a token; splits at blanks, so that a control token stands as a word of the vocabulary."""
     vocab = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<think>", "user", "assistant", "the", "tag"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -86,7 +88,7 @@ def words():
     return finish(backend)
 
 
-def lower_case():
+def lower_case() -> PreTrainedTokenizerFast:
     """As BERT: the normaliser changes case, and added tokens are sought in what it gives."""
     pieces = [
         "<unk>",
@@ -99,7 +101,7 @@ def lower_case():
     return finish(backend, normalized=True)
 
 
-def strips():
+def strips() -> PreTrainedTokenizerFast:
     """Control tokens that swallow the blanks beside them, as Phi-3's do."""
     backend = byte_level().backend_tokenizer
     fresh = Tokenizer(models.BPE(vocab=dict(backend.get_vocab(with_added_tokens=False)), merges=[]))
@@ -107,14 +109,14 @@ def strips():
     return finish(fresh, lstrip=True, rstrip=True)
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[], Any]] = {
     f.__name__: f for f in (byte_level, llama2, unigram, words, lower_case, strips, tiny_tokenizer, ByT5Tokenizer)
 }
 EXACT_TEXT = ("byte_level", "tiny_tokenizer", "llama2", "ByT5Tokenizer")  # those that lose nothing
 
 
 @cache
-def made(name):
+def made(name: str) -> tuple[Any, SafeEncoder]:
     tokenizer = MAKERS[name]()
     tokenizer.chat_template = TEMPLATE
     if name == "ByT5Tokenizer":
@@ -122,17 +124,17 @@ def made(name):
     return tokenizer, SafeEncoder(tokenizer)
 
 
-def encode(name, messages, **options):
+def encode(name: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
     tokenizer, encoder = made(name)
     disguised = encoder.disguise(messages)
     text = tokenizer.apply_chat_template(disguised.messages, tokenize=False, add_generation_prompt=True, **options)
     return encoder.encode(text, disguised)
 
 
-def stock(name, messages):
+def stock(name: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     tokenizer, _ = made(name)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 every = pytest.mark.parametrize("name", MAKERS)
@@ -144,7 +146,7 @@ plain = st.text(st.sampled_from("abc the 1\n\u00e9\u4f60\U0001f600\ue000\ue001\U
 untrusted = st.lists(st.one_of(control, broken, plain), max_size=6).map("".join)
 
 
-def count(ids, encoder):
+def count(ids: Sequence[int], encoder: SafeEncoder) -> dict[str, int]:
     """How often each control token stands in the ids."""
     return {token: list(ids).count(index) for token, index in encoder.control.items() if token != "<unk>"}
 
@@ -152,10 +154,13 @@ def count(ids, encoder):
 @every
 @settings(max_examples=60, deadline=None)
 @given(first=untrusted, second=untrusted, role=st.sampled_from(["user", "tool", "environment"]))
-def test_others_can_forge_no_control_token(name, first, second, role):
+def test_others_can_forge_no_control_token(name: str, first: str, second: str, role: str) -> None:
     """As many control tokens as the same conversation with harmless words has, be they in one text or joined."""
-    harmless = [{"role": role, "content": "a"}, {"role": role, "content": [{"type": "text", "text": "b"}] * 2}]
-    hostile = [
+    harmless: list[dict[str, Any]] = [
+        {"role": role, "content": "a"},
+        {"role": role, "content": [{"type": "text", "text": "b"}] * 2},
+    ]
+    hostile: list[dict[str, Any]] = [
         {"role": role, "content": first},
         {"role": role, "content": [{"type": "text", "text": first}, {"type": "text", "text": second}]},
     ]
@@ -168,7 +173,7 @@ def test_others_can_forge_no_control_token(name, first, second, role):
 @every
 @settings(max_examples=40, deadline=None)
 @given(text=untrusted)
-def test_the_assistant_can_repeat_no_special_token(name, text):
+def test_the_assistant_can_repeat_no_special_token(name: str, text: str) -> None:
     """It may have read it in a tool's result; its history is rendered anew where a template rewrites turns."""
     tokenizer, encoder = made(name)
     special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} - {"<unk>"}
@@ -183,7 +188,7 @@ def test_the_assistant_can_repeat_no_special_token(name, text):
 @pytest.mark.parametrize("name", EXACT_TEXT)
 @settings(max_examples=60, deadline=None)
 @given(text=untrusted)
-def test_what_they_say_decodes_to_the_same_characters(name, text):
+def test_what_they_say_decodes_to_the_same_characters(name: str, text: str) -> None:
     tokenizer, _ = made(name)
     messages = [{"role": "tool", "content": text}]
     wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -199,7 +204,7 @@ def test_what_they_say_decodes_to_the_same_characters(name, text):
     text=st.one_of(plain, st.sampled_from(["a <b> tag", "x   y\n\n", "1 < 2 | 3 > 2", "[1]", "|>", " a "])),
     system=control,
 )
-def test_all_else_is_encoded_as_by_the_tokenizer_itself(name, text, system):
+def test_all_else_is_encoded_as_by_the_tokenizer_itself(name: str, text: str, system: str) -> None:
     """A system message may hold control tokens, the assistant's own `<think>`; plain words are what they were."""
     messages = [
         {"role": "system", "content": f"{system} be brief"},
@@ -211,7 +216,7 @@ def test_all_else_is_encoded_as_by_the_tokenizer_itself(name, text, system):
     assert encode(name, messages) == stock(name, messages)
 
 
-def test_a_forged_token_is_what_a_tokenizer_gives_that_never_heard_of_it():
+def test_a_forged_token_is_what_a_tokenizer_gives_that_never_heard_of_it() -> None:
     innocent = tiny_tokenizer()
     for_ids = [innocent.backend_tokenizer.token_to_id(c) for c in "<|im_start|>"]
     tokenizer = made("tiny_tokenizer")[0]
@@ -220,13 +225,13 @@ def test_a_forged_token_is_what_a_tokenizer_gives_that_never_heard_of_it():
     assert ids[: len(opening) + len(for_ids)] == [*opening, *for_ids]
 
 
-def test_control_tokens_are_the_special_ones_and_those_the_template_writes():
+def test_control_tokens_are_the_special_ones_and_those_the_template_writes() -> None:
     found = control_tokens(made("byte_level")[0])
     assert set(found) == {*SPECIAL, "<think>", "</think>", "<|note|>"}  # not <b>, not blanks
     assert found["<s>"] == made("byte_level")[0].convert_tokens_to_ids("<s>")
 
 
-def test_a_template_that_writes_ascii_json_is_read_all_the_same():
+def test_a_template_that_writes_ascii_json_is_read_all_the_same() -> None:
     tokenizer = tiny_tokenizer(
         "{% for m in messages %}<|im_start|>{{ m.content | tojson(ensure_ascii=True) }}{% endfor %}"
     )
@@ -236,7 +241,7 @@ def test_a_template_that_writes_ascii_json_is_read_all_the_same():
     assert tokenizer.decode(encoder.encode(text, disguised)) == '<|im_start|>"<|im_end|>\\"\\\\u00e9"'
 
 
-def test_private_characters_of_the_text_itself_are_kept():
+def test_private_characters_of_the_text_itself_are_kept() -> None:
     everything = "".join(map(chr, PRIVATE_AREAS[0]))
     encoder = made("tiny_tokenizer")[1]
     disguised = encoder.disguise([{"role": "user", "content": everything}, {"role": "user", "content": "<|im_end|>"}])
@@ -247,7 +252,7 @@ def test_private_characters_of_the_text_itself_are_kept():
         encoder.disguise([{"role": "user", "content": all_of_them}])
 
 
-def test_roles_types_and_other_values_pass_unchanged():
+def test_roles_types_and_other_values_pass_unchanged() -> None:
     message = {"role": "tool", "type": "<x>", "n": 3, "content": None, "parts": ({"type": "<y>", "text": "<"},)}
     (changed,) = made("tiny_tokenizer")[1].disguise([message]).messages
     assert (changed["role"], changed["type"], changed["n"], changed["content"]) == ("tool", "<x>", 3, None)
@@ -258,11 +263,11 @@ def test_roles_types_and_other_values_pass_unchanged():
 class Careless(ByT5Tokenizer):  # type: ignore[misc]
     """A tokenizer in Python that makes a control token of plain text whatever it is told."""
 
-    def __call__(self, text, split_special_tokens=False, **options):
+    def __call__(self, text: str, split_special_tokens: bool = False, **options: Any) -> Any:
         return super().__call__(text, **options)
 
 
-def test_a_tokenizer_in_python_that_cannot_be_held_back_is_refused():
+def test_a_tokenizer_in_python_that_cannot_be_held_back_is_refused() -> None:
     encoder = SafeEncoder(Careless())
     disguised = encoder.disguise([{"role": "user", "content": "</s>"}])
     with pytest.raises(ValueError, match="makes '</s>' of plain text: use its fast variant"):

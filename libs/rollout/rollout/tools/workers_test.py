@@ -6,36 +6,39 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Never, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.tools.workers import MAX_IDLE, OverrunError, RefusedError, Workers, instant, waiting
+from rollout.tools.workers import MAX_IDLE, Ended, OverrunError, RefusedError, Workers, instant, waiting
 
+T = TypeVar("T")
 LONG = 60.0  # a limit no test reaches
 
 
-def play(coroutine):
-    async def guarded():
+def play(coroutine: Awaitable[T]) -> T:
+    async def guarded() -> T:
         async with asyncio.timeout(LONG):
             return await coroutine
 
     return asyncio.run(guarded())
 
 
-async def until(condition):
+async def until(condition: Callable[[], object]) -> None:
     """Wait for a thread to have done something."""
     while not condition():
         await asyncio.sleep(0.001)
 
 
-def test_a_value_comes_back_whether_blocking_or_async():
-    async def coroutine(a, b):
+def test_a_value_comes_back_whether_blocking_or_async() -> None:
+    async def coroutine(a: int, b: int) -> int:
         await asyncio.sleep(0)
         return a - b
 
-    async def both():
+    async def both() -> list[Ended]:
         pool = Workers("t")
         return [
             await pool.run("k", LONG, lambda a, b: a - b, 5, b=3),
@@ -54,15 +57,15 @@ class Odd(BaseException):
     "error", [ValueError("x"), SystemExit(3), KeyboardInterrupt(), TimeoutError(), asyncio.CancelledError(), Odd()]
 )
 @pytest.mark.parametrize("is_async", [False, True])
-def test_whatever_is_raised_is_data_and_the_thread_lives(error, is_async):
-    def fail():
+def test_whatever_is_raised_is_data_and_the_thread_lives(error: BaseException, is_async: bool) -> None:
+    def fail() -> Never:
         raise error
 
-    async def fail_async():
+    async def fail_async() -> Never:
         await asyncio.sleep(0)
         raise error
 
-    async def twice():
+    async def twice() -> tuple[Ended, Ended, int]:
         pool = Workers("t")
         ended = await pool.run("k", LONG, fail_async if is_async else fail)
         return ended, await pool.run("k", LONG, threading.get_ident), pool.abandoned("k")
@@ -73,16 +76,18 @@ def test_whatever_is_raised_is_data_and_the_thread_lives(error, is_async):
     assert abandoned == 0
 
 
-def blocks_in_async(release):
-    async def run():
+def blocks_in_async(release: threading.Event) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
         release.wait()  # no await: an event loop of others would stand still
 
     return run
 
 
 @pytest.mark.parametrize("make", [lambda release: release.wait, blocks_in_async], ids=["blocking", "async"])
-def test_code_that_blocks_obeys_its_limit_and_is_counted_until_it_ends(make):
-    async def story():
+def test_code_that_blocks_obeys_its_limit_and_is_counted_until_it_ends(
+    make: Callable[[threading.Event], Callable[[], Any]],
+) -> None:
+    async def story() -> None:
         pool, release = Workers("t", max_abandoned=2), threading.Event()
         hang = make(release)
         for count in (1, 2):
@@ -99,11 +104,11 @@ def test_code_that_blocks_obeys_its_limit_and_is_counted_until_it_ends(make):
     play(story())
 
 
-def test_an_awaiting_call_is_cancelled_at_its_limit():
-    async def story():
+def test_an_awaiting_call_is_cancelled_at_its_limit() -> None:
+    async def story() -> None:
         pool, events = Workers("t"), []
 
-        async def waits():
+        async def waits() -> None:
             try:
                 await asyncio.sleep(LONG)
             finally:
@@ -117,11 +122,11 @@ def test_an_awaiting_call_is_cancelled_at_its_limit():
     play(story())
 
 
-def test_a_cancelled_caller_abandons_its_call():
-    async def story():
+def test_a_cancelled_caller_abandons_its_call() -> None:
+    async def story() -> None:
         pool, started, release = Workers("t"), threading.Event(), threading.Event()
 
-        def hang():
+        def hang() -> None:
             started.set()
             release.wait()
 
@@ -137,10 +142,10 @@ def test_a_cancelled_caller_abandons_its_call():
     play(story())
 
 
-def test_hung_calls_delay_neither_the_loop_nor_other_calls_nor_the_default_executor():
+def test_hung_calls_delay_neither_the_loop_nor_other_calls_nor_the_default_executor() -> None:
     """R2: forty calls hang, more than the default executor has threads; all else goes on while they do."""
 
-    async def story():
+    async def story() -> list[str]:
         pool, release = Workers("t", max_abandoned=100), threading.Event()
         hung = [asyncio.create_task(pool.run(f"k{i % 2}", LONG, release.wait)) for i in range(40)]
         events = [
@@ -155,10 +160,10 @@ def test_hung_calls_delay_neither_the_loop_nor_other_calls_nor_the_default_execu
     assert play(story()) == ["call", "default executor"]
 
 
-def test_calls_run_side_by_side():
+def test_calls_run_side_by_side() -> None:
     """Each waits for all the others: one after another they would wait for ever."""
 
-    async def story():
+    async def story() -> list[Ended]:
         barrier = threading.Barrier(12)
         pool = Workers("t")
         return await asyncio.gather(*(pool.run("k", LONG, barrier.wait) for _ in range(12)))
@@ -166,8 +171,8 @@ def test_calls_run_side_by_side():
     assert sorted(e.value for e in play(story())) == list(range(12))
 
 
-def test_threads_are_used_again_and_few_are_kept():
-    async def story():
+def test_threads_are_used_again_and_few_are_kept() -> None:
+    async def story() -> list[int]:
         pool = Workers("t")
         first = [(await pool.run("k", LONG, threading.get_ident)).value for _ in range(5)]
         barrier = threading.Barrier(MAX_IDLE + 9)
@@ -178,11 +183,11 @@ def test_threads_are_used_again_and_few_are_kept():
     assert len(set(play(story()))) == 1
 
 
-def test_an_outcome_nobody_waits_for_harms_nothing():
+def test_an_outcome_nobody_waits_for_harms_nothing() -> None:
     """The loop that asked is closed before the thread answers."""
     pool, release = Workers("t"), threading.Event()
 
-    async def leave():
+    async def leave() -> None:
         task = asyncio.create_task(pool.run("k", LONG, release.wait))
         await asyncio.sleep(0.01)
         assert not task.done()
@@ -190,20 +195,20 @@ def test_an_outcome_nobody_waits_for_harms_nothing():
     asyncio.run(leave())
     release.set()
 
-    async def again():
+    async def again() -> Ended:
         await until(lambda: pool.abandoned("k") == 0)
         return await pool.run("k", LONG, int)
 
     assert play(again()).value == 0
 
 
-def test_the_context_is_the_callers():
+def test_the_context_is_the_callers() -> None:
     variable = contextvars.ContextVar("variable", default="none")
 
-    async def read():
+    async def read() -> str:
         return variable.get()
 
-    async def story():
+    async def story() -> list[str]:
         variable.set("the caller's")
         pool = Workers("t")
         return [(await pool.run("k", LONG, f)).value for f in (variable.get, read)]
@@ -211,11 +216,11 @@ def test_the_context_is_the_callers():
     assert play(story()) == ["the caller's"] * 2
 
 
-def test_an_idle_thread_keeps_nothing_alive():
+def test_an_idle_thread_keeps_nothing_alive() -> None:
     class Big:
         pass
 
-    async def story():
+    async def story() -> object:
         pool, big = Workers("t"), Big()
         ended = await pool.run("k", LONG, lambda thing: thing, big)
         seen = weakref.ref(big)
@@ -229,11 +234,11 @@ def test_an_idle_thread_keeps_nothing_alive():
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from(["value", "error", "late", "async late", "cancelled"]), max_size=12))
-def test_nothing_is_lost_or_left_whatever_the_mix(kinds):
-    async def story():
+def test_nothing_is_lost_or_left_whatever_the_mix(kinds: list[str]) -> None:
+    async def story() -> None:
         pool, release = Workers("t", max_abandoned=100), threading.Event()
 
-        async def one(kind, index):
+        async def one(kind: str, index: int) -> object:
             if kind == "value":
                 return (await pool.run("k", LONG, lambda: index)).value
             if kind == "error":
@@ -258,16 +263,16 @@ def test_nothing_is_lost_or_left_whatever_the_mix(kinds):
     play(story())
 
 
-def test_what_is_marked_instant_runs_at_once_where_it_is_called():
+def test_what_is_marked_instant_runs_at_once_where_it_is_called() -> None:
     @instant
-    def here():
+    def here() -> int:
         return threading.get_ident()
 
     @instant
-    def fails():
+    def fails() -> Never:
         raise SystemExit(3)
 
-    async def story():
+    async def story() -> tuple[int, BaseException | None, Sequence[object]]:
         pool = Workers("t")
         return (await pool.run("k", LONG, here)).value, (await pool.run("k", LONG, fails)).error, pool._idle
 
@@ -277,25 +282,25 @@ def test_what_is_marked_instant_runs_at_once_where_it_is_called():
     assert idle == []
 
 
-def test_what_awaits_cannot_be_instant():
-    async def waits():
+def test_what_awaits_cannot_be_instant() -> None:
+    async def waits() -> None:
         await asyncio.sleep(0)
 
     with pytest.raises(ValueError, match="waits awaits"):
         instant(waits)
 
 
-def test_a_bound_must_allow_a_call():
+def test_a_bound_must_allow_a_call() -> None:
     with pytest.raises(ValueError, match="max_abandoned must be at least 1"):
         Workers("t", max_abandoned=0)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_wait_for_others_is_not_the_calls_own_time(is_async):
+def test_a_wait_for_others_is_not_the_calls_own_time(is_async: bool) -> None:
     """Four calls of a limit of a second take turns at one place: each waits longer than that, and none overruns."""
     place = threading.Semaphore(1)
 
-    def taking():
+    def taking() -> int:
         with waiting(), waiting():
             place.acquire()
         try:
@@ -304,10 +309,10 @@ def test_a_wait_for_others_is_not_the_calls_own_time(is_async):
             place.release()
         return 1
 
-    async def taking_async():
+    async def taking_async() -> int:
         return taking()
 
-    async def all_of_them():
+    async def all_of_them() -> list[int]:
         pool = Workers("t", max_abandoned=1)
         calls = (pool.run("k", 1.0, taking_async if is_async else taking) for _ in range(5))
         return [ended.value for ended in await asyncio.gather(*calls)]
@@ -315,15 +320,15 @@ def test_a_wait_for_others_is_not_the_calls_own_time(is_async):
     assert play(all_of_them()) == [1] * 5
 
 
-def test_the_clock_goes_on_after_a_wait():
+def test_the_clock_goes_on_after_a_wait() -> None:
     ended = threading.Event()
 
-    def hang():
+    def hang() -> None:
         with waiting():
             time.sleep(0.1)
         ended.wait(LONG)
 
-    async def overrun():
+    async def overrun() -> None:
         pool = Workers("t")
         with pytest.raises(OverrunError):
             await pool.run("k", 0.05, hang)
@@ -334,6 +339,6 @@ def test_the_clock_goes_on_after_a_wait():
     play(overrun())
 
 
-def test_a_wait_outside_a_call_changes_nothing():
+def test_a_wait_outside_a_call_changes_nothing() -> None:
     with waiting():
         pass

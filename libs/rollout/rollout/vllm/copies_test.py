@@ -4,12 +4,14 @@ import asyncio
 import select
 import socket
 import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 import rollout.vllm.copies
 from rollout.vllm.config import VllmConfig
-from rollout.vllm.copies import Copies, of_copy
+from rollout.vllm.copies import Copies, Message, of_copy
 from rollout.vllm.process import own_devices
 from rollout.vllm.wire import Wire
 
@@ -19,41 +21,46 @@ class PlayedProcess:
 
     made: list["PlayedProcess"]
 
-    def __init__(self, config, descriptors, copy):
+    def __init__(self, config: VllmConfig, descriptors: Sequence[int], copy: int) -> None:
         ours, theirs = socket.socketpair()
         self.wire, self.far, self.copy = Wire(ours), Wire(theirs), copy
         self.pid = 100 + copy
         self.made.append(self)
 
-    def last_words(self):
+    def last_words(self) -> str:
         return f"words of {self.copy}"
 
-    def close(self):
+    def close(self) -> None:
         self.far.close()
 
-    def hears(self):
+    def hears(self) -> Any:
         return self.far.receive(5)
 
 
+Played = tuple[Copies, list[PlayedProcess], list[tuple[int, str]], list[threading.Event]]
+
+
 @pytest.fixture
-def played(monkeypatch):
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     """Two copies that listen, their processes, and what was heard of them."""
     yield from _played(monkeypatch)
 
 
 @pytest.fixture
-def joined(monkeypatch):
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     """The same of two that share experts."""
     yield from _played(monkeypatch, expert_parallel=True, experts_over_copies=True)
 
 
-def _played(monkeypatch, **settings):
+def _played(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Played]:
     monkeypatch.setattr(rollout.vllm.copies, "VllmProcess", PlayedProcess)
     PlayedProcess.made = []
     copies = Copies(VllmConfig(data_parallel=2, start_seconds=5, **settings), ())
-    heard, lost, gone = [], [], [threading.Event(), threading.Event()]
+    heard: list[Message] = []
+    lost: list[tuple[int, str]] = []
+    gone = [threading.Event(), threading.Event()]
 
-    def ends(copy, words):
+    def ends(copy: int, words: str) -> None:
         lost.append((copy, words))
         gone[copy].set()
 
@@ -62,18 +69,18 @@ def _played(monkeypatch, **settings):
     copies.close()
 
 
-async def heard_by(process):
+async def heard_by(process: PlayedProcess) -> Any:
     return await asyncio.to_thread(process.hears)
 
 
-def answer(process, message, **found):
+def answer(process: PlayedProcess, message: dict[str, Any], **found: Any) -> None:
     process.far.send({"loaded": message["load"]["call"], **found})
 
 
-def test_all_wait_until_the_last_has_the_weights_and_then_go_together(played):
+def test_all_wait_until_the_last_has_the_weights_and_then_go_together(played: Played) -> None:
     copies, (one, other), *_ = played
 
-    async def run():
+    async def run() -> None:
         call = asyncio.create_task(copies.call("load", {"path": "p"}, in_step=True))
         first, second = await heard_by(one), await heard_by(other)
         assert first == second
@@ -89,10 +96,10 @@ def test_all_wait_until_the_last_has_the_weights_and_then_go_together(played):
     asyncio.run(run())
 
 
-def test_where_one_does_not_take_them_none_goes_on(played):
+def test_where_one_does_not_take_them_none_goes_on(played: Played) -> None:
     copies, (one, other), *_ = played
 
-    async def run():
+    async def run() -> None:
         call = asyncio.create_task(copies.call("load", {}, in_step=True))
         first, second = await heard_by(one), await heard_by(other)
         answer(one, first, seconds=1.0)
@@ -106,10 +113,10 @@ def test_where_one_does_not_take_them_none_goes_on(played):
     asyncio.run(run())
 
 
-def test_nobody_waits_for_a_copy_that_dies_meanwhile(played):
+def test_nobody_waits_for_a_copy_that_dies_meanwhile(played: Played) -> None:
     copies, (one, other), lost, gone = played
 
-    async def run():
+    async def run() -> None:
         call = asyncio.create_task(copies.call("load", {}, in_step=True))
         first, _ = await heard_by(one), await heard_by(other)
         other.far.close()
@@ -131,11 +138,11 @@ def test_nobody_waits_for_a_copy_that_dies_meanwhile(played):
     asyncio.run(run())
 
 
-def test_copies_that_share_experts_hear_of_all_in_one_order(joined):
+def test_copies_that_share_experts_hear_of_all_in_one_order(joined: Played) -> None:
     """Of what another is told, its number alone."""
     copies, (one, other), *_ = joined
 
-    async def run():
+    async def run() -> None:
         copies.send(1, {"ask": [3]})
         assert (await heard_by(one), await heard_by(other)) == ({"turn": 1}, {"ask": [3], "turn": 1})
         call = asyncio.create_task(copies.call("load", {"path": "p"}, in_step=True))
@@ -152,10 +159,10 @@ def test_copies_that_share_experts_hear_of_all_in_one_order(joined):
     asyncio.run(run())
 
 
-def test_a_copy_that_dies_takes_those_with_it_that_share_its_experts(joined):
+def test_a_copy_that_dies_takes_those_with_it_that_share_its_experts(joined: Played) -> None:
     copies, (one, other), lost, gone = joined
 
-    async def run():
+    async def run() -> None:
         call = asyncio.create_task(copies.call("load", {}, in_step=True))
         await heard_by(one), await heard_by(other)
         other.far.close()
@@ -171,9 +178,10 @@ def test_a_copy_that_dies_takes_those_with_it_that_share_its_experts(joined):
     asyncio.run(run())
 
 
-def test_copies_that_share_experts_find_each_other_on_this_machine(joined, played):
+def test_copies_that_share_experts_find_each_other_on_this_machine(joined: Played, played: Played) -> None:
     copies, *_ = joined
     together = copies.together()
+    assert together is not None
     assert together["size"] == 2
     assert played[0].together() is None
     start = {"engine": {"seed": 7}, "together": together}
@@ -184,7 +192,7 @@ def test_copies_that_share_experts_find_each_other_on_this_machine(joined, playe
             taken.bind(("127.0.0.1", port))
 
 
-def test_each_copy_sees_devices_of_its_own():
+def test_each_copy_sees_devices_of_its_own() -> None:
     config = VllmConfig(tensor_parallel=2, data_parallel=2)
     given = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert own_devices(config, given, 0) == {"CUDA_VISIBLE_DEVICES": "4,5", "ASCEND_RT_VISIBLE_DEVICES": "0,1"}
@@ -200,14 +208,14 @@ def test_each_copy_sees_devices_of_its_own():
         own_devices(config, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 0)
 
 
-def test_copies_on_a_device_start_one_after_another(monkeypatch):
+def test_copies_on_a_device_start_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other devices do so beside them."""
     monkeypatch.setattr(rollout.vllm.copies, "VllmProcess", PlayedProcess)
     PlayedProcess.made = []
     copies = Copies(VllmConfig(data_parallel=4, copies_per_device=2, start_seconds=5), ())
-    told = []
+    told: list[list[int]] = []
 
-    def play():
+    def play() -> None:
         for turn in ((0, 2), (1, 3)):
             for copy in turn:
                 assert PlayedProcess.made[copy].hears() == {"start": {"engine": {"seed": 7 + copy}, "tied": {}}}
@@ -224,5 +232,5 @@ def test_copies_on_a_device_start_one_after_another(monkeypatch):
     assert (facts, told) == ({"copy": 0}, [[], []])
 
 
-def _has_mail(process):
+def _has_mail(process: PlayedProcess) -> bool:
     return bool(select.select([process.far._end], [], [], 0.1)[0])

@@ -3,11 +3,15 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.failure import EpisodeFailed
 from rollout.testing.processes import assert_ends
 from rollout.testing.served import (
@@ -32,19 +36,19 @@ LONG = Sampling(max_new_tokens=1000)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("model")
     served().save_pretrained(folder)
     with VllmEngine(folder, config(data_parallel=2)) as engine:
         yield engine
 
 
-def update(engine, model):
+def update(engine: VllmEngine, model: PreTrainedModel) -> None:
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
 
 
-def of_copy(engine, copy, prompts=PROMPTS):
-    async def ask():
+def of_copy(engine: VllmEngine, copy: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Completion]:
+    async def ask() -> list[Completion]:
         return await asyncio.gather(
             *[engine.generate(p, replace(ANSWER, seed=i), copy=copy) for i, p in enumerate(prompts)]
         )
@@ -52,7 +56,7 @@ def of_copy(engine, copy, prompts=PROMPTS):
     return asyncio.run(ask())
 
 
-def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine):
+def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine: VllmEngine) -> None:
     assert len(set(engine.pids)) == 2
     old = [of_copy(engine, copy) for copy in (0, 1)]
     assert [done.ids for done in old[0]] == [done.ids for done in old[1]]
@@ -66,11 +70,16 @@ def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine):
         assert {version for one in done for version in one.policy_versions} == {engine.version}
 
 
-def test_requests_are_shared_out(engine):
+def test_requests_are_shared_out(engine: VllmEngine) -> None:
     """Twenty long ones at once: neither copy has all of them."""
-    seen = []
+    seen: list[tuple[int, dict[str, Any]]] = []
     usual = engine._copies.send
-    engine._copies.send = lambda copy, message, tail=(): (seen.append((copy, message)), usual(copy, message, tail))
+
+    def noted(copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
+        seen.append((copy, message))
+        usual(copy, message, tail)
+
+    engine._copies.send = noted  # type: ignore[method-assign]
     try:
         sample(engine, [[3 + i, 5] for i in range(20)])
     finally:
@@ -79,18 +88,18 @@ def test_requests_are_shared_out(engine):
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine, copy):
+def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine: VllmEngine, copy: int) -> None:
     """Requests run through it: no token is of the weights that were given up."""
     update(engine, served())
     version, coming = engine.version, next(VERSIONS)
     usual = engine._copies.send
 
-    def to_nowhere(to, message, tail=()):
+    def to_nowhere(to: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         if to == copy and "load" in message and message["load"]["before"] is not None:
             message = {"load": message["load"] | {"path": "/proc/self/fd/none"}}
         usual(to, message, tail)
 
-    async def run():
+    async def run() -> list[Completion]:
         begun = [asyncio.Event(), asyncio.Event()]
         how = Sampling(max_new_tokens=600)
         tasks = [
@@ -98,7 +107,7 @@ def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine,
             for to in (0, 1)
         ]
         await asyncio.gather(*[event.wait() for event in begun])
-        engine._copies.send = to_nowhere
+        engine._copies.send = to_nowhere  # type: ignore[method-assign, assignment]
         try:
             with pytest.raises(RuntimeError, match=f"^copy {copy} of 2: RuntimeError: unable to open file"):
                 await engine.update_weights(coming, pieces(changed(served())))
@@ -118,17 +127,17 @@ def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine,
         assert_agrees(new, PROMPTS, of_copy(engine, to))
 
 
-def test_a_dead_copys_requests_may_be_asked_again_and_the_others_go_on_to_the_last(engine):
+def test_a_dead_copys_requests_may_be_asked_again_and_the_others_go_on_to_the_last(engine: VllmEngine) -> None:
     """The last test of this engine."""
     update(engine, served())
 
-    async def begin(copy):
+    async def begin(copy: int) -> "asyncio.Task[Completion]":
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, copy=copy, on_tokens=lambda *_: begun.set()))
         await begun.wait()
         return task
 
-    async def run():
+    async def run() -> PreTrainedModel:
         dying, living = await begin(1), await begin(0)
         os.kill(engine.pids[1], signal.SIGKILL)
         with pytest.raises(EpisodeFailed, match=r"copy 1 of 2 is gone: vLLM's process .* ended with code -9") as failed:
@@ -145,7 +154,7 @@ def test_a_dead_copys_requests_may_be_asked_again_and_the_others_go_on_to_the_la
     new = asyncio.run(run())
     assert_agrees(new, PROMPTS, sample(engine, PROMPTS))
 
-    async def end():
+    async def end() -> None:
         dying = await begin(0)
         os.kill(engine.pids[0], signal.SIGKILL)
         with pytest.raises(RuntimeError, match="ended with code -9"):
@@ -162,7 +171,7 @@ def test_a_dead_copys_requests_may_be_asked_again_and_the_others_go_on_to_the_la
         assert_ends(session)
 
 
-def test_copies_of_models_that_are_spread_over_workers(tmp_path):
+def test_copies_of_models_that_are_spread_over_workers(tmp_path: Path) -> None:
     """Two copies of two workers each."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     old, new = served(**heads), served(seed=1, **heads)

@@ -8,7 +8,7 @@ from rollout.vllm.digest import digest_of
 
 @pytest.mark.parametrize("count", [0, 1, 5, 4096, 4097, 20_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_every_bit_counts(count, dtype):
+def test_every_bit_counts(count: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(count).mul(100).to(dtype)
     assert digest_of(tensor) == digest_of(tensor.clone())
@@ -18,7 +18,7 @@ def test_every_bit_counts(count, dtype):
         assert digest_of(other) != digest_of(tensor)
 
 
-def test_elements_that_change_places_count():
+def test_elements_that_change_places_count() -> None:
     tensor = torch.arange(20_000.0)
     assert digest_of(tensor.flip(0)) != digest_of(tensor)
     swapped = tensor.clone()

@@ -6,14 +6,19 @@ Each trap that vLLM was seen to have is a test, here or beside (engine_weights_t
 import asyncio
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Never
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, PauseMode, Sampling
 from rollout.testing.served import ANSWER, MEAN, PROMPTS, VOCAB, assert_agrees, config, sample, served
 from rollout.vllm.engine import VllmEngine
+from seqpack.capability import No
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
@@ -21,40 +26,40 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     served().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
+def engine(directory: Path) -> Iterator[VllmEngine]:
     with VllmEngine(directory, config()) as engine:
         yield engine
 
 
 @pytest.fixture
-def model():
+def model() -> PreTrainedModel:
     """The module of the directory; a test may change it."""
     return served()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_modules(engine, model, temperature):
+def test_log_probs_are_those_of_the_modules(engine: VllmEngine, model: PreTrainedModel, temperature: float) -> None:
     done = sample(engine, PROMPTS, Sampling(max_new_tokens=8, temperature=temperature))
     assert_agrees(model, PROMPTS, done, temperature)
     assert all(len(c.ids) == 8 and c.stop_reason == "length" for c in done)
     assert all(set(c.policy_versions) == {engine.version} for c in done)
 
 
-def test_greedy_answers_have_the_modules_own_log_probs(engine, model):
+def test_greedy_answers_have_the_modules_own_log_probs(engine: VllmEngine, model: PreTrainedModel) -> None:
     done = asyncio.run(engine.generate(PROMPTS[0], Sampling(max_new_tokens=16, greedy=True)))
     assert_agrees(model, PROMPTS[:1], [done])
     again = asyncio.run(engine.generate(PROMPTS[0], Sampling(max_new_tokens=16, greedy=True)))
     assert again == done
 
 
-def test_log_probs_are_renormalised_over_what_top_k_and_top_p_leave(engine, model):
+def test_log_probs_are_renormalised_over_what_top_k_and_top_p_leave(engine: VllmEngine, model: PreTrainedModel) -> None:
     done = sample(engine, PROMPTS, Sampling(max_new_tokens=1, top_k=5))
     apart = []
     for prompt, completion in zip(PROMPTS, done, strict=True):
@@ -68,7 +73,7 @@ def test_log_probs_are_renormalised_over_what_top_k_and_top_p_leave(engine, mode
     assert all(c.log_probs[0] == 0 for c in sample(engine, PROMPTS, Sampling(max_new_tokens=1, top_p=1e-6)))
 
 
-def test_a_stop_token_ends_and_is_kept(engine):
+def test_a_stop_token_ends_and_is_kept(engine: VllmEngine) -> None:
     free = sample(engine, PROMPTS)
     stop = free[0].ids[3]
     done = sample(engine, PROMPTS, replace(ANSWER, stop_token_ids=(stop,)))
@@ -78,7 +83,7 @@ def test_a_stop_token_ends_and_is_kept(engine):
         assert after.stop_reason == ("stop" if stop in before.ids else "length")
 
 
-def test_a_seed_fixes_a_request_whatever_its_neighbours(engine):
+def test_a_seed_fixes_a_request_whatever_its_neighbours(engine: VllmEngine) -> None:
     together = sample(engine, PROMPTS)
     assert sample(engine, PROMPTS) == together
     alone = asyncio.run(engine.generate(PROMPTS[5], replace(ANSWER, seed=5)))
@@ -86,16 +91,16 @@ def test_a_seed_fixes_a_request_whatever_its_neighbours(engine):
     assert asyncio.run(engine.generate(PROMPTS[5], replace(ANSWER, seed=99))).ids != alone.ids
 
 
-def test_a_seed_and_a_long_prompt_do_not_end_the_process(engine, model):
+def test_a_seed_and_a_long_prompt_do_not_end_the_process(engine: VllmEngine, model: PreTrainedModel) -> None:
     long = [[5 + i % 200 for i in range(1200)]]
     assert_agrees(model, long, sample(engine, long))
 
 
-def test_a_short_request_beside_long_ones(engine):
-    async def ask():
-        ended = []
+def test_a_short_request_beside_long_ones(engine: VllmEngine) -> None:
+    async def ask() -> list[str]:
+        ended: list[str] = []
 
-        async def one(name, count):
+        async def one(name: str, count: int) -> Completion:
             done = await engine.generate(PROMPTS[0], Sampling(max_new_tokens=count))
             ended.append(name)
             return done
@@ -111,10 +116,10 @@ def test_a_short_request_beside_long_ones(engine):
     assert (engine.load().running, engine.load().waiting) == (0, 0)
 
 
-def test_tokens_are_told_as_they_come(engine):
-    told = []
+def test_tokens_are_told_as_they_come(engine: VllmEngine) -> None:
+    told: list[tuple[Sequence[int], Sequence[float]]] = []
 
-    async def ask():
+    async def ask() -> Completion:
         return await engine.generate(PROMPTS[0], ANSWER, on_tokens=lambda ids, log_probs: told.append((ids, log_probs)))
 
     done = asyncio.run(ask())
@@ -123,8 +128,8 @@ def test_tokens_are_told_as_they_come(engine):
     assert tuple(x for _, log_probs in told for x in log_probs) == done.log_probs
 
 
-def test_what_the_listener_raises_ends_the_request(engine):
-    def listener(ids, log_probs):
+def test_what_the_listener_raises_ends_the_request(engine: VllmEngine) -> None:
+    def listener(ids: Sequence[int], log_probs: Sequence[float]) -> Never:
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
@@ -135,8 +140,8 @@ def test_what_the_listener_raises_ends_the_request(engine):
 LONG = Sampling(max_new_tokens=1000)
 
 
-def test_a_cancelled_request_answers_with_what_it_has(engine, model):
-    async def ask():
+def test_a_cancelled_request_answers_with_what_it_has(engine: VllmEngine, model: PreTrainedModel) -> None:
+    async def ask() -> Completion:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, request_id="it", on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -153,8 +158,8 @@ def test_a_cancelled_request_answers_with_what_it_has(engine, model):
     assert_agrees(model, PROMPTS[:1], [done])
 
 
-def test_a_deadline_ends_a_request(engine):
-    async def ask():
+def test_a_deadline_ends_a_request(engine: VllmEngine) -> None:
+    async def ask() -> Completion:
         return await engine.generate(PROMPTS[0], LONG, deadline=time.monotonic() + 0.3)
 
     done = asyncio.run(ask())
@@ -162,8 +167,8 @@ def test_a_deadline_ends_a_request(engine):
     assert len(done.ids) < 1000
 
 
-def test_a_cancelled_task_frees_its_place(engine):
-    async def ask():
+def test_a_cancelled_task_frees_its_place(engine: VllmEngine) -> None:
+    async def ask() -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -177,8 +182,8 @@ def test_a_cancelled_task_frees_its_place(engine):
     asyncio.run(ask())
 
 
-def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(engine):
-    async def ask(mode):
+def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(engine: VllmEngine) -> None:
+    async def ask(mode: PauseMode) -> Completion:
         begun = asyncio.Event()
         running = asyncio.create_task(
             engine.generate(PROMPTS[0], Sampling(max_new_tokens=200), on_tokens=lambda *_: begun.set())
@@ -208,15 +213,19 @@ def test_pause_holds_what_is_new_and_ends_or_finishes_what_runs(engine):
         ([3], ANSWER, None, "a prompt of one token ends vLLM's process"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(engine, prompt, sampling, media, problem):
+def test_what_cannot_be_continued_is_refused(
+    engine: VllmEngine, prompt: list[int], sampling: Sampling, media: dict[str, Any] | None, problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         asyncio.run(engine.generate(prompt, sampling, media))
 
 
-def test_vllm_refuses_to_sleep_on_a_cpu(engine, directory):
+def test_vllm_refuses_to_sleep_on_a_cpu(engine: VllmEngine, directory: Path) -> None:
     with pytest.raises(ValueError, match=r"(?i)sleep mode is not supported"):
         VllmEngine(directory, config(sleep=True))
     with pytest.raises(ValueError, match=r"VllmConfig\(sleep=True\)"):
         asyncio.run(engine.sleep())
-    assert not engine.supports("sleep")
-    assert "refuses it on a CPU" in engine.supports("sleep").reason
+    refused = engine.supports("sleep")
+    assert isinstance(refused, No)
+    assert not refused
+    assert "refuses it on a CPU" in refused.reason

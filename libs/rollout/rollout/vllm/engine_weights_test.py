@@ -6,16 +6,20 @@ One process serves most tests, a second one keeps prompts.
 import asyncio
 import os
 import signal
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest, manifest_of
-from rollout.sync.pieces import buckets
+from rollout.sync.pieces import Piece, buckets
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.pieces import pieces_of
 from rollout.testing.served import (
@@ -40,43 +44,43 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     served().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
+def engine(directory: Path) -> Iterator[VllmEngine]:
     with VllmEngine(directory, config()) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def keeping(directory):
+def keeping(directory: Path) -> Iterator[VllmEngine]:
     """An engine that keeps prompts, and has running requests read theirs again after an update."""
     with VllmEngine(directory, replace(config(prefix_cache=True), on_commit="recompute")) as engine:
         yield engine
 
 
 @pytest.fixture
-def model():
+def model() -> PreTrainedModel:
     """The module of the directory; a test may change it."""
     return served()
 
 
-def update(engine, model):
+def update(engine: VllmEngine, model: PreTrainedModel) -> None:
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
 
 
 @pytest.fixture
-def restored(engine):
+def restored(engine: VllmEngine) -> Iterator[VllmEngine]:
     """The engine, with the weights of the directory again afterwards."""
     yield engine
     update(engine, served())
 
 
-def test_every_parameter_arrives(restored):
+def test_every_parameter_arrives(restored: VllmEngine) -> None:
     """Each changed alone, so that none hides behind the rest; the tied head is the embedding's other half."""
     old = sample(restored, PROMPTS)
     for name in [name for name, _ in served().named_parameters() if ".layers.2." not in name and ".3." not in name]:
@@ -94,12 +98,13 @@ def test_every_parameter_arrives(restored):
         done = sample(restored, PROMPTS)
         assert distances(model, PROMPTS, done).mean() < stale / 2, name
         assert set(done[0].policy_versions) == {restored.version}
+    assert restored.transfer is not None
     assert restored.transfer.nbytes >= sum(p.numel() * p.element_size() for p in model.parameters())
     assert 0 < restored.transfer.link_share < 2
     assert restored.transfer.paused_s > 0
 
 
-def test_an_adapter_alone_arrives(restored):
+def test_an_adapter_alone_arrives(restored: VllmEngine) -> None:
     """Added to the base, the second one in place of the first; on layers that vLLM joins."""
     layers = [n.removesuffix(".weight") for n, p in served().named_parameters() if "_proj.weight" in n and p.ndim == 2]
     adapter = Adapter(rank=2, scale=0.5, layers=tuple(layers))
@@ -121,11 +126,11 @@ def test_an_adapter_alone_arrives(restored):
         assert set(done[0].policy_versions) == {version}
 
 
-def test_an_abort_after_the_commit_brings_the_old_weights_back(restored, model):
+def test_an_abort_after_the_commit_brings_the_old_weights_back(restored: VllmEngine, model: PreTrainedModel) -> None:
     old = served()
     new, version, coming = changed(model), restored.version, next(VERSIONS)
 
-    async def take_and_abort():
+    async def take_and_abort() -> None:
         await restored.prepare(manifest_of(coming, pieces(new)))
         missing = [await restored.receive(bucket) for bucket in buckets(pieces(new), 1 << 16)]
         assert missing[-1] == 0
@@ -141,10 +146,12 @@ def test_an_abort_after_the_commit_brings_the_old_weights_back(restored, model):
     assert set(done[0].policy_versions) == {version}
 
 
-def test_what_is_staged_changes_nothing_and_what_is_wrong_is_refused(restored, model):
+def test_what_is_staged_changes_nothing_and_what_is_wrong_is_refused(
+    restored: VllmEngine, model: PreTrainedModel
+) -> None:
     version, coming = restored.version, next(VERSIONS)
 
-    async def stage(found):
+    async def stage(found: Iterable[Piece]) -> None:
         await restored.prepare(Manifest(coming))
         for bucket in buckets(found, 1 << 20):
             await restored.receive(bucket)
@@ -163,11 +170,13 @@ def test_what_is_staged_changes_nothing_and_what_is_wrong_is_refused(restored, m
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"])
-def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(restored, model, monkeypatch, name):
+def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(
+    restored: VllmEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """One bit, on the way between the two processes; the old weights answer."""
     version, usual = restored.version, restored._load_message
 
-    def damage(before):
+    def damage(before: int | None) -> dict[str, Any]:
         message = usual(before)
         if before is not None:
             restored._weights.places[1 - before].tensors[name].view(torch.uint8)[3, 1] ^= 1
@@ -180,7 +189,7 @@ def test_a_file_that_is_damaged_is_refused_by_the_tensors_name(restored, model, 
     assert_agrees(served(), PROMPTS, sample(restored, PROMPTS))
 
 
-def test_a_tied_head_may_arrive_under_its_own_name(restored, model):
+def test_a_tied_head_may_arrive_under_its_own_name(restored: VllmEngine, model: PreTrainedModel) -> None:
     new = changed(model)
     found = [
         piece._replace(name="lm_head.weight") if piece.name.endswith("embed_tokens.weight") else piece
@@ -190,10 +199,10 @@ def test_a_tied_head_may_arrive_under_its_own_name(restored, model):
     assert_agrees(new, PROMPTS, sample(restored, PROMPTS))
 
 
-def test_weights_are_swapped_under_way(restored, model):
+def test_weights_are_swapped_under_way(restored: VllmEngine, model: PreTrainedModel) -> None:
     new, version, coming = changed(model), restored.version, next(VERSIONS)
 
-    async def swap():
+    async def swap() -> Completion:
         begun = asyncio.Event()
         task = asyncio.create_task(
             restored.generate(PROMPTS[0], Sampling(max_new_tokens=300), on_tokens=lambda *_: begun.set())
@@ -211,14 +220,14 @@ def test_weights_are_swapped_under_way(restored, model):
 # -- a second engine, which keeps prompts ------------------------------------------------------------------------------
 
 
-def sample_unseeded(engine, prompts):
-    async def ask():
+def sample_unseeded(engine: VllmEngine, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    async def ask() -> list[Completion]:
         return await asyncio.gather(*[engine.generate(p, ANSWER) for p in prompts])
 
     return asyncio.run(ask())
 
 
-def test_the_prefix_cache_is_not_stale_after_an_update(keeping, model):
+def test_the_prefix_cache_is_not_stale_after_an_update(keeping: VllmEngine, model: PreTrainedModel) -> None:
     prompts = [[5 + i % 200 for i in range(1200)] + [11 + i] for i in range(3)]
     assert_agrees(model, prompts, sample_unseeded(keeping, prompts))
     assert_agrees(model, prompts, sample_unseeded(keeping, prompts))  # from what was kept
@@ -227,18 +236,18 @@ def test_the_prefix_cache_is_not_stale_after_an_update(keeping, model):
     assert_agrees(new, prompts, sample_unseeded(keeping, prompts))
 
 
-def test_a_seed_is_refused_where_prompts_are_read_in_parts(keeping):
+def test_a_seed_is_refused_where_prompts_are_read_in_parts(keeping: VllmEngine) -> None:
     with pytest.raises(ValueError, match=r"a seed can't be had .*prefix_cache and split_prompts off"):
         asyncio.run(keeping.generate(PROMPTS[0], replace(ANSWER, seed=1)))
 
 
-def test_running_requests_read_their_tokens_again_where_asked(keeping, model):
+def test_running_requests_read_their_tokens_again_where_asked(keeping: VllmEngine, model: PreTrainedModel) -> None:
     """Every token's log-prob is that of the version it names, the tokens before it being what they are."""
     old = served()
     update(keeping, old)
     new, version, coming = changed(model, seed=2), keeping.version, next(VERSIONS)
 
-    async def swap():
+    async def swap() -> Completion:
         begun = asyncio.Event()
         task = asyncio.create_task(
             keeping.generate(PROMPTS[0], Sampling(max_new_tokens=200), on_tokens=lambda *_: begun.set())
@@ -254,10 +263,10 @@ def test_running_requests_read_their_tokens_again_where_asked(keeping, model):
     assert (torch.tensor(done.log_probs) - expected).abs().mean() < MEAN
 
 
-def test_a_process_that_dies_is_told_with_its_last_words(keeping):
+def test_a_process_that_dies_is_told_with_its_last_words(keeping: VllmEngine) -> None:
     """The last of this engine's tests."""
 
-    async def ask():
+    async def ask() -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(
             keeping.generate(PROMPTS[0], Sampling(max_new_tokens=1000), on_tokens=lambda *_: begun.set())
@@ -277,13 +286,15 @@ def test_a_process_that_dies_is_told_with_its_last_words(keeping):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_weights_handed_over_asleep_answer_once_awake_and_refused_ones_do_not(engine, model, kept):
+def test_weights_handed_over_asleep_answer_once_awake_and_refused_ones_do_not(
+    engine: VllmEngine, model: PreTrainedModel, kept: bool
+) -> None:
     """Asleep nothing is read: the new weights wait where they are staged, and are dropped where a rank refused them."""
     old, new = changed(model), changed(deepcopy(model), seed=2)
     before, number = next(VERSIONS), next(VERSIONS)
     asyncio.run(engine.update_weights(before, pieces(old)))
 
-    async def night():
+    async def night() -> None:
         await engine._sleep()
         told = engine.transfer
         await engine.pause()
@@ -307,12 +318,12 @@ def test_weights_handed_over_asleep_answer_once_awake_and_refused_ones_do_not(en
     assert near < MEAN < far
 
 
-def test_asleep_requests_wait_and_awake_the_weights_in_use_answer(engine, model):
+def test_asleep_requests_wait_and_awake_the_weights_in_use_answer(engine: VllmEngine, model: PreTrainedModel) -> None:
     """All but the memory, which vLLM keeps on a CPU (`engine_test`): what is asked waits."""
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(changed(model))))
     likeliest = Sampling(max_new_tokens=8, greedy=True)
 
-    async def night():
+    async def night() -> list[Completion]:
         await engine._sleep()  # `sleep` refuses it on a CPU
         await engine._sleep()
         waiting = asyncio.gather(*(engine.generate(prompt, likeliest) for prompt in PROMPTS))
@@ -323,7 +334,7 @@ def test_asleep_requests_wait_and_awake_the_weights_in_use_answer(engine, model)
         await engine.wake()
         return await waiting
 
-    async def day():
+    async def day() -> list[Completion]:
         return await asyncio.gather(*(engine.generate(prompt, likeliest) for prompt in PROMPTS))
 
     before, after = asyncio.run(day()), asyncio.run(night())

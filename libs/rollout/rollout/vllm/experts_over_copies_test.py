@@ -3,13 +3,16 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.processes import assert_ends
 from rollout.testing.served import ANSWER, MEAN, MOST, PROMPTS, VERSIONS, assert_agrees, config, distances, sample
@@ -28,7 +31,7 @@ other one."""
 LONG = Sampling(max_new_tokens=1000)
 
 
-def mixture(seed=0):
+def mixture(seed: int = 0) -> PreTrainedModel:
     """Experts that matter: in a wrong order they move log-probs by units."""
     model = tiny_mixture(
         300, layers=4, seed=seed, **{**SERVED, **HEADS, "moe_intermediate_size": 64, "num_experts": EXPERTS}
@@ -43,7 +46,7 @@ def mixture(seed=0):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for seed in (0, NEW):
         mixture(seed).save_pretrained(folder / str(seed))
@@ -51,17 +54,17 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(files):
+def engine(files: Path) -> Iterator[VllmEngine]:
     with VllmEngine(files / "0", config(**SPREAD)) as engine:
         yield engine
 
 
-def update(engine, files, seed):
+def update(engine: VllmEngine, files: Path, seed: int) -> None:
     asyncio.run(engine.update_weights(next(VERSIONS), checkpoint_pieces(files / str(seed))))
 
 
-def of_copy(engine, copy, prompts=PROMPTS):
-    async def ask():
+def of_copy(engine: VllmEngine, copy: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Completion]:
+    async def ask() -> list[Completion]:
         return await asyncio.gather(
             *[engine.generate(p, replace(ANSWER, seed=i), copy=copy) for i, p in enumerate(prompts)]
         )
@@ -69,7 +72,7 @@ def of_copy(engine, copy, prompts=PROMPTS):
     return asyncio.run(ask())
 
 
-def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine, files):
+def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine: VllmEngine, files: Path) -> None:
     """One copy is asked while the other has nothing to do, then both; in each the proof looked at its own experts."""
     assert engine.facts["experts"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     update(engine, files, 0)
@@ -84,12 +87,12 @@ def test_each_copy_has_the_modules_log_probs_before_and_after_an_update(engine, 
     assert_agrees(mixture(NEW), PROMPTS, sample(engine, PROMPTS))
 
 
-def test_requests_come_and_go_at_either_copy(engine, files):
+def test_requests_come_and_go_at_either_copy(engine: VllmEngine, files: Path) -> None:
     """Each is told of the other's requests and makes dummy steps; one that is cancelled leaves the others at work."""
     update(engine, files, 0)
 
-    async def run():
-        done = []
+    async def run() -> tuple[list[Completion], Completion]:
+        done: list[Completion] = []
         for turn in range(6):
             done.append(await engine.generate(PROMPTS[turn], ANSWER, copy=turn % 2))
         begun = asyncio.Event()
@@ -112,19 +115,21 @@ def test_requests_come_and_go_at_either_copy(engine, files):
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine, files, copy, monkeypatch):
+def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(
+    engine: VllmEngine, files: Path, copy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests run through it at both: no token is of the weights that were given up."""
     update(engine, files, 0)
     version, coming = engine.version, next(VERSIONS)
     usual = engine._load_message
     others = f"/proc/self/task/{engine.pids[1 - copy]}/root"  # found by the other alone
 
-    def seen_by_one(before):
+    def seen_by_one(before: int | None) -> dict[str, Any]:
         message = usual(before)
         path = message["path"].replace("/proc/self/", f"{others}/proc/{os.getpid()}/")
         return message if before is None else message | {"path": path}
 
-    async def run():
+    async def run() -> list[Completion]:
         begun = [asyncio.Event(), asyncio.Event()]
         how = Sampling(max_new_tokens=600)
         tasks = [
@@ -151,12 +156,12 @@ def test_all_copies_keep_the_old_weights_where_one_does_not_take_the_new(engine,
         assert_agrees(mixture(NEW), PROMPTS, of_copy(engine, to))
 
 
-def test_weights_are_swapped_under_way(engine, files):
+def test_weights_are_swapped_under_way(engine: VllmEngine, files: Path) -> None:
     """Two long answers, one of each copy: both go over to the new version, and the others' new experts, at once."""
     update(engine, files, 0)
     old, coming = engine.version, next(VERSIONS)
 
-    async def run():
+    async def run() -> list[Completion]:
         begun = [asyncio.Event(), asyncio.Event()]
         tasks = [
             asyncio.create_task(engine.generate(PROMPTS[0], LONG, copy=to, on_tokens=lambda *_, to=to: begun[to].set()))
@@ -173,10 +178,10 @@ def test_weights_are_swapped_under_way(engine, files):
 
 
 @pytest.mark.parametrize("dying", [1])
-def test_a_dead_copy_ends_the_engine_and_leaves_nothing(engine, files, dying):
+def test_a_dead_copy_ends_the_engine_and_leaves_nothing(engine: VllmEngine, files: Path, dying: int) -> None:
     """The last test of this engine: the others lack its experts."""
 
-    async def run():
+    async def run() -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, copy=1 - dying, on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -196,7 +201,7 @@ def test_a_dead_copy_ends_the_engine_and_leaves_nothing(engine, files, dying):
         assert_ends(session)
 
 
-def test_copies_of_several_workers(files):
+def test_copies_of_several_workers(files: Path) -> None:
     """Two copies of two workers each, which have a quarter of the experts each."""
     with VllmEngine(files / "0", config(tensor_parallel=2, **SPREAD)) as engine:
         assert engine.facts["experts"] == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.experts import ROUTED_EXPERTS
 from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.served import ANSWER, PROMPTS, assert_agrees, config, sample, served
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 VOCAB = 300
 
 
-def mixture(seed=0):
+def mixture(seed: int = 0) -> PreTrainedModel:
     """Delta nets that remember for a while, and experts that matter: in a wrong order they move log-probs by units."""
     model = tiny_mixture(VOCAB, layers=4, seed=seed, **SERVED)
     with torch.no_grad():
@@ -32,20 +35,20 @@ def mixture(seed=0):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     mixture().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
+def engine(directory: Path) -> Iterator[VllmEngine]:
     with VllmEngine(directory, config(routed_experts=True)) as engine:
         yield engine
 
 
 @torch.no_grad()
-def share(model, prompts, completions):
+def share(model: PreTrainedModel, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> float:
     """Of the tokens' choices that are the module's in float32, and the tables, last tokens apart."""
     same = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -60,7 +63,7 @@ def share(model, prompts, completions):
     return torch.cat(same).mean().item()
 
 
-def test_the_experts_told_are_those_of_its_log_probs(engine):
+def test_the_experts_told_are_those_of_its_log_probs(engine: VllmEngine) -> None:
     done = sample(engine, PROMPTS)
     assert_agrees(mixture(), PROMPTS, done)
     assert share(mixture(), PROMPTS, done) > 0.95
@@ -68,11 +71,11 @@ def test_the_experts_told_are_those_of_its_log_probs(engine):
     assert share(mixture(), turned, done) < 0.8  # the measure can tell
 
 
-def test_a_request_that_ends_early_tells_what_it_read(engine):
+def test_a_request_that_ends_early_tells_what_it_read(engine: VllmEngine) -> None:
     (one,) = sample(engine, PROMPTS[:1], Sampling(max_new_tokens=1))
     assert share(mixture(), PROMPTS[:1], [one]) > 0.9
 
-    async def ask():
+    async def ask() -> list[Completion]:
         begun = asyncio.Event()
         long = Sampling(max_new_tokens=400, seed=1)
         asked = [
@@ -90,7 +93,7 @@ def test_a_request_that_ends_early_tells_what_it_read(engine):
     assert share(mixture(), PROMPTS[:3], done) > 0.95
 
 
-def test_after_new_weights_experts_and_routers_are_the_new_ones(engine, tmp_path):
+def test_after_new_weights_experts_and_routers_are_the_new_ones(engine: VllmEngine, tmp_path: Path) -> None:
     """A trap: vLLM brings experts into its kernel's order when it starts, and not when they are replaced."""
     new = mixture(seed=3)
     new.save_pretrained(tmp_path)
@@ -101,24 +104,24 @@ def test_after_new_weights_experts_and_routers_are_the_new_ones(engine, tmp_path
     assert share(mixture(), PROMPTS, done) < 0.8
 
 
-def test_a_model_without_experts_is_refused(tmp_path):
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     served().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the model has no experts"):
         VllmEngine(tmp_path, config(routed_experts=True))
 
 
-def test_an_engine_that_is_not_asked_tells_nothing(directory):
+def test_an_engine_that_is_not_asked_tells_nothing(directory: Path) -> None:
     with VllmEngine(directory, config()) as quiet:
         assert not sample(quiet, PROMPTS[:1], ANSWER)[0].extras
 
 
-def test_the_experts_told_are_those_of_its_log_probs_where_copies_share_them(directory):
+def test_the_experts_told_are_those_of_its_log_probs_where_copies_share_them(directory: Path) -> None:
     """One copy has fewer requests, and steps of nobody's tokens between them."""
     with VllmEngine(
         directory, config(routed_experts=True, data_parallel=2, expert_parallel=True, experts_over_copies=True)
     ) as engine:
 
-        async def ask():
+        async def ask() -> list[Completion]:
             asked = [engine.generate(prompt, ANSWER, copy=int(i > 2)) for i, prompt in enumerate(PROMPTS)]
             return [*await asyncio.gather(*asked), await engine.generate(PROMPTS[0], ANSWER, copy=0)]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,19 +22,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     served(**SIZES).save_pretrained(folder)
     return folder
 
 
-def used():
+def used() -> float:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / total
 
 
-def test_the_share_of_memory_is_what_it_takes(directory):
+def test_the_share_of_memory_is_what_it_takes(directory: Path) -> None:
     before = used()
     for share in (0.2, 0.4):
         with VllmEngine(directory, config(memory_share=share, arguments=ARGUMENTS)) as engine:
@@ -42,7 +43,7 @@ def test_the_share_of_memory_is_what_it_takes(directory):
         assert share - 0.1 < taken < share + 0.1
 
 
-def test_replayed_steps_sample_from_the_weights_in_use(directory):
+def test_replayed_steps_sample_from_the_weights_in_use(directory: Path) -> None:
     """Graphs read the weights where they lie, so a hand-over reaches them; sizes between the captured are padded."""
     model = served(**SIZES)
     graphs = config(memory_share=0.2, graph_sizes=(1, 4, 16), arguments=ARGUMENTS)

@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
-from rollout.testing.seeing import forced_by_types, seeing_distances, served_seeing, shown
+from rollout.engine import Completion, Sampling
+from rollout.testing.seeing import Prompt, forced_by_types, seeing_distances, served_seeing, shown
 from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.vllm.engine import VllmEngine
 
@@ -19,27 +22,29 @@ PROMPTS = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), 
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     served_seeing().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
+def engine(directory: Path) -> Iterator[VllmEngine]:
     with VllmEngine(directory, config()) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def keeping(directory):
+def keeping(directory: Path) -> Iterator[VllmEngine]:
     """An engine that keeps prompts, and has running requests read theirs again after an update."""
     with VllmEngine(directory, replace(config(prefix_cache=True), on_commit="recompute")) as engine:
         yield engine
 
 
-def ask(engine, prompts=PROMPTS, seeded=True, most=ANSWER.max_new_tokens):
-    async def all_of_them():
+def ask(
+    engine: VllmEngine, prompts: Sequence[Prompt] = PROMPTS, seeded: bool = True, most: int = ANSWER.max_new_tokens
+) -> list[Completion]:
+    async def all_of_them() -> list[Completion]:
         return await asyncio.gather(
             *[
                 engine.generate(ids, replace(ANSWER, max_new_tokens=most, seed=i if seeded else None), media or None)
@@ -50,17 +55,17 @@ def ask(engine, prompts=PROMPTS, seeded=True, most=ANSWER.max_new_tokens):
     return asyncio.run(all_of_them())
 
 
-def update(engine, model):
+def update(engine: VllmEngine, model: PreTrainedModel) -> None:
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
 
 
-def assert_agrees(model, prompts, done):
+def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
     distance = seeing_distances(model, prompts, done)
     assert distance.mean() < MEAN
     assert distance.max() < MOST
 
 
-def moved(name):
+def moved(name: str) -> PreTrainedModel:
     """The model with one parameter changed, so much that its images say something else."""
     model = served_seeing()
     with torch.no_grad():
@@ -80,7 +85,7 @@ TEXT = [
 ]
 
 
-def test_every_parameter_of_the_tower_arrives_and_those_of_the_text(engine):
+def test_every_parameter_of_the_tower_arrives_and_those_of_the_text(engine: VllmEngine) -> None:
     """Each changed alone, so that none hides behind the rest."""
     old = ask(engine)
     for name in TOWER + TEXT:
@@ -98,25 +103,27 @@ def test_every_parameter_of_the_tower_arrives_and_those_of_the_text(engine):
 BEFORE = 958
 
 
-def late(number):
+def late(number: int) -> Prompt:
     """1,029 tokens, of which 1,024 are kept: an image among the last of them."""
     ids, media = shown(7, (1, 14, 16))
     tokens = [*[60 + i % 200 for i in range(BEFORE)], *ids, *[70 + i for i in range(7)], 80 + number]
     return tokens, {**media, "mm_token_type_ids": [*[0] * BEFORE, *media["mm_token_type_ids"]]}
 
 
-def short(engine, prompts):
+def short(engine: VllmEngine, prompts: Sequence[Prompt]) -> list[Completion]:
     """What is sampled next: the image weighs less with every token after it."""
     return ask(engine, [one for one in prompts for _ in range(8)], seeded=False, most=1)
 
 
-def assert_nearer(model, prompts, wrong, done):
+def assert_nearer(
+    model: PreTrainedModel, prompts: Sequence[Prompt], wrong: Sequence[Prompt], done: Sequence[Completion]
+) -> None:
     """To what the model says of these prompts than of the wrong ones."""
     right, other = (seeing_distances(model, [one for one in p for _ in range(8)], done) for p in (prompts, wrong))
-    assert right.mean() < min(MEAN, other.mean() / 2)
+    assert right.mean() < min(MEAN, other.mean().item() / 2)
 
 
-def test_kept_prompts_with_images_are_not_stale_and_not_other_images(keeping):
+def test_kept_prompts_with_images_are_not_stale_and_not_other_images(keeping: VllmEngine) -> None:
     """From what was kept; with other pixels; after an update of the tower alone, and of the text alone."""
     model, prompts = served_seeing(), [late(number) for number in range(3)]
     other = [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in prompts]
@@ -132,13 +139,13 @@ def test_kept_prompts_with_images_are_not_stale_and_not_other_images(keeping):
     update(keeping, served_seeing())
 
 
-def test_what_runs_sees_its_images_again_by_the_new_tower(keeping):
+def test_what_runs_sees_its_images_again_by_the_new_tower(keeping: VllmEngine) -> None:
     """Every token's log-prob is that of the version it names."""
     old, new, coming = served_seeing(), moved("model.visual.merger.linear_fc2.weight"), next(VERSIONS)
     version = keeping.version
     ids, media = PROMPTS[2]
 
-    async def swap():
+    async def swap() -> Completion:
         begun = asyncio.Event()
         long = Sampling(max_new_tokens=60)
         task = asyncio.create_task(keeping.generate(ids, long, media, on_tokens=lambda *_: begun.set()))
@@ -157,7 +164,7 @@ def test_what_runs_sees_its_images_again_by_the_new_tower(keeping):
     assert (told - by_new)[late].abs().mean() < (told - by_old)[late].abs().mean() / 2
 
 
-def test_an_image_that_was_seen_before_is_seen_anew_after_an_update(engine):
+def test_an_image_that_was_seen_before_is_seen_anew_after_an_update(engine: VllmEngine) -> None:
     """vLLM keeps what its tower said of an image, by the image's name: not beyond an update."""
     new = moved("model.visual.merger.linear_fc2.weight")
     assert_agrees(served_seeing(), PROMPTS, ask(engine))

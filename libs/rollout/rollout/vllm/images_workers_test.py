@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
-from rollout.testing.seeing import seeing_distances, served_seeing, served_seeing_mixture, shown
+from rollout.engine import Completion, Sampling
+from rollout.testing.seeing import Prompt, seeing_distances, served_seeing, served_seeing_mixture, shown
 from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.vllm import engine as engine_module
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.images import shown_in
+from rollout.vllm.images import Shown, shown_in
 from rollout.vllm.weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(
@@ -25,15 +29,15 @@ HEADS = {
 }
 LIKELIEST = Sampling(max_new_tokens=8, greedy=True)
 SEEN = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), (1, 6, 2), (1, 4, 4)], [(1, 8, 8)]])]
-PROMPTS = [*SEEN, ([5, 60, 70, 80, 90], {}), shown(9, (1, 4, 2), before=shown(8, (1, 2, 6)))]
+PROMPTS: list[Prompt] = [*SEEN, ([5, 60, 70, 80, 90], {}), shown(9, (1, 4, 2), before=shown(8, (1, 2, 6)))]
 
 
-def model_of(seed=0):
+def model_of(seed: int = 0) -> PreTrainedModel:
     return served_seeing(seed, **HEADS)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("model")
     model_of().save_pretrained(folder)
     with VllmEngine(folder, config(tensor_parallel=2)) as engine:
@@ -41,8 +45,8 @@ def engine(tmp_path_factory):
         yield engine
 
 
-def ask(engine, prompts=PROMPTS, sampling=ANSWER):
-    async def all_of_them():
+def ask(engine: VllmEngine, prompts: Sequence[Prompt] = PROMPTS, sampling: Sampling = ANSWER) -> list[Completion]:
+    async def all_of_them() -> list[Completion]:
         return await asyncio.gather(
             *[
                 engine.generate(ids, sampling if sampling.greedy else replace(sampling, seed=i), media or None)
@@ -53,18 +57,18 @@ def ask(engine, prompts=PROMPTS, sampling=ANSWER):
     return asyncio.run(all_of_them())
 
 
-def assert_agrees(model, prompts, done):
+def assert_agrees(model: PreTrainedModel, prompts: Sequence[Prompt], done: Sequence[Completion]) -> None:
     distance = seeing_distances(model, prompts, done)
     assert distance.mean() < MEAN
     assert distance.max() < MOST
 
 
-def other_pictures(prompts):
+def other_pictures(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in prompts]
 
 
 @pytest.mark.parametrize("sampling", [ANSWER, LIKELIEST], ids=["sampled", "greedy"])
-def test_log_probs_are_those_of_the_stock_module(engine, sampling):
+def test_log_probs_are_those_of_the_stock_module(engine: VllmEngine, sampling: Sampling) -> None:
     """One image, several, one in a later turn; a prompt of text in the same batch; each also alone."""
     done = ask(engine, sampling=sampling)
     assert_agrees(model_of(), PROMPTS, done)
@@ -72,8 +76,8 @@ def test_log_probs_are_those_of_the_stock_module(engine, sampling):
     assert_agrees(model_of(), PROMPTS, [ask(engine, [prompt], sampling)[0] for prompt in PROMPTS])
 
 
-def test_positions_that_are_not_the_trainers_are_refused(engine, monkeypatch):
-    def turned(*given):
+def test_positions_that_are_not_the_trainers_are_refused(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def turned(*given: Any) -> Shown:
         return replace(shown_in(*given), positions="00")
 
     monkeypatch.setattr(engine_module, "shown_in", turned)
@@ -81,7 +85,7 @@ def test_positions_that_are_not_the_trainers_are_refused(engine, monkeypatch):
         ask(engine, SEEN[:1])
 
 
-def test_both_workers_see_by_the_new_tower_after_an_update(engine):
+def test_both_workers_see_by_the_new_tower_after_an_update(engine: VllmEngine) -> None:
     """The same images, which vLLM had seen by the old one."""
     old, new = ask(engine), model_of(seed=1)
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
@@ -105,7 +109,7 @@ def test_both_workers_see_by_the_new_tower_after_an_update(engine):
         {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": True, "experts_over_copies": True},
     ],
 )
-def test_mixtures_see_what_the_stock_module_sees(tmp_path, spread):
+def test_mixtures_see_what_the_stock_module_sees(tmp_path: Path, spread: dict[str, Any]) -> None:
     """Before and after an update."""
     old, new = (served_seeing_mixture(seed, **HEADS, num_experts=8) for seed in (0, 3))
     for model, name in ((old, "old"), (new, "new")):

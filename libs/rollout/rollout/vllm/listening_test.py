@@ -1,6 +1,7 @@
 """Real vLLM, two copies of two workers that share experts: nothing of it can be reached from another machine."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_hea
 SPREAD: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True, "experts_over_copies": True}
 
 
-def test_workers_and_copies_listen_on_loopback_alone(tmp_path):
+def test_workers_and_copies_listen_on_loopback_alone(tmp_path: Path) -> None:
     tiny_mixture(300, layers=4, **{**SERVED, **HEADS, "num_experts": 4}).save_pretrained(tmp_path)
     with VllmEngine(tmp_path, config(**SPREAD, tensor_parallel=2)):
         found = listening()

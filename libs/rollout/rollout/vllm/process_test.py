@@ -7,6 +7,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     served().save_pretrained(folder)
     return folder
@@ -42,7 +43,7 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_parent_leaves_nothing_behind(directory, tmp_path):
+def test_a_killed_parent_leaves_nothing_behind(directory: Path, tmp_path: Path) -> None:
     before = left_behind()
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
@@ -54,6 +55,7 @@ def test_a_killed_parent_leaves_nothing_behind(directory, tmp_path):
         env=environment,
         start_new_session=True,
     )
+    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     session = os.getsid(child)
     parent.kill()
@@ -62,7 +64,7 @@ def test_a_killed_parent_leaves_nothing_behind(directory, tmp_path):
     assert left_behind() <= before
 
 
-def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(directory, tmp_path):
+def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(directory: Path, tmp_path: Path) -> None:
     narrow = tmp_path / "narrow"
     served(head_dim=16).save_pretrained(narrow)
     whole = tmp_path / "whole"
@@ -78,7 +80,7 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(direct
         (whole, VllmConfig(arguments={"quantization": "a-kind-that-is-none"}), "a-kind-that-is-none"),
     ]
 
-    def refused(case):
+    def refused(case: tuple[Path, VllmConfig, str]) -> None:
         folder, own, problem = case
         with pytest.raises(ValueError, match=problem):
             VllmEngine(folder, replace(config(), vllm=own))
@@ -87,7 +89,7 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_anything_is_loaded(direct
         list(pool.map(refused, cases))
 
 
-def test_an_interpreter_tells_what_its_vllm_takes():
+def test_an_interpreter_tells_what_its_vllm_takes() -> None:
     known = known_arguments(VllmConfig())
     assert OWNED.keys() - {"aux_output_config"} <= set(known.names)
     check_arguments(["block_size", "kv_cache_dtype"], known)
@@ -95,7 +97,7 @@ def test_an_interpreter_tells_what_its_vllm_takes():
         check_arguments(["block_sise"], known)
 
 
-def test_the_head_dims_are_vllms_own():
+def test_the_head_dims_are_vllms_own() -> None:
     code = (
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as b; print(b.get_supported_head_sizes())"
     )

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
+from typing import Any, Never
 
 import pytest
 import torch
 
-from rollout.engine import Sampling
+from rollout.engine import OnTokens, Sampling, StopReason
 from rollout.failure import EpisodeFailed
 from rollout.vllm.images import Image, Shown
 from rollout.vllm.requests import Request, Requests, ask_message
@@ -15,58 +17,58 @@ from rollout.vllm.requests import Request, Requests, ask_message
 class Played:
     """A table, the messages that it sent, and requests made by number."""
 
-    def __init__(self, copies=1):
-        self.sent = []
-        self.to = []
+    def __init__(self, copies: int = 1) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.to: list[int] = []
         self.table = Requests(self.send, copies)
 
-    def send(self, copy, message, tail=()):
+    def send(self, copy: int, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
         self.to.append(copy)
         self.sent.append(message)
 
-    def ask(self, number, on_tokens=None, copy=None):
+    def ask(self, number: int, on_tokens: OnTokens | None = None, copy: int | None = None) -> Request:
         loop = asyncio.get_running_loop()
         sampling = Sampling(max_new_tokens=9, top_k=3, top_p=0.5, temperature=0.7, stop_token_ids=(4,))
         request = Request(number, (1, 2), sampling, 5, on_tokens, loop, loop.create_future(), copy=copy)
         self.table.add(request)
         return request
 
-    def show(self, *images):
+    def show(self, *images: Image) -> Request:
         """A request with images, the first at token 3, the others behind it."""
         request = self.ask(9)
         request.shown = Shown(images, tuple(range(3, 3 + len(images))), "digest")
         return request
 
-    def dealt(self):
+    def dealt(self) -> list[tuple[Any, ...]]:
         """Who was asked of which copy, and ended there."""
         return [
             (copy, *([entry[0] for entry in message["ask"]] if "ask" in message else ("end", *message["end"])))
             for copy, message in zip(self.to, self.sent, strict=True)
         ]
 
-    def asked(self):
+    def asked(self) -> list[list[int]]:
         return [[entry[0] for entry in message["ask"]] for message in self.sent if "ask" in message]
 
-    def ended(self):
+    def ended(self) -> list[list[int]]:
         return [message["end"] for message in self.sent if "end" in message]
 
 
-async def turns(count=10):
+async def turns(count: int = 10) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-def told(played, *step, version=7):
+def told(played: Played, *step: Sequence[Any], version: int = 7) -> None:
     """As the reader does, from a thread of its own."""
     thread = threading.Thread(target=played.table.told, args=([[*one, None] for one in step], version))
     thread.start()
     thread.join()
 
 
-def test_an_image_that_several_requests_show_goes_once():
+def test_an_image_that_several_requests_show_goes_once() -> None:
     one, other = (Image(name, (1, 2, 2), torch.full((4, 3), float(i))) for i, name in enumerate("ab"))
 
-    async def run():
+    async def run() -> None:
         played = Played()
         requests = [played.show(one), played.show(other, one), played.ask(10)]
         for number, request in enumerate(requests):
@@ -80,8 +82,8 @@ def test_an_image_that_several_requests_show_goes_once():
     asyncio.run(run())
 
 
-def test_requests_of_a_few_turns_go_in_one_message_as_the_server_reads_them():
-    async def run():
+def test_requests_of_a_few_turns_go_in_one_message_as_the_server_reads_them() -> None:
+    async def run() -> None:
         played = Played()
         played.ask(0)
         await asyncio.sleep(0)
@@ -97,9 +99,9 @@ def test_requests_of_a_few_turns_go_in_one_message_as_the_server_reads_them():
     asyncio.run(run())
 
 
-def test_tokens_are_gathered_with_the_version_of_their_step():
-    async def run():
-        played, heard = Played(), []
+def test_tokens_are_gathered_with_the_version_of_their_step() -> None:
+    async def run() -> None:
+        played, heard = Played(), list[Any]()
         request = played.ask(0, lambda ids, log_probs: heard.append((ids, log_probs)))
         await turns()
         told(played, [0, [3], [-1.0], None], version=7)
@@ -114,8 +116,8 @@ def test_tokens_are_gathered_with_the_version_of_their_step():
 
 
 @pytest.mark.parametrize("reason", ["abort", "deadline"])
-def test_who_is_ended_has_what_it_got_and_the_reason(reason):
-    async def run():
+def test_who_is_ended_has_what_it_got_and_the_reason(reason: StopReason) -> None:
+    async def run() -> None:
         played = Played()
         waiting, running, ended = played.ask(0), None, None
         played.table.end(waiting, reason)
@@ -134,8 +136,8 @@ def test_who_is_ended_has_what_it_got_and_the_reason(reason):
     asyncio.run(run())
 
 
-def test_a_dropped_request_hears_nothing_and_holds_nobody_up():
-    async def run():
+def test_a_dropped_request_hears_nothing_and_holds_nobody_up() -> None:
+    async def run() -> None:
         played = Played()
         request = played.ask(0)
         await turns()
@@ -153,8 +155,8 @@ def test_a_dropped_request_hears_nothing_and_holds_nobody_up():
     asyncio.run(run())
 
 
-def test_held_requests_wait_and_go_together_at_the_release():
-    async def run():
+def test_held_requests_wait_and_go_together_at_the_release() -> None:
+    async def run() -> None:
         played = Played()
         first = played.ask(0)
         await turns()
@@ -176,8 +178,8 @@ def test_held_requests_wait_and_go_together_at_the_release():
     asyncio.run(run())
 
 
-def test_who_gives_up_holding_releases_what_waited():
-    async def run():
+def test_who_gives_up_holding_releases_what_waited() -> None:
+    async def run() -> None:
         played = Played()
         played.ask(0)
         await turns()
@@ -193,11 +195,11 @@ def test_who_gives_up_holding_releases_what_waited():
     asyncio.run(run())
 
 
-def test_a_listener_that_raises_ends_its_request_alone():
-    async def run():
+def test_a_listener_that_raises_ends_its_request_alone() -> None:
+    async def run() -> None:
         played = Played()
 
-        def listener(ids, log_probs):
+        def listener(ids: Sequence[int], log_probs: Sequence[float]) -> Never:
             raise LookupError("enough")
 
         one, other = played.ask(0, listener), played.ask(1)
@@ -211,8 +213,8 @@ def test_a_listener_that_raises_ends_its_request_alone():
     asyncio.run(run())
 
 
-def test_when_the_process_is_gone_everyone_hears_and_nobody_is_asked_again():
-    async def run():
+def test_when_the_process_is_gone_everyone_hears_and_nobody_is_asked_again() -> None:
+    async def run() -> None:
         played = Played()
         asked = played.ask(0)
         await turns()
@@ -231,8 +233,8 @@ def test_when_the_process_is_gone_everyone_hears_and_nobody_is_asked_again():
     asyncio.run(run())
 
 
-def test_what_the_server_refuses_is_raised_where_it_was_asked():
-    async def run():
+def test_what_the_server_refuses_is_raised_where_it_was_asked() -> None:
+    async def run() -> None:
         played = Played()
         request = played.ask(0)
         await turns()
@@ -243,8 +245,8 @@ def test_what_the_server_refuses_is_raised_where_it_was_asked():
     asyncio.run(run())
 
 
-def test_a_request_goes_to_the_copy_that_has_the_fewest_or_that_it_names():
-    async def run():
+def test_a_request_goes_to_the_copy_that_has_the_fewest_or_that_it_names() -> None:
+    async def run() -> None:
         played = Played(copies=3)
         for number in range(4):
             played.ask(number)
@@ -261,8 +263,8 @@ def test_a_request_goes_to_the_copy_that_has_the_fewest_or_that_it_names():
     asyncio.run(run())
 
 
-def test_who_is_ended_is_ended_where_it_was_asked():
-    async def run():
+def test_who_is_ended_is_ended_where_it_was_asked() -> None:
+    async def run() -> None:
         played = Played(copies=2)
         one, _, other = [played.ask(number) for number in range(3)], played.ask(3), played.ask(4)
         await turns()
@@ -276,8 +278,8 @@ def test_who_is_ended_is_ended_where_it_was_asked():
     asyncio.run(run())
 
 
-def test_a_dead_copys_requests_may_be_asked_again_and_go_to_the_others():
-    async def run():
+def test_a_dead_copys_requests_may_be_asked_again_and_go_to_the_others() -> None:
+    async def run() -> None:
         played = Played(copies=2)
         requests = [played.ask(number) for number in range(4)]
         await turns()

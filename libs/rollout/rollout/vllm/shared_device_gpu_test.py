@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
@@ -22,13 +24,13 @@ pytestmark = [
 SHARE, COPIES = 0.15, 2
 
 
-def used():
+def used() -> float:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / total
 
 
-async def taken_back(engine, model):
+async def taken_back(engine: VllmEngine, model: PreTrainedModel) -> None:
     """New weights in use, and the last ones again, as where another receiver failed."""
     version = next(VERSIONS)
     await engine.prepare(Manifest(version))
@@ -39,7 +41,7 @@ async def taken_back(engine, model):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_copies_that_share_a_device_sample_from_the_weights_in_use(tmp_path, on_device):
+def test_copies_that_share_a_device_sample_from_the_weights_in_use(tmp_path: Path, on_device: bool) -> None:
     model = served(**SIZES)
     model.save_pretrained(tmp_path)
     model.cuda()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ pytestmark = [
 MIB = 1 << 20
 
 
-def used():
+def used() -> int:
     """Bytes of the device that anybody holds."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -33,11 +34,11 @@ def used():
     return total - free
 
 
-def test_ten_cycles_do_not_make_the_peak_grow(tmp_path):
+def test_ten_cycles_do_not_make_the_peak_grow(tmp_path: Path) -> None:
     """Offload, wake, sync, generate, sleep, onload: each time the new weights answer, and asleep vLLM holds little."""
     model = served(**SIZES)
     model.save_pretrained(tmp_path)
-    awake, asleep, trained = [], [], []
+    awake, asleep, trained = list[int](), list[int](), list[int]()
     started = config(sleep=True, memory_share=0.2, arguments=ARGUMENTS)
     with VllmEngine(tmp_path, started) as engine:
         asyncio.run(engine.sleep())

@@ -1,5 +1,7 @@
 """What can't be spread over several workers is known from a model's config."""
 
+from typing import Any
+
 import pytest
 
 from rollout.vllm.spread import spread_refusal
@@ -34,7 +36,9 @@ MIXTURE = HYBRID | {"num_experts": 6, "moe_intermediate_size": 64}
         (MIXTURE, 4, True, True, "6 experts can't be shared by 4"),
     ],
 )
-def test_what_cannot_be_shared_is_told_by_name(config, workers, by_experts, cpu, problem):
+def test_what_cannot_be_shared_is_told_by_name(
+    config: dict[str, Any], workers: int, by_experts: bool, cpu: bool, problem: str | None
+) -> None:
     found = spread_refusal(config, workers, by_experts, cpu)
     if problem is None:
         assert found is None
@@ -43,7 +47,7 @@ def test_what_cannot_be_shared_is_told_by_name(config, workers, by_experts, cpu,
             raise ValueError(found)
 
 
-def test_experts_are_dealt_to_the_workers_of_all_copies():
+def test_experts_are_dealt_to_the_workers_of_all_copies() -> None:
     assert spread_refusal(MIXTURE, 1, True, True, copies=2) is None
     found = spread_refusal(MIXTURE, 2, True, True, copies=2)
     assert found == "6 experts can't be shared by 4 workers: use a divisor of it for tensor_parallel x data_parallel"

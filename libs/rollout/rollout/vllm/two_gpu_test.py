@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ async def updated(engine: VllmEngine, model: Any) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("spread", SPREAD)
-def test_each_device_has_its_part_and_samples_from_the_weights_in_use(tmp_path, spread):
+def test_each_device_has_its_part_and_samples_from_the_weights_in_use(tmp_path: Path, spread: str) -> None:
     model = served(**SIZES, **HEADS)
     model.save_pretrained(tmp_path)
     model.to(DEVICE)

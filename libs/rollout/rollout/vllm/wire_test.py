@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,13 +18,21 @@ plain = st.recursive(
 )
 
 
-def pair():
-    return tuple(Wire(end) for end in socket.socketpair())
+def pair() -> tuple[Wire, Wire]:
+    one, other = socket.socketpair()
+    return Wire(one), Wire(other)
+
+
+def text_of(end: Wire) -> str:
+    message = end.receive()
+    assert message is not None
+    text: str = message["text"]
+    return text
 
 
 @settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), plain), max_size=5))
-def test_messages_arrive_as_they_were_sent(messages):
+def test_messages_arrive_as_they_were_sent(messages: list[dict[str, Any]]) -> None:
     one, other = pair()
     for message in messages:
         one.send(message)
@@ -33,27 +42,27 @@ def test_messages_arrive_as_they_were_sent(messages):
     other.close()
 
 
-def test_threads_do_not_mix_their_messages():
+def test_threads_do_not_mix_their_messages() -> None:
     one, other = pair()
     texts = [str(i) * 100_000 for i in range(8)]
     threads = [threading.Thread(target=one.send, args=({"text": text},)) for text in texts]
     for thread in threads:
         thread.start()
-    assert {other.receive()["text"] for _ in texts} == set(texts)
+    assert {text_of(other) for _ in texts} == set(texts)
     for thread in threads:
         thread.join()
     one.close()
     other.close()
 
 
-def test_who_reads_an_end_that_was_closed_here_is_told_so():
+def test_who_reads_an_end_that_was_closed_here_is_told_so() -> None:
     one, other = pair()
     one.close()
     assert one.receive() is None
     other.close()
 
 
-def test_half_a_message_is_the_end():
+def test_half_a_message_is_the_end() -> None:
     one, other = socket.socketpair()
     one.sendall(b"\0\0\0\x0a{}")
     one.close()
@@ -61,7 +70,7 @@ def test_half_a_message_is_the_end():
     other.close()
 
 
-def test_a_message_beyond_the_limit_is_refused_at_both_ends(monkeypatch):
+def test_a_message_beyond_the_limit_is_refused_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair()
     monkeypatch.setattr(wire, "LONGEST", 10)
     with pytest.raises(ValueError, match="over the 10"):
@@ -73,7 +82,7 @@ def test_a_message_beyond_the_limit_is_refused_at_both_ends(monkeypatch):
     other.close()
 
 
-def test_who_sends_to_nobody_hears_of_it():
+def test_who_sends_to_nobody_hears_of_it() -> None:
     one, other = pair()
     other.close()
     with pytest.raises(OSError):
@@ -81,7 +90,7 @@ def test_who_sends_to_nobody_hears_of_it():
     one.close()
 
 
-def test_bytes_follow_a_message_whole():
+def test_bytes_follow_a_message_whole() -> None:
     one, other = pair()
     parts = [bytes([number]) * 300_000 for number in range(3)]
     thread = threading.Thread(target=one.send, args=({"images": 3}, [memoryview(part) for part in parts]))
@@ -94,7 +103,7 @@ def test_bytes_follow_a_message_whole():
     other.close()
 
 
-def test_half_of_what_follows_is_the_end_and_too_much_is_refused(monkeypatch):
+def test_half_of_what_follows_is_the_end_and_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair()
     one.sendall(b'\0\0\0\x0a{"tail":9}' + b"1234")
     one.close()

@@ -6,11 +6,15 @@ The last test of each engine ends it by a kill.
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rollout.engine import Sampling
+from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
 from rollout.testing.processes import assert_ends, left_behind
 from rollout.testing.served import (
@@ -40,11 +44,11 @@ HEADS = {
 LONG = Sampling(max_new_tokens=1000)
 
 
-def dense(seed=0):
+def dense(seed: int = 0) -> PreTrainedModel:
     return served(seed=seed, **HEADS)
 
 
-def mixture(seed=0):
+def mixture(seed: int = 0) -> PreTrainedModel:
     """Experts that matter: in a wrong order they move log-probs by units."""
     model = tiny_mixture(300, layers=4, seed=seed, **{**SERVED, **HEADS, "moe_intermediate_size": 64})
     with torch.no_grad():
@@ -57,24 +61,24 @@ def mixture(seed=0):
 
 
 @pytest.fixture(scope="module")
-def files():
+def files() -> set[str]:
     """What lay about before the first engine of this file began."""
     return left_behind()
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory, files):
+def engine(tmp_path_factory: pytest.TempPathFactory, files: set[str]) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("dense")
     dense().save_pretrained(folder)
     with VllmEngine(folder, config(tensor_parallel=2)) as engine:
         yield engine
 
 
-def update(engine, model):
+def update(engine: VllmEngine, model: PreTrainedModel) -> None:
     asyncio.run(engine.update_weights(next(VERSIONS), pieces(model)))
 
 
-def test_log_probs_are_those_of_the_module_before_and_after_an_update(engine):
+def test_log_probs_are_those_of_the_module_before_and_after_an_update(engine: VllmEngine) -> None:
     assert len(engine.facts["workers"]) == 2
     update(engine, dense())
     old = sample(engine, PROMPTS)
@@ -88,13 +92,15 @@ def test_log_probs_are_those_of_the_module_before_and_after_an_update(engine):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_workers_keep_the_old_weights_where_one_does_not_take_the_new(engine, monkeypatch, rank):
+def test_all_workers_keep_the_old_weights_where_one_does_not_take_the_new(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     update(engine, dense())
     version = engine.version
     usual = engine._load_message
     own = f"/proc/self/task/{engine.facts['workers'][1 - rank]}/root"  # the other's alone
 
-    def seen_by_one(before):
+    def seen_by_one(before: int | None) -> dict[str, Any]:
         message = usual(before)
         path = message["path"].replace("/proc/self/", f"{own}/proc/{engine.pid}/")
         return message if before is None else message | {"path": path}
@@ -112,10 +118,10 @@ def test_all_workers_keep_the_old_weights_where_one_does_not_take_the_new(engine
     assert_agrees(new, PROMPTS, sample(engine, PROMPTS))
 
 
-def test_a_cancelled_request_ends_in_all_workers(engine):
+def test_a_cancelled_request_ends_in_all_workers(engine: VllmEngine) -> None:
     update(engine, dense())
 
-    async def ask():
+    async def ask() -> Completion:
         begun = asyncio.Event()
         task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, request_id="it", on_tokens=lambda *_: begun.set()))
         await begun.wait()
@@ -131,7 +137,7 @@ def test_a_cancelled_request_ends_in_all_workers(engine):
     assert_agrees(dense(), PROMPTS[:1], [done])
 
 
-async def killed(engine, process, problem):
+async def killed(engine: VllmEngine, process: int, problem: str) -> None:
     """Kill a process of the engine while it is at work."""
     begun = asyncio.Event()
     task = asyncio.create_task(engine.generate(PROMPTS[0], LONG, on_tokens=lambda *_: begun.set()))
@@ -146,14 +152,16 @@ async def killed(engine, process, problem):
     assert not engine.alive
 
 
-def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine, files):
+def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine: VllmEngine, files: set[str]) -> None:
     asyncio.run(killed(engine, engine.facts["workers"][1], "worker 1 of 2 is gone"))
     engine.close()
     assert {path for path in left_behind() - files if "vllm_dist" in path or "/psm_" in path} == set()
 
 
 @pytest.mark.parametrize("by_experts", [False, True])
-def test_mixtures_have_the_modules_log_probs_before_and_after_an_update(tmp_path, by_experts, files):
+def test_mixtures_have_the_modules_log_probs_before_and_after_an_update(
+    tmp_path: Path, by_experts: bool, files: set[str]
+) -> None:
     old, new = mixture(), mixture(seed=3)
     for model, name in ((old, "old"), (new, "new")):
         model.save_pretrained(tmp_path / name)
@@ -167,7 +175,7 @@ def test_mixtures_have_the_modules_log_probs_before_and_after_an_update(tmp_path
         asyncio.run(killed(engine, engine.pid, "ended with code -9"))  # the server: its workers go with it
 
 
-def test_a_model_that_cannot_be_shared_is_refused_by_name(tmp_path):
+def test_a_model_that_cannot_be_shared_is_refused_by_name(tmp_path: Path) -> None:
     served().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="linear_num_key_heads 1 can't be shared by 2 workers"):
         VllmEngine(tmp_path, config(tensor_parallel=2))

@@ -5,10 +5,14 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Never
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollout.divergence import NotFiniteError
 from rollout.engine import Sampling
@@ -26,55 +30,57 @@ VOCAB, PROMPT = 24, [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)
 
 
-def small(seed):
+def small(seed: int) -> PreTrainedModel:
     return tiny_model(VOCAB, layers=2, seed=seed)
 
 
-def sampling(connection):
+def sampling(connection: "Connection[Any, Any]") -> None:
     """The process: an engine that says what it samples."""
     torch.set_num_threads(1)
     engine = NativeEngine(small(0))
 
-    async def say(call):
+    async def say(call: dict[str, Any]) -> dict[str, Any]:
         done = await engine.generate(call["prompt"], GREEDY)
         return {"ids": list(done.ids), "versions": list(done.policy_versions)}
 
-    async def echo(call):
+    async def echo(call: dict[str, Any]) -> bytes:
         await asyncio.sleep(call["seconds"])
-        return call["text"].encode()
+        text: str = call["text"]
+        return text.encode()
 
-    async def fail(call):
+    async def fail(call: dict[str, Any]) -> Never:
         raise {"ValueError": ValueError, "NotFinite": NotFiniteError, "KeyError": KeyError}[call["kind"]]("no")
 
     serve(connection, {**weight_handlers(engine), "say": say, "echo": echo, "fail": fail})
 
 
 @pytest.fixture(scope="module")
-def worker():
+def worker() -> Iterator[WorkerProcess]:
     worker = WorkerProcess(sampling, ())
     worker.ready.result(120)
     yield worker
     worker.close()
 
 
-def said(worker):
-    return worker.call("say", prompt=PROMPT).result(60)[0]["answer"]
+def said(worker: WorkerProcess) -> dict[str, Any]:
+    answer: dict[str, Any] = worker.call("say", prompt=PROMPT).result(60)[0]["answer"]
+    return answer
 
 
-def test_calls_do_not_wait_for_one_another(worker):
+def test_calls_do_not_wait_for_one_another(worker: WorkerProcess) -> None:
     slow = worker.call("echo", text="slow", seconds=1.5)
     assert worker.call("echo", text="fäst", seconds=0).result(60)[1].decode() == "fäst"
     assert not slow.done()
     assert slow.result(60)[1] == b"slow"
 
 
-def test_errors_come_back_as_what_they_are(worker):
+def test_errors_come_back_as_what_they_are(worker: WorkerProcess) -> None:
     for kind, error in (("ValueError", ValueError), ("NotFinite", NotFiniteError), ("KeyError", RuntimeError)):
         with pytest.raises(error, match="no"):
             worker.call("fail", kind=kind).result(60)
 
 
-def test_an_answer_that_nobody_waits_for_any_more_disturbs_nobody(worker):
+def test_an_answer_that_nobody_waits_for_any_more_disturbs_nobody(worker: WorkerProcess) -> None:
     """As after a time limit: the answer comes late, or not at all, to a future that was cancelled."""
     for late in (worker.call("echo", text="late", seconds=0.3), worker.call("fail", kind="ValueError")):
         late.cancel()
@@ -83,12 +89,12 @@ def test_an_answer_that_nobody_waits_for_any_more_disturbs_nobody(worker):
     assert said(worker)["versions"] == [0] * 8
 
 
-def test_weights_come_through_shared_memory_whole_or_not_at_all(worker):
-    def weights(seed):
+def test_weights_come_through_shared_memory_whole_or_not_at_all(worker: WorkerProcess) -> None:
+    def weights(seed: int) -> tuple[Manifest, list[Bucket]]:
         named = list(small(seed).named_parameters())
         return manifest_of(seed, pieces_of(named)), list(buckets(pieces_of(named), 20_000))
 
-    def expected(seed):
+    def expected(seed: int) -> list[int]:
         return list(NativeEngine(small(seed)).generate_batch([PROMPT], GREEDY)[0].ids)
 
     assert said(worker) == {"ids": expected(0), "versions": [0] * 8}
@@ -101,13 +107,15 @@ def test_weights_come_through_shared_memory_whole_or_not_at_all(worker):
     assert said(worker)["ids"] == expected(1)
 
 
-def test_a_bucket_that_is_damaged_on_the_way_is_refused():
+def test_a_bucket_that_is_damaged_on_the_way_is_refused() -> None:
     sender, taker = SharedBuckets(), TakenBuckets()
     bucket = next(buckets(pieces_of([("a", torch.arange(6.0).bfloat16()), ("b", torch.ones(3, 2))]), 1 << 20))
     message = sender.put(bucket)
     found = taker.take(message)
     assert found.headers == bucket.headers
     assert torch.equal(found.buffer, bucket.buffer)
+    assert sender._segment is not None
+    assert sender._segment.buf is not None
     sender._segment.buf[3] ^= 1
     with pytest.raises(ValueError, match="came damaged"):
         taker.take(message)
@@ -119,7 +127,7 @@ def test_a_bucket_that_is_damaged_on_the_way_is_refused():
         manifest_message(Manifest(3, (TensorSpec("a", (2,), torch.complex64),)))
 
 
-def test_who_waits_for_a_process_that_dies_hears_of_it():
+def test_who_waits_for_a_process_that_dies_hears_of_it() -> None:
     worker = WorkerProcess(sampling, ())
     worker.ready.result(120)
     left = worker.call("echo", text="nobody's", seconds=3600)
@@ -135,7 +143,7 @@ def test_who_waits_for_a_process_that_dies_hears_of_it():
     worker.close()
 
 
-def run_alone(connection):
+def run_alone(connection: "Connection[Any, Any]") -> None:
     """A run that starts a sampling process and is then killed."""
     worker = WorkerProcess(sampling, ())
     worker.ready.result(120)
@@ -144,12 +152,12 @@ def run_alone(connection):
     time.sleep(3600)
 
 
-def runs(pid):
+def runs(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_process_whose_run_is_killed_ends_too():
+def test_a_process_whose_run_is_killed_ends_too() -> None:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     run = context.Process(target=run_alone, args=(theirs,))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import ray
 
 from rollout.testing.listening import listening
@@ -21,7 +22,7 @@ print(len(ray.nodes()), len(set(homes)), ray.get_runtime_context().get_node_id()
 """
 
 
-def test_a_cluster_of_one_node_stays_on_loopback():
+def test_a_cluster_of_one_node_stays_on_loopback() -> None:
     with local_ray(cpus=1, store_bytes=80 << 20) as address:
         assert is_loopback(address)
         assert ray.get(ray.remote(lambda: 3).remote()) == 3
@@ -31,7 +32,7 @@ def test_a_cluster_of_one_node_stays_on_loopback():
     assert VARIABLE not in os.environ
 
 
-def test_several_nodes_stay_on_loopback_and_another_process_finds_them():
+def test_several_nodes_stay_on_loopback_and_another_process_finds_them() -> None:
     with local_nodes([1, 2]) as address:
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         told = subprocess.run(
@@ -44,13 +45,13 @@ def test_several_nodes_stay_on_loopback_and_another_process_finds_them():
     assert not ray.is_initialized()
 
 
-def test_what_was_set_before_is_set_again(monkeypatch):
+def test_what_was_set_before_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     with on_loopback():
         assert os.environ[VARIABLE] == "0"
     assert os.environ[VARIABLE] == "1"
 
 
-def test_addresses_of_other_machines_are_not_loopback():
+def test_addresses_of_other_machines_are_not_loopback() -> None:
     assert not is_loopback("10.0.0.5:6379")
     assert is_loopback("localhost:6379")

@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
+from typing import Any, Never
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from transformers import PreTrainedModel
 
 from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
@@ -18,39 +21,40 @@ from rollout.workers.demand import Demand
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import NodeLost, RayPool
-from rollout.workers.serve import weight_handlers
+from rollout.workers.serve import Handler, weight_handlers
 
 PROMPT = [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)
 
 
-def small(seed):
+def small(seed: int) -> PreTrainedModel:
     return tiny_model(24, layers=2, seed=seed)
 
 
-def sampling(seed):
+def sampling(seed: int) -> dict[str, Handler]:
     """In the actor: an engine that says what it samples, and where."""
     engine = NativeEngine(small(seed))
 
-    async def say(call):
+    async def say(call: dict[str, Any]) -> dict[str, Any]:
         done = await engine.generate(call["prompt"], GREEDY)
         return {"ids": list(done.ids), "versions": list(done.policy_versions), "pid": os.getpid()}
 
-    async def echo(call):
+    async def echo(call: dict[str, Any]) -> bytes:
         await asyncio.sleep(call["seconds"])
-        return call["text"].encode()
+        text: str = call["text"]
+        return text.encode()
 
-    async def fail(call):
+    async def fail(call: dict[str, Any]) -> Never:
         raise ValueError(call["text"])
 
-    async def end(call):
+    async def end(call: dict[str, Any]) -> None:
         os._exit(3)
 
     return {**weight_handlers(engine), "say": say, "echo": echo, "fail": fail, "end": end}
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster() -> Iterator[Cluster]:
     """A head with two processors, and a node that bears a mark."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     size = {"node_ip_address": LOOPBACK, "object_store_memory": SMALL_STORE}
@@ -63,12 +67,12 @@ def cluster():
     found.shutdown()
 
 
-def pool_of(demand, **options):
+def pool_of(demand: Demand, **options: Any) -> RayPool:
     paths = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
     return RayPool(sampling, (0,), demand, environment=paths, **options)
 
 
-def test_what_the_cluster_cannot_hold_is_refused_at_once_with_the_numbers(cluster):
+def test_what_the_cluster_cannot_hold_is_refused_at_once_with_the_numbers(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match=r"4 samplers of 1 CPU each find 3 places on 2 nodes"):
         pool_of(Demand(4))
     with pytest.raises(ValueError, match=r"1 samplers of 3 CPU each find 0 places"):
@@ -77,7 +81,7 @@ def test_what_the_cluster_cannot_hold_is_refused_at_once_with_the_numbers(cluste
         pool_of(Demand(gpus=1))
 
 
-def test_a_pool_apart_from_training_is_on_other_nodes_alone(cluster):
+def test_a_pool_apart_from_training_is_on_other_nodes_alone(cluster: Cluster) -> None:
     """This process is on the head, which has the most room: nobody of the pool is."""
     own = ray.get_runtime_context().get_node_id()
     pool = pool_of(Demand(2, cpus=0.5), apart=1)
@@ -93,7 +97,7 @@ def test_a_pool_apart_from_training_is_on_other_nodes_alone(cluster):
         pool_of(Demand(2, cpus=0.5), apart=2)
 
 
-def test_two_samplers_share_calls_and_take_weights_together(cluster):
+def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster) -> None:
     pool = pool_of(Demand(2, cpus=0.5), strategy="STRICT_SPREAD")
     try:
         pool.ready.result(120)
@@ -139,7 +143,7 @@ def test_two_samplers_share_calls_and_take_weights_together(cluster):
         pool.close()
 
 
-def test_a_lost_node_is_named(cluster):
+def test_a_lost_node_is_named(cluster: Cluster) -> None:
     """Its machine is gone with all its processes; another pool finds its place elsewhere or is refused."""
     pool = pool_of(Demand(1, cpus=0.5, resources={"far": 1}))
     try:
@@ -147,7 +151,9 @@ def test_a_lost_node_is_named(cluster):
         assert pool.call("say", prompt=PROMPT).result(60)[0]["answer"]["versions"] == [0] * 8
         waits = pool.call("echo", seconds=120, text="never")
         cluster.remove_node(cluster.far, allow_graceful=False)
-        with pytest.raises(NodeLost, match=f"was on node {pool.nodes[0][:12]}, which left the Ray cluster"):
+        node = pool.nodes[0]
+        assert node is not None
+        with pytest.raises(NodeLost, match=f"was on node {node[:12]}, which left the Ray cluster"):
             waits.result(90)
         assert not pool.alive
     finally:

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 
 from seqpack.adapters import IGNORED, PackedCollator, adapt_for_packing, packed_dataloader, packed_forward
 from seqpack.adapters.huggingface import MIXERS
+from seqpack.adapters.loader import PackedDataLoader
 from seqpack.testing import assert_packing_isolated
 
 SIZES = {
@@ -56,7 +58,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(model_type="qwen3_5_text", **changes):
+def tiny(model_type: str = "qwen3_5_text", **changes: Any) -> Any:
     """A random model with weights so large that a leak would show."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **MORE.get(model_type, {}), **changes})
@@ -69,20 +71,20 @@ def tiny(model_type="qwen3_5_text", **changes):
 
 
 @pytest.mark.parametrize("model_type", sorted(MIXERS))
-def test_each_known_model_keeps_sequences_apart(model_type):
+def test_each_known_model_keeps_sequences_apart(model_type: str) -> None:
     model = tiny(model_type)
     adapt_for_packing(model)
     assert_packing_isolated(model, packed_forward=packed_forward, lengths=(9, 1, 70, 6))
 
 
-def test_without_it_the_model_leaks_or_refuses():
+def test_without_it_the_model_leaks_or_refuses() -> None:
     with pytest.raises(AssertionError, match="LEAKS"):
         assert_packing_isolated(tiny(), lengths=(9, 1, 70, 6))
     with pytest.raises(ValueError, match="flash-linear-attention"):
         assert_packing_isolated(tiny(), packed_forward=packed_forward, lengths=(9, 1, 70, 6))
 
 
-def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores():
+def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores() -> None:
     model = tiny()
     plain = copy.deepcopy(model)
     adaptation = adapt_for_packing(model)
@@ -98,7 +100,7 @@ def test_a_call_without_boundaries_is_the_stock_models_and_undo_restores():
     assert len(adapt_for_packing(model).hooks) == 2
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="no config"):
         adapt_for_packing(torch.nn.Linear(2, 2))
     mamba = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4))
@@ -127,7 +129,11 @@ def test_refusals():
         model(**row)
 
 
-def training_samples(prompts, count=48):
+Run = tuple[list[float], Any, float, type[Any]]
+"""Losses, model, tokens a second and the collator's class."""
+
+
+def training_samples(prompts: bool, count: int = 48) -> list[dict[str, list[int]]]:
     """Lengths as conversations have them, a few long among many short; with `prompts` their first third is no label."""
     rng = torch.Generator().manual_seed(2)
     lengths = (torch.randn(count, generator=rng) * 0.9 + 3.6).exp().clamp(2, ROW).int().tolist()
@@ -139,15 +145,15 @@ def training_samples(prompts, count=48):
     return samples
 
 
-def trained(base, pack, samples, **arguments):
+def trained(base: type[Any], pack: bool, samples: Any, **arguments: Any) -> Run:
     """Losses and model of a few optimizer steps on the same samples a step, and its tokens a second.
 
     Packed, or each sequence a row of its own that the trainer's own collator pads. Tokens are true ones, seconds the
     processor's.
     """
 
-    class OverRows(base):  # type: ignore[misc,valid-type]
-        def get_train_dataloader(self):
+    class OverRows(base):  # type: ignore[misc]
+        def get_train_dataloader(self) -> PackedDataLoader:
             args = self.args
             loader = packed_dataloader(
                 self.train_dataset, ROW, rank=args.process_index, world_size=args.world_size, seed=args.seed
@@ -182,7 +188,7 @@ OPTIONS = {
 }
 
 
-def assert_same_training(packed, padded):
+def assert_same_training(packed: Run, padded: Run) -> None:
     """Losses of every step, and weights that moved to the same place."""
     (losses, model, *_), (want_losses, want, *_) = packed, padded
     assert len(losses) >= 6
@@ -194,7 +200,7 @@ def assert_same_training(packed, padded):
         assert (value - want.state_dict()[name]).norm() < 1e-3 * moved[name], name
 
 
-def tell_gain(capsys, trainer, packed, padded):
+def tell_gain(capsys: pytest.CaptureFixture[str], trainer: str, packed: Run, padded: Run) -> None:
     """Print what packing gained on these short rows; `benchmarks/trainer_tokens.py` has lengths of conversations."""
     rate, (*_, plain, collator) = packed[2], padded
     with capsys.disabled():
@@ -203,7 +209,7 @@ def tell_gain(capsys, trainer, packed, padded):
 
 
 @pytest.mark.parametrize("prompts", [False, True])
-def test_transformers_trainer(tmp_path, capsys, prompts):
+def test_transformers_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: bool) -> None:
     """Beside the collators that transformers has for causal models: all tokens are labels, or labels are padded too.
 
     `Trainer`'s own choice, DataCollatorWithPadding, makes no labels and does not pad them.
@@ -218,7 +224,7 @@ def test_transformers_trainer(tmp_path, capsys, prompts):
     tell_gain(capsys, "transformers' Trainer", *runs)
 
 
-def test_trl_sft_trainer(tmp_path, capsys):
+def test_trl_sft_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside the collator that SFTTrainer makes where it is given none."""
     import pyarrow as pa
     from datasets import Dataset
@@ -236,7 +242,7 @@ def test_trl_sft_trainer(tmp_path, capsys):
     tell_gain(capsys, "TRL's SFTTrainer", *runs)
 
 
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerFast:
     """A word for each token: SFTTrainer asks for a tokenizer, which prepared rows do not need."""
     words = {f"w{i}": i for i in range(48)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))

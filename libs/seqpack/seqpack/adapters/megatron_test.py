@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 CONFIG = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
 
 
-def test_the_class_has_every_field():
+def test_the_class_has_every_field() -> None:
     given = packed_seq_arguments(PackedCollator().pack(SAMPLES))
     params = PackedSeqParams(**given)
     assert {field.name for field in fields(params)} > set(given)
@@ -24,7 +25,7 @@ def test_the_class_has_every_field():
 
 
 @pytest.mark.parametrize("layout", [{}, {"align": 4}, {"align": 4, "bucket": 48}])
-def test_megatron_turns_each_sequence_from_its_own_beginning(layout):
+def test_megatron_turns_each_sequence_from_its_own_beginning(layout: dict[str, Any]) -> None:
     """Its rotary embedding of a packed row, called as its SelfAttention does, is that of each sequence alone."""
     packed = PackedCollator(**layout).pack(SAMPLES)
     params = PackedSeqParams(**packed_seq_arguments(packed))

@@ -17,7 +17,7 @@ pytestmark = [
 OBJECTIVE = GRPO(kl_coef=0.1, entropy_coef=0.01)
 
 
-def test_a_bfloat16_curve_is_that_of_plain_layers():
+def test_a_bfloat16_curve_is_that_of_plain_layers() -> None:
     exact = curve("cuda", "float32", "megatron", "dense", OBJECTIVE)
     plain = curve("cuda", "bfloat16", "megatron", "dense", OBJECTIVE, compile="off")
     fused = curve("cuda", "bfloat16", "megatron", "dense", OBJECTIVE)
@@ -30,7 +30,7 @@ def test_a_bfloat16_curve_is_that_of_plain_layers():
         assert other[1] == pytest.approx(wanted[1], rel=0.03)
 
 
-def test_other_lengths_compile_nothing():
+def test_other_lengths_compile_nothing() -> None:
     config = EngineConfig(backend="megatron", device="cuda", max_tokens_per_rank=1024)
     engine = build_engine(config, tiny_model(scale=1.0, **FUSED_SIZES))
     assert engine.state_summary()["compiled"] == "yes"

@@ -28,7 +28,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("backend", [None, "eager"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_gradients_are_torchs(name, backend):
+def test_gradients_are_torchs(name: str, backend: str | None) -> None:
     torch.manual_seed(0)
     piece = getattr(pieces, name)
     made: list[Any] = [torch.randn(x, dtype=torch.float64) if isinstance(x, tuple) else x for x in SHAPES[name]]
@@ -45,7 +45,7 @@ def test_gradients_are_torchs(name, backend):
     torch.testing.assert_close(torch.autograd.grad(found, trained, grad), wanted, atol=1e-10, rtol=1e-10)
 
 
-def test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one():
+def test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one() -> None:
     plain, fused = engine_of(CASE), engine_of(CASE)
     (stage,) = inside(fused).stages
     changed = use_fused_pieces(stage, backend=None)
@@ -63,7 +63,7 @@ def test_a_stage_of_fused_pieces_takes_the_step_of_a_plain_one():
     assert not any(type(module).__name__.startswith("Fused") for module in stage.modules())
 
 
-def test_layers_that_no_gpu_has_run_stay_plain():
+def test_layers_that_no_gpu_has_run_stay_plain() -> None:
     cuda, dense = torch.device("cuda"), tiny_model("dense").config
     asked = EngineConfig(backend="megatron")
     off = EngineConfig(backend="megatron", compile="off")

@@ -1,6 +1,8 @@
 """Families whose weights mbridge maps: steps, weights and files of FSDP2, and the bytes that mbridge itself moves."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import einops  # noqa: F401  mbridge imports it, and asks for it in an extra alone
 import mbridge
@@ -13,6 +15,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from engines import EngineConfig, LoraConfig, build_engine
@@ -28,6 +31,7 @@ from engines.megatron.layouts import (
     OPTIONS,
     RANKS,
     LayoutCase,
+    Measured,
     largest_difference,
     measure,
     measure_all,
@@ -51,7 +55,14 @@ REFUSED = {"windows, yarn": "sliding-window", "tied, biases, linear rope": "atte
 SWITCHES = [case for case in CASES if case.model_type in MBRIDGED and case.switches not in REFUSED]
 
 
-def mark(stage):
+Weights = dict[str, Tensor]
+Moved = tuple[bool, Weights, Weights]
+Exact = dict[str, tuple[list[dict[str, float]], Weights]]
+Ranks = tuple[list[list[Measured]], Exact, list[dict[str, Moved]]]
+Found = tuple[dict[str, Measured], Exact, Ranks]
+
+
+def mark(stage: nn.Module) -> None:
     """As megatron-core marks what ranks share where it draws first values, which the engine has no use for; 0.19 has
     marked it without."""
     shared = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -60,7 +71,7 @@ def mark(stage):
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
-def moved_by_mbridge(path, chosen):
+def moved_by_mbridge(path: Path, chosen: dict[str, Any]) -> Moved:
     """What mbridge loads into emptied stages and what it exports from them, beside what the engine has there."""
     config = EngineConfig(model=str(path), backend="megatron", **OPTIONS, **chosen)
     engine = inside(build_engine(config))
@@ -86,17 +97,17 @@ def moved_by_mbridge(path, chosen):
     return loaded, exported, theirs
 
 
-def four_ranks(folder):
+def four_ranks(folder: Path) -> Ranks:
     measured = measure_all(MAPPED, OBJECTIVE, folder)
     exact = {model: exact_steps(LayoutCase(model, TP_PP), OBJECTIVE) for model in MODELS}
     moved = {model: moved_by_mbridge(folder / model, SIZES) for model in MODELS}
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, moved)
     return measured, exact, everyone
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """FSDP2 and stock transformers in this process, and the four ranks."""
     folder = tmp_path_factory.mktemp("mbridge")
     made = ensure_group("cpu")
@@ -105,14 +116,15 @@ def measured(tmp_path_factory):
     }
     exact = {model: stock_steps(model, OBJECTIVE) for model in MODELS}
     for model in MODELS:
-        model_of(model).save_pretrained(folder / model)
+        stock: Any = model_of(model)
+        stock.save_pretrained(folder / model)
     if made:
         dist.destroy_process_group()
     return alone, exact, launch_forked(four_ranks, (folder,), world_size=RANKS)
 
 
 @pytest.mark.parametrize("number", range(len(MAPPED)), ids=[str(case) for case in MAPPED])
-def test_layouts_give_the_steps_and_files_of_fsdp2(measured, number):
+def test_layouts_give_the_steps_and_files_of_fsdp2(measured: Found, number: int) -> None:
     want, everyone = measured[0][MAPPED[number].model], measured[2][0]
     assert len(everyone) == RANKS
     for ranks in everyone:
@@ -125,7 +137,7 @@ def test_layouts_give_the_steps_and_files_of_fsdp2(measured, number):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(measured, model):
+def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(measured: Found, model: str) -> None:
     want, got = measured[1][model], measured[2][1][model]
     for left, right in zip(want[0], got[0], strict=True):
         assert right["loss"] == pytest.approx(left["loss"], rel=1e-9)
@@ -135,7 +147,7 @@ def test_float64_steps_equal_those_of_stock_transformers_to_nine_digits(measured
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_mbridge_itself_loads_and_exports_the_same_bytes(measured, model):
+def test_mbridge_itself_loads_and_exports_the_same_bytes(measured: Found, model: str) -> None:
     stock = {name: p.detach() for name, p in model_of(model).named_parameters()}
     for moved in measured[2][2]:
         loaded, exported, theirs = moved[model]
@@ -145,7 +157,7 @@ def test_mbridge_itself_loads_and_exports_the_same_bytes(measured, model):
 
 
 @pytest.mark.parametrize("case", SWITCHES, ids=str)
-def test_every_switch_of_the_families_steps_as_under_fsdp2(case):
+def test_every_switch_of_the_families_steps_as_under_fsdp2(case: Case) -> None:
     """Rotary embeddings among them: they are transformers' own."""
     batch = tiny_batch(list(LENGTHS))
     engines = [
@@ -156,7 +168,7 @@ def test_every_switch_of_the_families_steps_as_under_fsdp2(case):
     assert largest_difference(*(weights(engine) for engine in engines)) < 1e-5
 
 
-def test_a_tied_model_leaves_the_tables_of_later_ones_alone():
+def test_a_tied_model_leaves_the_tables_of_later_ones_alone() -> None:
     """In mbridge 0.15.1 it does not: its own bridge of a tied model changes the table of the family's class."""
     tied, untied = (model_of("Qwen2, tied").config, Case("qwen2", "untied", {"tie_word_embeddings": False}).config())
     bridge_of(tied, ModelSizes.of(tied))
@@ -165,7 +177,7 @@ def test_a_tied_model_leaves_the_tables_of_later_ones_alone():
     ]
 
 
-def test_what_has_not_run_is_refused(monkeypatch):
+def test_what_has_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ParallelLayout()
     known = set(mbridge.AutoBridge.list_supported_models()) & set(CONFIG_MAPPING)
     assert set(MBRIDGED) < known

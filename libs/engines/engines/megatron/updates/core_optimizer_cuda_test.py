@@ -1,12 +1,15 @@
 """On one CUDA device: megatron-core's own optimizer updates as torch's, resumes its files, and frees the device."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from engines.megatron.updates.core_optimizer import CoreUpdates
 from engines.megatron.updates.optimizer import MOMENTS, TorchUpdates
 from engines.testing.executors import inside, weights
@@ -27,7 +30,10 @@ SHARED = pytest.mark.parametrize("shared", [False, True], ids=["plain", "distrib
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS)
 
 
-def engine(kind, model="dense", seed=0, **options):
+Held = dict[tuple[str, str], Tensor]
+
+
+def engine(kind: Any, model: str = "dense", seed: int = 0, **options: Any) -> TrainEngine:
     sizes, changes = MODELS[model]
     # A large eps: with Adam's usual one a gradient of nearly zero moves a weight by its rounding error's sign.
     usual: dict[str, Any] = {
@@ -42,11 +48,11 @@ def engine(kind, model="dense", seed=0, **options):
     return build_engine(config, tiny_model(sizes, seed=seed, scale=1.0, **{**FUSED_SIZES, **changes}))
 
 
-def batch(seed=0):
+def batch(seed: int = 0) -> TensorDict:
     return tiny_batch(LENGTHS, seed=seed, vocab=FUSED_SIZES["vocab_size"])
 
 
-def update(built, seed, size=1.0):
+def update(built: TrainEngine, seed: int, size: float = 1.0) -> float:
     """A step by random gradients, those of the seed in every engine of a model: the norm before clipping."""
     executor = inside(built)
     rng = torch.Generator(device=DEVICE).manual_seed(seed)
@@ -56,10 +62,10 @@ def update(built, seed, size=1.0):
     return float(executor.optimizer_step(1e-3 / (1 + seed), torch.zeros((), device=DEVICE)))
 
 
-def held(built):
+def held(built: TrainEngine) -> Held:
     """Masters, moments and numbers of steps, by the place of each part."""
     updates = inside(built).updates
-    found = {}
+    found: Held = {}
     for part, one in zip(updates.parts, updates.stepped, strict=True):
         state = one.begun()
         found |= {(part.one.held.name, name): state[name].detach().flatten() for name in (*MOMENTS, "step")}
@@ -67,7 +73,7 @@ def held(built):
     return {key: value.clone() for key, value in found.items()}
 
 
-def assert_alike(own, want, got):
+def assert_alike(own: TrainEngine, want: Held, got: Held) -> None:
     """The same bits where torch's Adam is inside of megatron-core's optimizer; rounding errors of one step beside
     Transformer Engine's or apex's."""
     torchs = all(isinstance(inner, torch.optim.Adam) for inner in inside(own).updates.inner)
@@ -82,7 +88,7 @@ def assert_alike(own, want, got):
 @SHARED
 @pytest.mark.parametrize("model", MODELS)
 @DTYPES
-def test_the_same_gradients_give_the_update_of_torch(dtype, model, shared):
+def test_the_same_gradients_give_the_update_of_torch(dtype: str, model: str, shared: bool) -> None:
     torchs, own = (engine(kind, model, dtype=dtype, distributed_optimizer=shared) for kind in KINDS)
     assert isinstance(inside(torchs).updates, TorchUpdates)
     assert isinstance(inside(own).updates, CoreUpdates)
@@ -91,7 +97,7 @@ def test_the_same_gradients_give_the_update_of_torch(dtype, model, shared):
     for seed, size in ((0, 1.0), (1, 1e-6), (2, 1.0)):  # clipped, not clipped, clipped
         norms = [update(built, seed, size) for built in (torchs, own)]
         assert norms[0] == norms[1]
-        assert (norms[0] > own.config.grad_clip) is (size == 1.0)
+        assert (norms[0] > inside(own).config.grad_clip) is (size == 1.0)
     assert_alike(own, held(torchs), held(own))
     assert all(not torch.equal(value, before[key]) for key, value in held(own).items())
     for part, master in inside(own).updates.updated():
@@ -103,7 +109,7 @@ def test_the_same_gradients_give_the_update_of_torch(dtype, model, shared):
 
 @pytest.mark.parametrize("model", MODELS)
 @DTYPES
-def test_same_curve_as_torchs(dtype, model):
+def test_same_curve_as_torchs(dtype: str, model: str) -> None:
     loss, norm = BOUNDS[dtype]
     torchs, own = (engine(kind, model, dtype=dtype) for kind in KINDS)
     for seed in range(3):
@@ -116,7 +122,7 @@ def test_same_curve_as_torchs(dtype, model):
 
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]], ids=" to ".join)
 @DTYPES
-def test_a_checkpoint_of_one_resumes_under_the_other(tmp_path, dtype, kinds):
+def test_a_checkpoint_of_one_resumes_under_the_other(tmp_path: Path, dtype: str, kinds: tuple[str, str]) -> None:
     """Every bit arrives, in an engine of other weights that shares them out; the next update is the same."""
     written = engine(kinds[0], "moe", dtype=dtype)
     for seed in range(2):
@@ -136,7 +142,7 @@ def test_a_checkpoint_of_one_resumes_under_the_other(tmp_path, dtype, kinds):
 
 @SHARED
 @DTYPES
-def test_offload_frees_the_device(dtype, shared):
+def test_offload_frees_the_device(dtype: str, shared: bool) -> None:
     """Weights and gradients (bfloat16 and float32), masters and two moments (float32): 18 bytes a parameter; in float32
     the master is the weight."""
     built = engine("core", dtype=dtype, distributed_optimizer=shared)
@@ -153,7 +159,7 @@ def test_offload_frees_the_device(dtype, shared):
     assert built.train_batch(batch(), SFT())["skipped"] == 0.0
 
 
-def test_what_is_left_to_itself():
+def test_what_is_left_to_itself() -> None:
     """megatron-core's on a GPU where it runs what is asked for, torch's elsewhere."""
     found = engine("auto").state_summary()["optimizer"]
     print(found)

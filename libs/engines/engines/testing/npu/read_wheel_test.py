@@ -1,5 +1,6 @@
 """What is read out of a wheel, on one of a few lines; what was read of torch_npu's own agrees with itself."""
 
+from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
@@ -55,12 +56,12 @@ FILES = {
 }
 
 
-def mangled(name):
+def mangled(name: str) -> bytes:
     """As a compiler names a class of `at_npu::autograd::generated`."""
     return f"_ZTIN6at_npu8autograd9generated{len(name)}{name}E".encode()
 
 
-def wheel(folder, **changes):
+def wheel(folder: Path, **changes: str) -> Path:
     """Names in the library besides: a string that ends like a node, a node of torch's own, one of another class."""
     others = [b"CrossEntropyLNpuDiouBackward0", b"_ZN5torch8autograd9generated24NpuGroupedMatmulBackward0E"]
     others.append(mangled("NpuGroupedMatmulBackward0_details"))
@@ -73,7 +74,7 @@ def wheel(folder, **changes):
     return path
 
 
-def test_names_are_read_without_importing(tmp_path):
+def test_names_are_read_without_importing(tmp_path: Path) -> None:
     found = read_surface(wheel(tmp_path))
     schemas = [line.removeprefix("- func: ") for line in SCHEMAS.partition("custom:")[2].splitlines() if "func" in line]
     assert found == {
@@ -86,12 +87,12 @@ def test_names_are_read_without_importing(tmp_path):
     }
 
 
-def test_a_wheel_without_public_names_is_refused(tmp_path):
+def test_a_wheel_without_public_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"torch_npu\.npu has no __all__ in this wheel"):
         read_surface(wheel(tmp_path, **{"torch_npu/npu/__init__.py": "def f(): ..."}))
 
 
-def test_what_autograd_knows_are_operators():
+def test_what_autograd_knows_are_operators() -> None:
     """Of the surface that is committed; the names whose nodes are spelled otherwise are among them."""
     committed = surface.read_surface()
     assert set(committed.differentiable) <= committed.operator_names()

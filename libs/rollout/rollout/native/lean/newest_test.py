@@ -1,5 +1,8 @@
 """Attention of newest tokens: small heads in one product a row are what they are one by one."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,13 +10,15 @@ from rollout.native.lean import newest
 from rollout.native.lean.newest import attend_newest
 
 
-def case(rows, heads, kv_heads, dim, span, dtype=torch.float64):
+def case(
+    rows: int, heads: int, kv_heads: int, dim: int, span: int, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(rows + span)
     q, kv = torch.randn(rows, heads, dim, dtype=dtype), torch.randn(rows, 2 * span, 2, kv_heads, dim, dtype=dtype)
     return q, kv.narrow(1, 0, span)
 
 
-def one_by_one(q, kv, seen, scale):
+def one_by_one(q: torch.Tensor, kv: torch.Tensor, seen: Sequence[int], scale: float) -> torch.Tensor:
     """From the formula: each head of each row by itself."""
     out = torch.empty_like(q)
     share = q.shape[1] // kv.shape[3]
@@ -26,7 +31,7 @@ def one_by_one(q, kv, seen, scale):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (4, 4, 8), (6, 1, 16), (4, 2, 64)])
 @pytest.mark.parametrize("rows", [1, 3, newest.FUSED_ROWS, newest.FUSED_ROWS + 5])
-def test_is_the_formula(rows, heads, kv_heads, dim):
+def test_is_the_formula(rows: int, heads: int, kv_heads: int, dim: int) -> None:
     q, kv = case(rows, heads, kv_heads, dim, span=9)
     whole = attend_newest(q, kv, None, 0.3)
     torch.testing.assert_close(whole, one_by_one(q, kv, [9] * rows, 0.3), rtol=0, atol=1e-12)
@@ -37,10 +42,15 @@ def test_is_the_formula(rows, heads, kv_heads, dim):
     torch.testing.assert_close(attend_newest(q, kv, mask, 0.3), one_by_one(q, kv, seen, 0.3), rtol=0, atol=1e-12)
 
 
-def test_small_heads_of_many_rows_stand_in_one_product(monkeypatch):
-    fused = []
+def test_small_heads_of_many_rows_stand_in_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[torch.dtype] = []
     inner = newest._fused
-    monkeypatch.setattr(newest, "_fused", lambda *a: fused.append(a[0].dtype) or inner(*a))
+
+    def noted(q: torch.Tensor, *others: Any) -> torch.Tensor:
+        fused.append(q.dtype)
+        return inner(q, *others)
+
+    monkeypatch.setattr(newest, "_fused", noted)
     many = newest.FUSED_ROWS
     for dtype in (torch.float64, torch.float32):
         q, kv = case(many, 4, 2, 16, 5, dtype)

@@ -1,5 +1,7 @@
 """Products of many tokens: the same numbers, whichever library makes them."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,14 +12,14 @@ from rollout.native.lean.weights import Projection
 LARGE = (64, 128, WORTHWHILE // (64 * 128))
 
 
-def drawn(rows, inputs, outputs, dtype=torch.float32):
+def drawn(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
     torch.manual_seed(outputs)
     return (torch.randn(s, dtype=dtype) for s in ((rows, inputs), (outputs, inputs), (outputs,)))
 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [LARGE, (1, 128, 256), (MIN_ROWS, 512, 1024), (13, 24, 7)])
-def test_is_the_product_to_the_last_bits(shape, biased):
+def test_is_the_product_to_the_last_bits(shape: tuple[int, int, int], biased: bool) -> None:
     x, w, b = drawn(*shape)
     got = product(x, w, b if biased else None)
     exact = x.double() @ w.double().t() + (b.double() if biased else 0)
@@ -25,7 +27,7 @@ def test_is_the_product_to_the_last_bits(shape, biased):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_only_large_float32_products_go_to_onednn():
+def test_only_large_float32_products_go_to_onednn() -> None:
     x, w, _ = drawn(*LARGE)
     assert worthwhile(x, w.shape[0])
     assert not worthwhile(x, w.shape[0] - 1)
@@ -35,7 +37,7 @@ def test_only_large_float32_products_go_to_onednn():
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request):
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -46,7 +48,7 @@ def threads(request):
 @pytest.mark.parametrize("shape", [(129, 512), (512, 129), (2, 40_000), (24, 7), (1, 70_000)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])
 @pytest.mark.usefixtures("threads")
-def test_a_matrix_takes_any_number_of_tokens(rows, shape, dtype):
+def test_a_matrix_takes_any_number_of_tokens(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """By a sum of rows, by a plain product or by oneDNN, alone and added to something: the same numbers."""
     x, w, b = drawn(rows, shape[0], shape[1], dtype)
     matrix, exact = Matrix.of(w), x.double() @ w.double().t()
@@ -63,14 +65,17 @@ def test_a_matrix_takes_any_number_of_tokens(rows, shape, dtype):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_who_multiplies_goes_by_rows_and_size(monkeypatch):
-    asked = []
+def test_who_multiplies_goes_by_rows_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
     for name in ("_read_once", "_ONEDNN"):
-        monkeypatch.setattr(
-            product_module, name, lambda x, *rest, name=name: asked.append(name) or torch.zeros(x.shape[0], 1)
-        )
 
-    def who(rows, inputs, outputs, dtype=torch.float32):
+        def noted(x: torch.Tensor, *rest: object, name: str = name) -> torch.Tensor:
+            asked.append(name)
+            return torch.zeros(x.shape[0], 1)
+
+        monkeypatch.setattr(product_module, name, noted)
+
+    def who(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> str | None:
         asked.clear()
         x, w, _ = drawn(rows, inputs, outputs, dtype)
         Matrix.of(w)(x)
@@ -87,7 +92,7 @@ def test_who_multiplies_goes_by_rows_and_size(monkeypatch):
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("join", [True, False])
-def test_a_projection_of_many_tokens_is_that_of_each(join, biased, scaled):
+def test_a_projection_of_many_tokens_is_that_of_each(join: bool, biased: bool, scaled: bool) -> None:
     """One token goes to the other library, by the transposed matrix."""
     x, w, b = drawn(*LARGE)
     parts = [(w[:100], b[:100] if biased else None), (w[100:], None)]

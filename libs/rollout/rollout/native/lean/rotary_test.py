@@ -1,5 +1,7 @@
 """The rotary table holds the module's own factors, and asks as each supported release of transformers wants it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import Qwen3_5TextConfig
@@ -13,17 +15,17 @@ CONFIG = Qwen3_5TextConfig(hidden_size=32, num_attention_heads=2, head_dim=16)
 class OneAxisEach(nn.Module):
     """Up to transformers 5.17 the module expands nothing: position_ids [3, B, T], one plane an axis."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.own = Qwen3_5TextRotaryEmbedding(CONFIG)
 
-    def forward(self, x, position_ids):
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         assert position_ids.ndim == 3
         assert position_ids.shape[0] == 3
         return self.own(x, position_ids)
 
 
-def test_the_table_is_the_modules_and_grows():
+def test_the_table_is_the_modules_and_grows() -> None:
     module = OneAxisEach()
     rotary = Rotary(module, head_dim=16, like=torch.empty(0), axes=3)
     for positions in ([0, 5, 3], [70, 2], [200]):

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,7 @@ LIMITS = Limits(
 
 
 @cache
-def sandbox(backend):
+def sandbox(backend: str) -> Sandbox:
     if backend == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
     os.environ["SECRET"] = "the host's"
@@ -36,14 +38,14 @@ def sandbox(backend):
 
 
 @pytest.fixture(scope="module", params=["namespaces", "bubblewrap"])
-def backend(request):
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
     sandbox(request.param).close()
     sandbox.cache_clear()
 
 
 @pytest.fixture(scope="module")
-def victim():
+def victim() -> Iterator[int]:
     """A process of the host whose id is none of a run's own room (where a run is 2)."""
     with contextlib.ExitStack() as stack:
         while True:
@@ -58,7 +60,7 @@ def victim():
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory, victim):
+def host(tmp_path_factory: pytest.TempPathFactory, victim: int) -> Iterator[dict[str, Any]]:
     """What the programs go for."""
     folder = tmp_path_factory.mktemp("host")
     (folder / "secret").write_text("SECRET")
@@ -76,12 +78,12 @@ def host(tmp_path_factory, victim):
                 listener.accept()
 
 
-def test_there_are_escapes_enough():
+def test_there_are_escapes_enough() -> None:
     assert len(ESCAPES) >= 30
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_no_escape(backend, host, name):
+def test_no_escape(backend: str, host: dict[str, Any], name: str) -> None:
     code, told = ESCAPES[name]
     for key, value in host.items():
         code = code.replace("{" + key + "}", str(value)).replace("{" + key + "!r}", repr(value))
@@ -94,7 +96,7 @@ def test_no_escape(backend, host, name):
 
 
 @pytest.mark.parametrize("kept", ["", "os.unlink(str(i))"])
-def test_where_bubblewrap_may_not_bound_files_they_are_counted(monkeypatch, kept):
+def test_where_bubblewrap_may_not_bound_files_they_are_counted(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     """As where it is setuid. Open files without a name count too."""
     if shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
@@ -117,13 +119,13 @@ def test_where_bubblewrap_may_not_bound_files_they_are_counted(monkeypatch, kept
         ("import threading as t\ndef f():\n while True: pass\nfor i in (1, 2): t.Thread(target=f).start()", "CPU time"),
     ],
 )
-def test_what_does_not_end_is_ended(backend, code, reason):
+def test_what_does_not_end_is_ended(backend: str, code: str, reason: str) -> None:
     ran = sandbox(backend).run(code)
     assert (ran.status, ran.reason) == (None, reason)
     assert len(ran.output) <= LIMITS.output_bytes
 
 
-def test_what_sleeps_is_ended(backend):
+def test_what_sleeps_is_ended(backend: str) -> None:
     sleeper = Sandbox(Limits(wall_seconds=0.3), backend=backend)
     sandbox(backend)
     stubborn = "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
@@ -132,11 +134,17 @@ def test_what_sleeps_is_ended(backend):
     sleeper.close()
 
 
-def test_a_result_too_large_is_ended(backend):
+def test_a_result_too_large_is_ended(backend: str) -> None:
     assert sandbox(backend).run("", expressions=["'x' * 10_000_000"]).reason == "output"
 
 
-def descendants(pid):
+def server_of(made: Sandbox) -> Any:
+    """The process that its runs are children of."""
+    server: Any = made._server
+    return server._process
+
+
+def descendants(pid: int) -> set[int]:
     """Process ids below this one, on the host."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -144,48 +152,49 @@ def descendants(pid):
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
             continue
-    found, new = set(), {pid}
+    found: set[int] = set()
+    new = {pid}
     while new:
         new = {child for child, parent in parents.items() if parent in new} - found
         found |= new
     return found
 
 
-def test_nothing_is_left_behind():
+def test_nothing_is_left_behind() -> None:
     """Threads that go on, children that can't be: after the run the server has as many processes as before."""
     made = Sandbox(LIMITS, backend="namespaces")
     made.start()
-    before = descendants(made._server._process.pid)
+    before = descendants(server_of(made).pid)
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
     for ran in made.run_all([Program(code)] * 8):
         assert ran.ok
     until = time.monotonic() + 60
-    while descendants(made._server._process.pid) != before and time.monotonic() < until:
+    while descendants(server_of(made).pid) != before and time.monotonic() < until:
         time.sleep(0.01)
-    assert descendants(made._server._process.pid) == before
-    server = made._server._process.pid
+    assert descendants(server_of(made).pid) == before
+    server = server_of(made).pid
     made.close()
     assert descendants(server) == set()
     assert not Path(f"/proc/{server}").exists()
 
 
-def test_a_run_that_is_let_go_ends():
+def test_a_run_that_is_let_go_ends() -> None:
     """It has printed too much, nobody listens any more, and it sleeps on: its warden ends it long before its time."""
     made = Sandbox(Limits(wall_seconds=10_000, output_bytes=1000), backend="namespaces")
     made.start()
-    before = descendants(made._server._process.pid)
+    before = descendants(server_of(made).pid)
     ran = made.run(
         "try:\n    while True: print('x' * 1000)\nexcept BaseException: pass\nimport time\ntime.sleep(10_000)"
     )
     assert ran.reason == "output"
     until = time.monotonic() + 60
-    while descendants(made._server._process.pid) != before and time.monotonic() < until:
+    while descendants(server_of(made).pid) != before and time.monotonic() < until:
         time.sleep(0.01)
-    assert descendants(made._server._process.pid) == before
+    assert descendants(server_of(made).pid) == before
     made.close()
 
 
-def test_runs_see_nothing_of_each_other(backend):
+def test_runs_see_nothing_of_each_other(backend: str) -> None:
     """Neither after one another nor at once."""
     made = sandbox(backend)
     made.run("open('left', 'w').write('x')\nimport builtins\nbuiltins.left = 1")
@@ -195,13 +204,13 @@ def test_runs_see_nothing_of_each_other(backend):
     assert outputs == [f"['{n}'] 2\n" for n in "abc"]
 
 
-def test_runs_are_nobody_on_the_host_too():
+def test_runs_are_nobody_on_the_host_too() -> None:
     """Where the one who starts it may say so: as root, the files of the host's root are not the run's own."""
     code = "import os\nprint(os.getresuid(), os.getresgid(), os.getgroups())"
     assert sandbox("namespaces").run(code).output.startswith("(65534, 65534, 65534) (65534, 65534, 65534)")
 
 
-def test_without_bubblewrap_it_is_not_run_with_less(monkeypatch):
+def test_without_bubblewrap_it_is_not_run_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SandboxRefusedError, match="bwrap is not installed"):
         Sandbox(backend="bubblewrap").start()

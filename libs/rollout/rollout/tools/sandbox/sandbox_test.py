@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ ROOT = str(Path(seccomp.__file__).parents[3])
 
 
 @pytest.fixture(scope="module")
-def sandbox():
+def sandbox() -> Iterator[Sandbox]:
     made = Sandbox(Limits(wall_seconds=60, cpu_seconds=30), backend="namespaces")
     yield made
     made.close()
@@ -47,13 +49,13 @@ def sandbox():
         ("import os\nprint(*sorted(os.environ))", "HOME LANG MALLOC_ARENA_MAX OMP_NUM_THREADS PATH TMPDIR\n", 0),
     ],
 )  # fmt: skip
-def test_a_run(sandbox, code, output, status):
+def test_a_run(sandbox: Sandbox, code: str, output: str, status: int) -> None:
     ran = sandbox.run(code, stdin="first\nsecond\nthird")
     assert (ran.output, ran.status, ran.reason) == (output, status, None)
     assert ran.ok == (status == 0)
 
 
-def test_an_error_is_told_as_python_tells_it(sandbox):
+def test_an_error_is_told_as_python_tells_it(sandbox: Sandbox) -> None:
     ran = sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
     assert ran.status == 1
     assert ran.output.splitlines()[:3] == [
@@ -79,13 +81,13 @@ VALUES = st.recursive(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(VALUES, max_size=3))
-def test_values_of_expressions_come_back_as_they_are(sandbox, values):
+def test_values_of_expressions_come_back_as_they_are(sandbox: Sandbox, values: list[Any]) -> None:
     ran = sandbox.run("", expressions=[repr(value) for value in values])
     assert ran.results == tuple(encoded(value) for value in values)
     assert ran.ok
 
 
-def test_what_an_object_says_of_itself_is_no_value(sandbox):
+def test_what_an_object_says_of_itself_is_no_value(sandbox: Sandbox) -> None:
     code = (
         "class Any:\n    def __eq__(self, other): return True\n    def __repr__(self): return '4'\n    __hash__ = None"
     )
@@ -95,22 +97,22 @@ def test_what_an_object_says_of_itself_is_no_value(sandbox):
     )
 
 
-def test_standard_error_can_be_left_out(sandbox):
+def test_standard_error_can_be_left_out(sandbox: Sandbox) -> None:
     program = Program("import sys\nsys.stderr.write('e')\nprint('o')\n1 / 0", errors=False)
     assert sandbox.run_all([program])[0].output == "o\n"
 
 
-def test_runs_go_side_by_side_in_the_order_given(sandbox):
+def test_runs_go_side_by_side_in_the_order_given(sandbox: Sandbox) -> None:
     """Ten that sleep half a second end although all of them have but sixty: the order is that of the programs."""
     programs = [Program(f"import time\ntime.sleep({(9 - i) / 20})\nprint({i})") for i in range(10)]
     assert [ran.output for ran in sandbox.run_all(programs)] == [f"{i}\n" for i in range(10)]
     assert sandbox.run_all([]) == []
 
 
-def test_one_sandbox_serves_many_threads(sandbox):
-    outputs = {}
+def test_one_sandbox_serves_many_threads(sandbox: Sandbox) -> None:
+    outputs: dict[int, list[str]] = {}
 
-    def work(n):
+    def work(n: int) -> None:
         outputs[n] = [sandbox.run(f"print({n})").output for _ in range(3)]
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
@@ -121,18 +123,19 @@ def test_one_sandbox_serves_many_threads(sandbox):
     assert outputs == {n: [f"{n}\n"] * 3 for n in range(8)}
 
 
-def test_a_server_that_died_is_said_and_replaced():
+def test_a_server_that_died_is_said_and_replaced() -> None:
     made = Sandbox()
     assert made.run("1").ok
-    os.killpg(made._server._process.pid, signal.SIGKILL)
-    made._server._process.wait()
+    server: Any = made._server
+    os.killpg(server._process.pid, signal.SIGKILL)
+    server._process.wait()
     with pytest.raises(SandboxDiedError):
         made.run("1")
     assert made.run("2").output == "2\n"
     made.close()
 
 
-def test_packages_can_be_shown(tmp_path):
+def test_packages_can_be_shown(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be read by nobody"):
         Sandbox(packages=[str(tmp_path)])
     tmp_path.chmod(0o755)
@@ -151,7 +154,7 @@ def test_packages_can_be_shown(tmp_path):
         ({"packages": ["nowhere"]}, "nowhere is no folder"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(change, message):
+def test_settings_that_cannot_work_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sandbox(**change)
     with pytest.raises(ValueError, match="the limit wall_seconds must be more than 0"):
@@ -190,7 +193,7 @@ os._exit(0)
 """
 
 
-def elsewhere(prepare):
+def elsewhere(prepare: str) -> str:
     """Use a sandbox from within a user namespace that maps one user alone."""
     code = REFUSING.format(root=ROOT, prepare=prepare)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -198,7 +201,7 @@ def elsewhere(prepare):
     return ran.stdout
 
 
-def test_where_the_kernel_refuses_the_sandbox_refuses():
+def test_where_the_kernel_refuses_the_sandbox_refuses() -> None:
     """No user namespace may be made any more: nothing is run with less."""
     said = elsewhere("open('/proc/sys/user/max_user_namespaces', 'w').write('0')")
     assert said.startswith("REFUSED Python from a model is not run here")
@@ -206,17 +209,17 @@ def test_where_the_kernel_refuses_the_sandbox_refuses():
     assert "No space left on device" in said
 
 
-def test_who_may_map_no_other_user_is_nobody_inside():
+def test_who_may_map_no_other_user_is_nobody_inside() -> None:
     """And nothing is writable, although it owns it all there."""
     assert elsewhere("") == "(65534, 65534, 65534)\n" + "Read-only file system\n" * 3 + "\n"
 
 
-def test_the_filter_refuses_each_of_its_calls_and_no_jump_leaves_it():
+def test_the_filter_refuses_each_of_its_calls_and_no_jump_leaves_it() -> None:
     """Run the filter on every number as the kernel would: the outcome by its list."""
     program = seccomp.program()
     code = [program[i : i + 8] for i in range(0, len(program), 8)]
 
-    def outcome(number, argument=0, architecture=0xC000003E):
+    def outcome(number: int, argument: int = 0, architecture: int = 0xC000003E) -> int:
         data = {0: number, 4: architecture, 16: argument}
         at, value = 0, 0
         while True:
@@ -249,7 +252,7 @@ def test_the_filter_refuses_each_of_its_calls_and_no_jump_leaves_it():
     assert (outcome(56, thread), outcome(56, 17), outcome(56, thread | 0x10000000)) == (allowed, again, refused)
 
 
-def test_a_client_that_dies_takes_its_runs_along(tmp_path):
+def test_a_client_that_dies_takes_its_runs_along(tmp_path: Path) -> None:
     """The client is killed while a run sleeps: its server and the run are gone."""
     code = (
         f"import sys\nsys.path.append({ROOT!r})\nfrom rollout.tools.sandbox.sandbox import Limits, Sandbox\n"
@@ -257,6 +260,7 @@ def test_a_client_that_dies_takes_its_runs_along(tmp_path):
         "print(s._server._process.pid, flush=True)\ns.run('import time\\ntime.sleep(1000)')"
     )
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
     server = os.pidfd_open(int(client.stdout.readline()))
     client.kill()
     client.wait()

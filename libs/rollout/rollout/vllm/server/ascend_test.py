@@ -5,6 +5,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -17,17 +18,17 @@ SERVER = Path(__file__).parent
 
 
 @pytest.mark.parametrize("found", ["0.22.1", "0.24.0", "0.18.0rc1", "1.0.0"])
-def test_another_version_is_refused(found):
+def test_another_version_is_refused(found: str) -> None:
     with pytest.raises(ValueError, match=f"written for vllm-ascend >=.*, and {found} is installed"):
         ascend_arguments({}, {}, found)
 
 
-def test_refused_where_there_is_none():
+def test_refused_where_there_is_none() -> None:
     with pytest.raises(ValueError, match=r"vLLM on NPUs needs vllm-ascend >=.*, which is not installed"):
         refuse_other_versions(None)
 
 
-def test_matrices_are_plain():
+def test_matrices_are_plain() -> None:
     arguments, variables = ascend_arguments({"model": "m", "additional_config": {"x": 1}}, {}, READ["version"])
     assert arguments == {"model": "m", "additional_config": {"x": 1, LAYOUT: 0}}
     assert variables == {LAYOUT_VARIABLE: "0"}
@@ -36,12 +37,12 @@ def test_matrices_are_plain():
 @pytest.mark.parametrize(
     ("arguments", "environ"), [({"additional_config": {LAYOUT: 1}}, {}), ({}, {LAYOUT_VARIABLE: "2"})]
 )
-def test_its_own_layout_is_refused(arguments, environ):
+def test_its_own_layout_is_refused(arguments: dict[str, Any], environ: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="set it to 0"):
         ascend_arguments(arguments, environ, READ["version"])
 
 
-def test_what_is_used_is_there():
+def test_what_is_used_is_there() -> None:
     """Of the version that was read: the settings, and of a worker what vLLM's engine and our part of it call."""
     assert SpecifierSet(VERSIONS).contains(READ["version"])
     assert LAYOUT in READ["settings"]
@@ -54,9 +55,9 @@ def test_what_is_used_is_there():
     assert READ["pins"] == {"torch": "2.10.0", "torch-npu": "2.10.0.post4"}
 
 
-def test_our_part_of_a_worker_replaces_nothing():
+def test_our_part_of_a_worker_replaces_nothing() -> None:
     """vLLM refuses a worker extension that has a name of the worker's."""
-    ours = set()
+    ours: set[str] = set()
     for file in ("worker.py", "routes.py", "sight.py"):
         for node in ast.walk(ast.parse((SERVER / file).read_text())):
             if isinstance(node, ast.ClassDef):
@@ -66,26 +67,26 @@ def test_our_part_of_a_worker_replaces_nothing():
     assert ours & READ["classes"]["NPUWorker"]["methods"].keys() == set()
 
 
-def archive(folder, **changes):
+def archive(folder: Path, **changes: str | None) -> Path:
     """A source distribution of one line a file."""
-    files = {
+    files: dict[str, str | None] = {
         "PKG-INFO": "Version: 0.23.0\nRequires-Dist: torch==2.10.0\nRequires-Dist: torch-npu==2.10.0.post4\n",
         "vllm_ascend/envs.py": "variables = {'VLLM_ASCEND_X': lambda: 1}",
         "vllm_ascend/ascend_config.py": "class AscendConfig:\n    def __init__(self):\n        self.x = 1",
     }
     for path, name in read_vllm_ascend.CLASSES.items():
         files[f"vllm_ascend/{path}"] = f"class {name}(Base):\n    def f(self, x: int=1): ...\n    def _g(self): ..."
-    path = folder / "vllm_ascend-0.23.0.tar.gz"
-    with tarfile.open(path, "w:gz") as opened:
+    made = folder / "vllm_ascend-0.23.0.tar.gz"
+    with tarfile.open(made, "w:gz") as opened:
         for name, text in {**files, **changes}.items():
             if text is not None:
                 member = tarfile.TarInfo(f"vllm_ascend-0.23.0/{name}")
                 member.size = len(text)
                 opened.addfile(member, io.BytesIO(text.encode()))
-    return path
+    return made
 
 
-def test_names_are_read_without_importing(tmp_path):
+def test_names_are_read_without_importing(tmp_path: Path) -> None:
     found = read_vllm_ascend.read_names(archive(tmp_path))
     one = {"bases": ["Base"], "methods": {"f": "self, x: int=1"}}
     assert found == {

@@ -1,5 +1,7 @@
 """What each kind of device is given, without vLLM."""
 
+from typing import Any
+
 import pytest
 
 from rollout.vllm.server.ascend import LAYOUT, LAYOUT_VARIABLE
@@ -11,7 +13,7 @@ TOGETHER = {"rank": 1, "size": 2, "port": 4000}
 RIGHT = "0.23.0.post1"
 
 
-def test_a_cpu_takes_them_as_they_are_and_copies_that_share_experts_are_told_so():
+def test_a_cpu_takes_them_as_they_are_and_copies_that_share_experts_are_told_so() -> None:
     assert settle("cpu", PLAIN, {}, None, None) == (PLAIN, {})
     arguments, variables = settle("cpu", PLAIN, {}, TOGETHER, None)
     assert arguments == PLAIN
@@ -29,17 +31,17 @@ def test_a_cpu_takes_them_as_they_are_and_copies_that_share_experts_are_told_so(
         ({"enforce_eager": False}, "graph_sizes are of CUDA graphs .* leave them out"),
     ],
 )
-def test_a_cpu_refuses_settings_of_accelerators(changes, says):
+def test_a_cpu_refuses_settings_of_accelerators(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         settle("cpu", PLAIN | changes, {}, None, None)
 
 
 @pytest.mark.parametrize("ascend", [None, "0.18.0", RIGHT])
-def test_cuda_takes_them_as_they_are_whatever_else_is_installed(ascend):
+def test_cuda_takes_them_as_they_are_whatever_else_is_installed(ascend: str | None) -> None:
     assert settle("cuda", GRAPHS, {LAYOUT_VARIABLE: "1"}, None, ascend) == (GRAPHS, {})
 
 
-def test_npus_have_plain_matrices_under_the_version_that_was_read():
+def test_npus_have_plain_matrices_under_the_version_that_was_read() -> None:
     arguments, variables = settle("npu", GRAPHS, {}, None, RIGHT)
     assert arguments == GRAPHS | {"additional_config": {LAYOUT: 0}}
     assert variables == {LAYOUT_VARIABLE: "0"}
@@ -55,6 +57,8 @@ def test_npus_have_plain_matrices_under_the_version_that_was_read():
         (RIGHT, {LAYOUT_VARIABLE: "1"}, f"{LAYOUT_VARIABLE}=1: .* set it to 0"),
     ],
 )
-def test_npus_are_refused_by_any_other_version_or_layout(ascend, environ, says):
+def test_npus_are_refused_by_any_other_version_or_layout(
+    ascend: str | None, environ: dict[str, str], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         settle("npu", GRAPHS, environ, None, ascend)

@@ -1,5 +1,6 @@
 """The proof of a worker's weights, on layers that stand for vLLM's: a wrong row of a head or of any expert is named."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ EXPERTS, INNER, HIDDEN, VOCAB = 4, 6, 8, 40
 PREFIX = "model.layers.1.mlp.experts"
 
 
-def file():
+def file() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
         "lm_head.weight": torch.randn(VOCAB, HIDDEN),
@@ -22,7 +23,7 @@ def file():
     }
 
 
-def one_by_one(named):
+def one_by_one(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As other checkpoints have them: each matrix of an expert by itself."""
     found = {name: value for name, value in named.items() if ".experts." not in name}
     for expert in range(EXPERTS):
@@ -32,7 +33,7 @@ def one_by_one(named):
     return found
 
 
-def head(named, first=0, last=VOCAB):
+def head(named: dict[str, torch.Tensor], first: int = 0, last: int = VOCAB) -> SimpleNamespace:
     """A worker's part of the head, whose kernel multiplies by a copy of it."""
     weight = named["lm_head.weight"][first:last].bfloat16()
     packed = weight.clone()
@@ -41,7 +42,9 @@ def head(named, first=0, last=VOCAB):
     return SimpleNamespace(weight=weight, packed=packed, shard_indices=indices, quant_method=method)
 
 
-def experts(named, rank=0, workers=1, by_experts=False):
+def experts(
+    named: dict[str, torch.Tensor], rank: int = 0, workers: int = 1, by_experts: bool = False
+) -> SimpleNamespace:
     """A worker's part of the experts, in their original order."""
     both, down = (named[f"{PREFIX}.{name}"].bfloat16() for name in ("gate_up_proj", "down_proj"))
     layer = SimpleNamespace(expert_map=None, local_num_experts=EXPERTS)
@@ -56,7 +59,7 @@ def experts(named, rank=0, workers=1, by_experts=False):
     return layer
 
 
-def test_bytes_that_are_not_those_written_are_named():
+def test_bytes_that_are_not_those_written_are_named() -> None:
     named = file()
     digests = {name: digest_of(value) for name, value in named.items()}
     assert damaged(named, digests) == []
@@ -65,7 +68,7 @@ def test_bytes_that_are_not_those_written_are_named():
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, VOCAB), (16, 32)])
-def test_a_head_whose_kernel_kept_an_older_copy_is_named(first, last):
+def test_a_head_whose_kernel_kept_an_older_copy_is_named(first: int, last: int) -> None:
     named = file()
     part = head(named, first, last)
     assert stale_heads([("lm_head", part)], named) == []
@@ -78,7 +81,9 @@ def test_a_head_whose_kernel_kept_an_older_copy_is_named(first, last):
 
 @pytest.mark.parametrize("saved", [dict, one_by_one])
 @pytest.mark.parametrize(("workers", "by_experts"), [(1, False), (2, False), (2, True)])
-def test_an_expert_that_is_not_the_files_is_named_by_its_number_in_the_model(saved, workers, by_experts):
+def test_an_expert_that_is_not_the_files_is_named_by_its_number_in_the_model(
+    saved: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], workers: int, by_experts: bool
+) -> None:
     named = file()
     for rank in range(workers):
         layer = experts(named, rank, workers, by_experts)
