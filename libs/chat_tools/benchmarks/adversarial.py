@@ -32,7 +32,7 @@ def turns(name):
 class Search:
     """Random units first, then changes of the worst."""
 
-    def __init__(self, name, seed):
+    def __init__(self, name, seed) -> None:
         self.name, self.random = name, random.Random(seed)
         self.parts = [*FRAGMENTS[name], *VALUES]
         self.turns = turns(name)
@@ -63,7 +63,7 @@ class Search:
             return text._replace(unit=text.unit[:at] + text.unit[at + 1 :] or "a")
         return text._replace(unit=text.unit[:at] + self.random.choice(self.parts) + text.unit[at:])
 
-    def try_one(self, text, size):
+    def try_one(self, text, size) -> None:
         """Measure a text, if it is new; keep what it costs a character."""
         if text not in self.found and len(text.unit) < 60:
             whole = text.of(size)
@@ -99,7 +99,7 @@ def cost(name, text, typed, piece=0):
     return time.process_time() - start
 
 
-def main():
+def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument(
         "--seconds", type=float, default=20, help="of searching, a format; 0 for the known texts alone"

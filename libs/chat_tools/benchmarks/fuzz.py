@@ -20,12 +20,12 @@ with atheris.instrument_imports(include=["chat_tools"]):
 SCAN_BUDGET = cursor.SCAN_BUDGET
 
 
-def one(data):
+def one(data) -> None:
     cursor.SCAN_BUDGET = 50 if data[1:2] > b"\x7f" else SCAN_BUDGET
     check_bytes(data)
 
 
-def main():
+def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--minutes", type=float, default=10)
     options.add_argument("--corpus", help="a folder to keep found inputs in; a temporary one without it")

@@ -21,6 +21,7 @@ from chat_tools import parse
 from chat_tools.parsing.formats import FORMATS
 from chat_tools.parsing.recovery_test import TOOLS as CORPUS_TOOLS
 from chat_tools.testing.samples import write_turn
+from typing import Never
 
 VERL = {
     "qwen3_xml": "qwen3_coder",
@@ -74,7 +75,7 @@ TOOL = {
 class Tokenizer:
     """What the other parsers ask of a tokenizer, with the text itself as the only thing decoded."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.text = ""
         self.pad_token, self.eos_token, self.bos_token = "<|pad|>", "<|eos|>", "<|bos|>"
         self.pad_token_id = self.eos_token_id = 0
@@ -108,7 +109,7 @@ class Tokenizer:
 class Ours:
     name = "chat_tools"
 
-    def supports(self, _):
+    def supports(self, _) -> bool:
         return True
 
     def run(self, name, text, tools):
@@ -119,7 +120,7 @@ class Ours:
 class Verl:
     name = "verl"
 
-    def __init__(self):
+    def __init__(self) -> None:
         from verl.experimental.agent_loop.tool_parser import ToolParser
         from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -144,7 +145,7 @@ class Verl:
 class Vllm:
     name = "vllm"
 
-    def __init__(self):
+    def __init__(self) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
@@ -201,7 +202,7 @@ def well_formed(count, seed=0):
     return turns
 
 
-def outcome(parser, name, text, tools, wanted):
+def outcome(parser, name, text, tools, wanted) -> str:
     """Say what a parser makes of a text: right, other calls, invalid JSON, an exception."""
     try:
         calls, _ = parser.run(name, text, tools)
@@ -218,7 +219,7 @@ def outcome(parser, name, text, tools, wanted):
     return "a call lost" if len(found) < len(wanted) else "a call too many"
 
 
-def _invalid(name):
+def _invalid(name) -> Never:
     raise ValueError(name)
 
 
@@ -245,7 +246,7 @@ def load():
     return parsers
 
 
-def report_agreement(parsers, turns, rounds):
+def report_agreement(parsers, turns, rounds) -> None:
     print(f"\n{len(turns)} well-formed turns a format: calls as written; characters/s of the short ones, of a long one")
     for name, fmt in FORMATS.items():
         able = [p for p in parsers if p.supports(name)]
@@ -269,7 +270,7 @@ def report_agreement(parsers, turns, rounds):
         print(f"{name:<14}" + "; ".join(cells), flush=True)
 
 
-def report_corpus(parsers, verbose):
+def report_corpus(parsers, verbose) -> None:
     rows = (Path(__file__).parent.parent / "chat_tools/parsing/malformed.jsonl").read_text().splitlines()
     cases = [json.loads(row) for row in rows]
     print(f"\n{len(cases)} malformed turns (malformed.jsonl)")
@@ -289,7 +290,7 @@ def report_corpus(parsers, verbose):
 TOOLS = [TOOL]
 
 
-def main():
+def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--turns", type=int, default=200)
     options.add_argument("--rounds", type=int, default=5)

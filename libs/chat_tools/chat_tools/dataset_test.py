@@ -43,7 +43,7 @@ def write(path, rows):
     return path
 
 
-def test_rows_and_reasons(tmp_path, tokenizer):
+def test_rows_and_reasons(tmp_path, tokenizer) -> None:
     path = write(tmp_path / "talks.jsonl", ROWS)
     report, seen = DatasetReport(), []
     examples = list(
@@ -75,7 +75,7 @@ def test_rows_and_reasons(tmp_path, tokenizer):
     assert "2 of 10 rows" in str(report)
 
 
-def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer, monkeypatch):
+def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(dataset, "_free_memory", lambda: 2 * dataset.BYTES_A_WORKER)
     rows = [{"messages": [TALK[0], {"role": "assistant", "content": f"number {i}"}]} for i in range(300)]
     path = write(tmp_path / "many.jsonl", rows)
@@ -91,7 +91,7 @@ def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer, monk
     assert reports[1].workers == 2
 
 
-def test_parquet_in_and_out(tmp_path, tokenizer):
+def test_parquet_in_and_out(tmp_path, tokenizer) -> None:
     source = tmp_path / "talks.parquet"
     calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
     rows = [{"messages": TALK}, {"messages": [TALK[0], calls]}]
@@ -104,12 +104,12 @@ def test_parquet_in_and_out(tmp_path, tokenizer):
     assert [row["loss_mask"] for row in written] == [e.loss_mask for e in examples]
 
 
-def test_an_unknown_kind_of_file(tmp_path):
+def test_an_unknown_kind_of_file(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
         list(read_rows([tmp_path / "talks.csv"]))
 
 
-def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch):
+def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch) -> None:
     processors = len(os.sched_getaffinity(0))
     assert sensible_workers(256) <= processors
     assert sensible_workers() <= processors
@@ -121,14 +121,14 @@ def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch):
         sensible_workers(0)
 
 
-def test_without_a_terminal_progress_is_plain_lines(capsys):
+def test_without_a_terminal_progress_is_plain_lines(capsys) -> None:
     show = progress_bar("rows")
     show(1, 2)
     show(2, 2)
     assert capsys.readouterr().err == "rows: 2 of 2 rows\n"
 
 
-def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys):
+def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     show = progress_bar("rows")
     show(1, 4)
@@ -136,7 +136,7 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys):
     assert "100%" in capsys.readouterr().err
 
 
-def test_a_straddling_token_drops_no_row(tmp_path):
+def test_a_straddling_token_drops_no_row(tmp_path) -> None:
     """A history of empty thoughts, whose newlines are one token across the end of the prompt."""
     tokenizer = tiny_tokenizer("thinking", marks=False)
     path = tmp_path / "talks.jsonl"
@@ -148,7 +148,7 @@ def test_a_straddling_token_drops_no_row(tmp_path):
     assert (len(examples), report.kept, report.skipped) == (20, 20, {})
 
 
-def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_path):
+def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_path) -> None:
     tokenizer = tiny_tokenizer("harmony", marks=False)
     call = {"function": {"name": "f", "arguments": {"a": "b"}}}
     talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call, call]}, *TALK]
@@ -162,7 +162,7 @@ def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_p
     assert tokenizer.decode(trained) == "<|channel|>final<|message|>hello<|return|>"
 
 
-def test_stop_tokens_reach_the_mask(tmp_path):
+def test_stop_tokens_reach_the_mask(tmp_path) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n")
     with pytest.raises(ValueError, match="another model's"):

@@ -10,12 +10,12 @@ import chat_tools
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_of_the_readme():
+def test_the_example_of_the_readme() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_is_there() -> None:
     for name in chat_tools.__all__:
         assert getattr(chat_tools, name) is not None
 
@@ -27,11 +27,11 @@ def imported(program: str) -> set[str]:
     return {name.split(".")[0] for name in out.split()}
 
 
-def test_the_facade_imports_next_to_nothing():
+def test_the_facade_imports_next_to_nothing() -> None:
     assert imported("import chat_tools") <= {*imported("import typing, importlib"), "chat_tools"}
 
 
-def test_parsing_and_rendering_import_a_part_of_the_standard_library_alone():
+def test_parsing_and_rendering_import_a_part_of_the_standard_library_alone() -> None:
     """No process pools, no network, no logging, no third-party package; jinja2 comes with the first template."""
     call = """'<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'"""
     names = "StreamParser, ToolCall, detect_format, extend, parse, render"

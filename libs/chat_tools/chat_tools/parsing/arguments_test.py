@@ -52,7 +52,7 @@ PERSON = {
         ("1", {"type": "int"}, 1),
     ],
 )
-def test_what_fits_gets_its_type(text, schema, value):
+def test_what_fits_gets_its_type(text, schema, value) -> None:
     notes: list[str] = []
     found = from_text(text, schema, {"$defs": {"ints": INTEGERS}}, notes)
     assert (found, type(found)) == (value, type(value))
@@ -77,14 +77,14 @@ def test_what_fits_gets_its_type(text, schema, value):
         ("1", {"enum": [True]}, "value: 1 is not one of [True]; kept as text"),
     ],
 )
-def test_what_does_not_fit_stays_text_with_a_note(text, schema, note):
+def test_what_does_not_fit_stays_text_with_a_note(text, schema, note) -> None:
     notes: list[str] = []
     assert from_text(text, schema, {}, notes) == text
     assert len(notes) == 1
     assert note in notes[0]
 
 
-def test_nested_misfits_keep_the_value_and_say_where():
+def test_nested_misfits_keep_the_value_and_say_where() -> None:
     notes: list[str] = []
     text = '{"age": "x", "tags": [1, "2"], "other": 1}'
     assert from_text(text, PERSON, {}, notes, "who") == json.loads(text)
@@ -96,7 +96,7 @@ def test_nested_misfits_keep_the_value_and_say_where():
     ]
 
 
-def test_schemas_that_refer_to_themselves():
+def test_schemas_that_refer_to_themselves() -> None:
     root = {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
     assert not mismatches([[[]], []], {"$ref": "#/$defs/tree"}, root, "t")
     assert mismatches([[1]], {"$ref": "#/$defs/tree"}, root, "t") == ["t[0][0]: 1 is not array"]
@@ -104,12 +104,12 @@ def test_schemas_that_refer_to_themselves():
     assert from_text("x", {"$ref": "#/$defs/a"}, loop, []) == "x"
 
 
-def test_all_of_narrows():
+def test_all_of_narrows() -> None:
     schema = {"allOf": [{"type": ["integer", "string"]}, {"type": ["string", "null"]}]}
     assert allowed_types(schema, {}) == {"string"}
 
 
-def test_tools_in_every_shape():
+def test_tools_in_every_shape() -> None:
     def ping(times: int = 1) -> None:
         """Ping."""
 
@@ -128,7 +128,7 @@ json_values = st.recursive(
 
 @settings(max_examples=120, deadline=None)
 @given(json_values)
-def test_literals_are_read_as_python_writes_them(value):
+def test_literals_are_read_as_python_writes_them(value) -> None:
     assert loads(repr(value)) == value
     assert loads(json.dumps(value)) == value
     assert json.loads(dumps(value)) == value
@@ -136,7 +136,7 @@ def test_literals_are_read_as_python_writes_them(value):
 
 @settings(max_examples=250, deadline=None)
 @given(st.text(alphabet="[]{}()'\",:0123456789.eEtrufalsn \\-+_xN\n", max_size=40))
-def test_any_text_is_a_value_or_an_error(text):
+def test_any_text_is_a_value_or_an_error(text) -> None:
     try:
         value = loads(text)
     except LiteralError:
@@ -157,12 +157,12 @@ def test_any_text_is_a_value_or_an_error(text):
         "",
     ],
 )
-def test_hostile_texts_are_errors(text):
+def test_hostile_texts_are_errors(text) -> None:
     with pytest.raises(LiteralError):
         loads(text)
 
 
-def test_duplicate_keys_are_noted():
+def test_duplicate_keys_are_noted() -> None:
     for text in ('{"a": 1, "a": 2}', "{'a': 1, 'a': 2}"):
         notes: list[str] = []
         assert loads(text, notes) == {"a": 2}

@@ -21,11 +21,11 @@ FAMILY = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("marks", [True, False])
-def test_each_family_is_known_by_the_call_it_writes(name, marks):
+def test_each_family_is_known_by_the_call_it_writes(name, marks) -> None:
     assert detect_format(tiny_tokenizer(name, marks)) == FAMILY[name]
 
 
-def template_of(fmt, end, note=""):
+def template_of(fmt, end, note="") -> str:
     """A template whose calls are a format's own, with the message's name and values in them, and `end` behind a turn.
 
     The notes of a template do not stand in what it renders.
@@ -41,7 +41,7 @@ def template_of(fmt, end, note=""):
 
 
 @pytest.mark.parametrize(("name", "end"), [(name, end) for name in formats() for end in ("", *FORMATS[name].ends)])
-def test_each_format_is_known_by_the_call_it_writes(name, end, monkeypatch):
+def test_each_format_is_known_by_the_call_it_writes(name, end, monkeypatch) -> None:
     """With nothing behind it, and with each token that ends its turns; no marker in the template's text helps here."""
     monkeypatch.setattr(detection, "_SIGNS", ())
     monkeypatch.setattr(detection, "_own_signs", list)
@@ -54,7 +54,7 @@ SAME_TEXT = {"ernie45": "hermes"}
 
 
 @pytest.mark.parametrize("name", [name for name in formats() if FORMATS[name].sign])
-def test_without_its_sign_a_format_is_one_that_reads_the_same(name):
+def test_without_its_sign_a_format_is_one_that_reads_the_same(name) -> None:
     fmt = FORMATS[name]
     found = detect_format(tiny_tokenizer("chatml", template=template_of(fmt, "")))
     assert found == SAME_TEXT.get(name, name)
@@ -73,7 +73,7 @@ UNMARKED = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>", "xl
 
 
 @pytest.mark.parametrize("name", formats())
-def test_a_template_that_refuses_calls_is_known_by_its_text(name):
+def test_a_template_that_refuses_calls_is_known_by_its_text(name) -> None:
     """By the example of a call in it; where that holds no marker, by the marker that calls may have."""
     fmt = FORMATS[name]
     if name not in UNMARKED:
@@ -85,10 +85,10 @@ def test_a_template_that_refuses_calls_is_known_by_its_text(name):
         assert detect_format(refusing(UNMARKED[name])) == name
 
 
-def test_of_two_markers_the_more_telling_one_counts():
+def test_of_two_markers_the_more_telling_one_counts() -> None:
     assert detect_format(refusing("tools are called with <function= in <tool_call>")) == "qwen3_xml"
 
 
-def test_no_format():
+def test_no_format() -> None:
     with pytest.raises(ValueError, match="choose one of"):
         detect_format(tiny_tokenizer("chatml", template="{{ messages[0].content }}"))

@@ -19,7 +19,7 @@ BOTH = [("f", {"city": "Paris", "n": 3}), ("g", {})]
 ONE = BOTH[:1]
 
 
-def dsml(wrapper):
+def dsml(wrapper) -> str:
     """Two calls in DeepSeek's markup language."""
     city = '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>'
     count = '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>'
@@ -99,7 +99,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), TURNS)
-def test_a_turn_as_a_model_writes_it(name, text, calls):
+def test_a_turn_as_a_model_writes_it(name, text, calls) -> None:
     message = parse(text, name, TOOLS)
     assert [(call.name, call.arguments_dict()) for call in message.tool_calls] == calls
     assert not message.malformed
@@ -110,7 +110,7 @@ def test_a_turn_as_a_model_writes_it(name, text, calls):
             assert (call.name, call.arguments_dict()) in calls
 
 
-def test_the_attribute_says_what_is_text():
+def test_the_attribute_says_what_is_text() -> None:
     """Where the model says it the schema does not decide; without it, or where nothing is declared, it does."""
 
     def arguments(attribute, value, tools=None):
@@ -127,7 +127,7 @@ def test_the_attribute_says_what_is_text():
     assert arguments("", "3") == {"n": "3"}
 
 
-def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes():
+def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes() -> None:
     def arguments(key, kind, value):
         tag = f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
         text = (
@@ -148,14 +148,14 @@ def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes():
     assert call.arguments_dict() == odd
 
 
-def test_text_that_only_looks_like_a_list_of_calls_is_content():
+def test_text_that_only_looks_like_a_list_of_calls_is_content() -> None:
     for name, text in [("phi4_mini", "functools.lru_cache is a decorator"), ("xlam", "[1, 2] is a list")]:
         assert parse(text, name).content == text
         assert not parse(text, name).malformed
 
 
 @pytest.mark.parametrize("name", formats())
-def test_every_format_shows_itself(name):
+def test_every_format_shows_itself(name) -> None:
     fmt = find_format(name)
     (call,) = parse(fmt.example, fmt).tool_calls
     assert call.name == "weather"
@@ -163,12 +163,12 @@ def test_every_format_shows_itself(name):
     assert all(find_format(alias) is fmt for alias in fmt.aliases)
 
 
-def test_names_are_not_given_twice():
+def test_names_are_not_given_twice() -> None:
     assert not ALIASES.keys() & FORMATS.keys()
     assert len(ALIASES) == sum(len(fmt.aliases) for fmt in FORMATS.values())
 
 
-def test_a_format_of_ones_own():
+def test_a_format_of_ones_own() -> None:
     mine = Format("acme", calls=(("<call>", "</call>"),), body=Json(), writer=objects)
     (call,) = parse(mine.example, mine).tool_calls
     assert json.loads(call.arguments) == {"city": "Paris", "days": 3}
@@ -176,7 +176,7 @@ def test_a_format_of_ones_own():
         mine._replace(writer=None).write([])
 
 
-def test_every_format_has_a_page(capsys):
+def test_every_format_has_a_page(capsys) -> None:
     assert main(["formats"]) == 0
     page = capsys.readouterr().out
     assert all(f"## {fmt.name}\n" in page and fmt.example in page for fmt in FORMATS.values())
@@ -184,6 +184,6 @@ def test_every_format_has_a_page(capsys):
     assert capsys.readouterr().out.startswith("## deepseek_v3.2\n\nAlso called: deepseekv32, deepseek_v32.\n")
 
 
-def test_what_wraps_an_answer_of_ernie_is_not_its_content():
+def test_what_wraps_an_answer_of_ernie_is_not_its_content() -> None:
     message = parse("so\n</think>\n\n\n<response>\nHello there.\n</response>\n", "ernie45")
     assert (message.content.strip(), message.reasoning, message.malformed) == ("Hello there.", "so", ())

@@ -44,7 +44,7 @@ def conversations(draw, arguments):
 
 @settings(max_examples=50, deadline=None)
 @given(conversations(spelled))
-def test_what_the_api_sends_comes_back_as_it_was(messages):
+def test_what_the_api_sends_comes_back_as_it_was(messages) -> None:
     messages = to_openai(messages)  # complete: every call has an id, every result names it
     before = copy.deepcopy(messages)
     taken = from_openai(messages)
@@ -54,7 +54,7 @@ def test_what_the_api_sends_comes_back_as_it_was(messages):
 
 @settings(max_examples=50, deadline=None)
 @given(conversations(objects))
-def test_what_a_template_takes_comes_back_as_it_was(messages):
+def test_what_a_template_takes_comes_back_as_it_was(messages) -> None:
     before = copy.deepcopy(messages)
     sent = to_openai(messages)
     assert messages == before
@@ -69,7 +69,7 @@ def test_what_a_template_takes_comes_back_as_it_was(messages):
         assert message == back
 
 
-def test_changed_values_are_sent_as_they_are_now():
+def test_changed_values_are_sent_as_they_are_now() -> None:
     (taken,) = from_openai([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}])
     arguments = taken["tool_calls"][0]["function"]["arguments"]
     assert isinstance(arguments, Arguments)
@@ -79,7 +79,7 @@ def test_changed_values_are_sent_as_they_are_now():
     assert sent["tool_calls"] == [{"function": {"name": "f", "arguments": '{"a": true}'}, "id": "call00000"}]
 
 
-def test_refusals():
+def test_refusals() -> None:
     for wrong in ("x", [1], [{"name": "f"}]):
         with pytest.raises(ValueError, match="tool_calls of message 0"):
             from_openai([{"role": "assistant", "tool_calls": wrong}])
@@ -87,7 +87,7 @@ def test_refusals():
         to_openai([{"role": "tool", "content": "x"}])
 
 
-def test_deltas_in_the_shape_of_the_api():
+def test_deltas_in_the_shape_of_the_api() -> None:
     text = 'Look. <tool_call>{"name": "f", "arguments": {"a": "xy"}}</tool_call>'
     parser = StreamParser("hermes", prefill="<think>")
     deltas = [delta_of(e, first_call=2) for c in f"so</think>{text}" for e in parser.feed(c)]

@@ -65,7 +65,7 @@ usual = st.recursive(
     st.integers(1, 7),
     st.sampled_from([None, ""]),
 )
-def test_deltas_add_up_to_the_arguments(name, calls, size, prefill):
+def test_deltas_add_up_to_the_arguments(name, calls, size, prefill) -> None:
     text = write_turn(name, calls)
     message, dropped = told(StreamParser(name, prefill=prefill), cut(text, size))
     assert message == parse(text, name, prefill=prefill)
@@ -74,7 +74,7 @@ def test_deltas_add_up_to_the_arguments(name, calls, size, prefill):
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from(formats()), st.integers(1, 5), st.sampled_from([None, "", "<think>\n"]))
-def test_whatever_a_model_writes_its_events_add_up(data, name, size, prefill):
+def test_whatever_a_model_writes_its_events_add_up(data, name, size, prefill) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=25)))
     message, _ = told(StreamParser(name, TOOLS, prefill=prefill), cut(text, size))
     assert message == parse(text, name, TOOLS, prefill=prefill)
@@ -109,7 +109,7 @@ FILLERS = ["word ", 'it\'s "x" = \\d\\ é\n(a), [1] ']
 @pytest.mark.parametrize("name", formats())
 @pytest.mark.parametrize("filler", FILLERS, ids=["plain", "quotes"])
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "none"])
-def test_a_server_hears_of_long_arguments_at_once(name, filler, tools):
+def test_a_server_hears_of_long_arguments_at_once(name, filler, tools) -> None:
     """Of each of two calls, behind words and thoughts where the format has calls there."""
     calls = [("f", {"count": 3, "text": f"WORD{i}" + filler * (10_000 // len(filler)) + "STOP"}) for i in range(2)]
     asked = FORMATS[name].opening.endswith(("{", "["))
@@ -145,12 +145,12 @@ SPELLED = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPELLED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(SPELLED)])
-def test_a_long_argument_in_other_spellings(name, text):
+def test_a_long_argument_in_other_spellings(name, text) -> None:
     (call,) = hears_at_once(StreamParser(name, TOOLS, prefill=""), text, 1)
     assert call.arguments_dict()["text"].startswith("WORD0word word")
 
 
-def test_an_id_is_told_as_it_is_read():
+def test_an_id_is_told_as_it_is_read() -> None:
     for name, text, identifier in (
         ("cohere", '<|START_ACTION|>[{"tool_call_id": "1 ", "tool_name": "f", "parameters": {}}]', "1 "),
         ("mistral", "[TOOL_CALLS]f[CALL_ID] x1 [ARGS]{}", "x1"),
@@ -172,7 +172,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "begun", "rest"), BROKEN)
-def test_a_call_that_is_none_is_dropped(name, begun, rest):
+def test_a_call_that_is_none_is_dropped(name, begun, rest) -> None:
     parser = StreamParser(name, prefill="")
     events = parser.feed(begun)
     assert [type(event).__name__ for event in events] == ["CallStarted", "ArgumentsDelta"]
@@ -199,7 +199,7 @@ def test_a_call_that_is_none_is_dropped(name, begun, rest):
         ("pythonic", "[f(a='é|\\ud800')]", '{"a": "\\u00e9\\ud800"}'),  # a lone surrogate has all spelled anew
     ],
 )
-def test_a_call_that_is_read_in_another_way_is_told_again(name, pieces, arguments):
+def test_a_call_that_is_read_in_another_way_is_told_again(name, pieces, arguments) -> None:
     message, dropped = told(StreamParser(name, prefill=""), pieces.split("|") if "|>" not in pieces else cut(pieces, 3))
     assert dropped == 1
     assert message.tool_calls[0].arguments == arguments
@@ -208,7 +208,7 @@ def test_a_call_that_is_read_in_another_way_is_told_again(name, pieces, argument
 @pytest.mark.parametrize("name", formats())
 @pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {"anyOf": [{"type": "null"}, {"type": "string"}]}])
 @pytest.mark.parametrize("value", [LONG, "3 WORD0 " + "more " * 2000 + "STOP"])
-def test_a_long_argument_that_may_be_null(name, schema, value):
+def test_a_long_argument_that_may_be_null(name, schema, value) -> None:
     tools = [{"name": "f", "parameters": {"type": "object", "properties": {"text": schema}}}]
     (call,) = hears_at_once(StreamParser(name, tools, prefill=""), write_turn(name, [("f", {"text": value})]), 1)
     assert call.arguments_dict() == {"text": value}
@@ -218,7 +218,7 @@ THINKING = [name for name in formats() if FORMATS[name].reasoning]
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning(name):
+def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning(name) -> None:
     """The same text can be an answer, or thoughts that the prompt opened: only its end, or thoughts seen, tell."""
     text, (opening, closing) = write_turn(name, [("f", {"text": "x" * 200})]), FORMATS[name].reasoning[0]
     parser = StreamParser(name, TOOLS)
@@ -240,7 +240,7 @@ def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning
         assert sum(len(event.text) for event in early if isinstance(event, ArgumentsDelta)) > 30
 
 
-def test_a_format_whose_thoughts_are_messages_needs_no_prefill():
+def test_a_format_whose_thoughts_are_messages_needs_no_prefill() -> None:
     assert set(formats()) - set(THINKING) == {"harmony"}
     text = write_turn("harmony", [("f", {"text": LONG})])
     assert len(hears_at_once(StreamParser("harmony", TOOLS), text, 1)) == 1

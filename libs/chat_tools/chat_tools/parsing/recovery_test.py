@@ -28,7 +28,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{c['format']}: {c['case']}" for c in CASES])
-def test_malformed_output(case):
+def test_malformed_output(case) -> None:
     message = parse(case["text"], case["format"], TOOLS)
     assert [[c.name, json.loads(c.arguments)] for c in message.tool_calls] == case["calls"]
     assert len(message.malformed) == case["malformed"]
@@ -53,7 +53,7 @@ def value(key: str, text: str) -> str:
     return f"<parameter={key}>\n{text}\n</parameter>\n"
 
 
-def test_every_liberty_is_said():
+def test_every_liberty_is_said() -> None:
     assert diagnostics(value("a", "1")) == ()
     assert diagnostics(value("a", "2") + value("a", "1")) == ("duplicate key 'a': the last one counts",)
     assert diagnostics(value("z", "1")) == ("unknown argument 'z'",)
@@ -63,7 +63,7 @@ def test_every_liberty_is_said():
     assert diagnostics("hm\n" + value("a", "1")) == ("text between the arguments was left out",)
 
 
-def test_every_malformed_span_has_its_reason():
+def test_every_malformed_span_has_its_reason() -> None:
     broken = call("<function=>\n</function>")
     message = only(f"A {broken} B")
     (bad,) = message.malformed
@@ -71,7 +71,7 @@ def test_every_malformed_span_has_its_reason():
     assert bad.reason == "the tool's name is empty"
 
 
-def test_split_utf8():
+def test_split_utf8() -> None:
     text = "Grüße 🌍 " + call("<function=write>\n" + value("text", "✓ añb") + "</function>")
     raw = text.encode()
     for cut in range(len(raw) + 1):
@@ -91,7 +91,7 @@ def test_split_utf8():
         ("gemma", '<|tool_call>call:write{text:<|"|>a"}\\<|"|>}<tool_call|>'),
     ],
 )
-def test_escapes_and_quotes_cut_anywhere(name, text):
+def test_escapes_and_quotes_cut_anywhere(name, text) -> None:
     whole = parse(text, name, TOOLS)
     assert len(whole.tool_calls) == 1
     assert not whole.malformed
@@ -102,7 +102,7 @@ def test_escapes_and_quotes_cut_anywhere(name, text):
         assert parser.finish() == whole
 
 
-def test_the_stream_keeps_pace():
+def test_the_stream_keeps_pace() -> None:
     """Text is reported at once unless it may be the beginning of a marker; a call when its last character is there."""
     parser = StreamParser("hermes", prefill="")
     seen = [parser.feed(c) for c in 'Hi <b>\n<tool_call>{"name": "add", "arguments": {}}</tool_call>']
@@ -122,7 +122,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("what", HUGE)
-def test_one_huge_bad_call_takes_no_good_one_with_it(what):
+def test_one_huge_bad_call_takes_no_good_one_with_it(what) -> None:
     good = '<tool_call>\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>'
     message = parse(f"<tool_call>\n{HUGE[what]}\n</tool_call>\n{good}", "hermes")
     assert [call.name for call in message.tool_calls] == ["g"]
@@ -164,7 +164,7 @@ NOISE = {
 
 @pytest.mark.parametrize("name", NOISE)
 @pytest.mark.parametrize("where", ["before", "after", "between", "lines"])
-def test_noise_in_a_block_takes_no_call_with_it(name, where):
+def test_noise_in_a_block_takes_no_call_with_it(name, where) -> None:
     block, noise = NOISE[name]
     opening, closing = block[: block.index("{}")], block[block.rindex("{}") + 2 :]
     call = block[len(opening) + 2 : block.rindex("{}")].replace("{{", "{").replace("}}", "}")
@@ -185,7 +185,7 @@ def test_noise_in_a_block_takes_no_call_with_it(name, where):
         assert parser.finish(text[cut:]) == only(text, name)
 
 
-def test_text_after_a_block_without_an_end_is_content():
+def test_text_after_a_block_without_an_end_is_content() -> None:
     call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
     message = only(f"{call}Done.\n<tool_call>\n<function=ping>\n</function>\n</tool_call>")
     assert [c.name for c in message.tool_calls] == ["add", "ping"]
@@ -233,7 +233,7 @@ def test_text_after_a_block_without_an_end_is_content():
         ("llama3_json", '{"name": "other", "parameters": {}}', [["other", {}]], ""),
     ],
 )
-def test_a_good_call_is_read_and_an_answer_is_none(name, text, calls, content):
+def test_a_good_call_is_read_and_an_answer_is_none(name, text, calls, content) -> None:
     message = only(text, name)
     assert [[c.name, json.loads(c.arguments)] for c in message.tool_calls] == calls
     assert message.content == content
@@ -243,7 +243,7 @@ def test_a_good_call_is_read_and_an_answer_is_none(name, text, calls, content):
         assert parser.finish(text[cut:]) == message
 
 
-def test_a_bad_call_without_an_end_takes_no_good_one_with_it():
+def test_a_bad_call_without_an_end_takes_no_good_one_with_it() -> None:
     good = '<|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
     bad = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": '
     message = only(f"<|tool_calls_section_begin|>{bad}{good}<|tool_calls_section_end|>", "kimi_k2")
@@ -269,7 +269,7 @@ def test_a_bad_call_without_an_end_takes_no_good_one_with_it():
     ],
 )
 @pytest.mark.parametrize("format_", ["hermes", "llama3_json", "harmony", "kimi_k2"])
-def test_a_json_value_is_fitted_to_the_schema_where_nothing_is_lost(format_, name, key, written, value, noted):
+def test_a_json_value_is_fitted_to_the_schema_where_nothing_is_lost(format_, name, key, written, value, noted) -> None:
     arguments = f'{{"{key}": {written}}}'
     text = {
         "hermes": f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>',
@@ -300,13 +300,13 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_the_names_that_peers_give_a_format(name):
+def test_the_names_that_peers_give_a_format(name) -> None:
     message = only(PEERS[name], name)
     assert [(c.name, json.loads(c.arguments), c.diagnostics) for c in message.tool_calls] == [("add", A, ())]
     assert (message.content, message.malformed) == ("", ())
 
 
 @pytest.mark.parametrize("name", ["poolside_v1", "hy_v3", "plamo3"])
-def test_a_format_that_is_not_read_is_refused_by_name(name):
+def test_a_format_that_is_not_read_is_refused_by_name(name) -> None:
     with pytest.raises(ValueError, match=f"unknown tool-call format '{name}'"):
         only("", name)

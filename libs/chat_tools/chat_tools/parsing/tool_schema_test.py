@@ -45,7 +45,7 @@ def search(
     return query
 
 
-def test_a_whole_function():
+def test_a_whole_function() -> None:
     assert function_schema(search) == {
         "type": "function",
         "function": {
@@ -99,11 +99,11 @@ def test_a_whole_function():
         ),
     ],
 )
-def test_types(hint, schema):
+def test_types(hint, schema) -> None:
     assert type_schema(hint) == schema
 
 
-def test_sphinx_fields():
+def test_sphinx_fields() -> None:
     text = "Do it.\n\n:param int a: the first,\n    and more\n:param b: the second\n:returns: nothing"
     assert read_docstring(text) == ("Do it.", {"a": "the first, and more", "b": "the second"})
 
@@ -136,6 +136,6 @@ def keyed(a: dict[int, str]) -> None: ...
         (3, "typed function"),
     ],
 )
-def test_errors_name_the_fix(function, words):
+def test_errors_name_the_fix(function, words) -> None:
     with pytest.raises(ValueError, match=words):
         function_schema(function)

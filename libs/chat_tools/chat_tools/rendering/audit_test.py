@@ -11,13 +11,13 @@ def causes(report):
     return [d.cause for d in report.divergences]
 
 
-def test_a_template_that_preserves_prefixes():
+def test_a_template_that_preserves_prefixes() -> None:
     report = audit_template(tiny_tokenizer("deepseek"))
     assert report.prefix_preserving
     assert report.mask_safe
 
 
-def test_a_plain_template():
+def test_a_plain_template() -> None:
     report = audit_template(tiny_tokenizer("chatml"))
     assert causes(report) == ["joined tokens"]  # a turn that begins with a newline, after a prompt that ends with one
     assert report.generation_prompt == "<|im_start|>assistant\n"
@@ -26,7 +26,7 @@ def test_a_plain_template():
     assert any("reasoning_content is not rendered" in note for note in report.notes)
 
 
-def test_thinking_that_is_dropped_is_found():
+def test_thinking_that_is_dropped_is_found() -> None:
     report = audit_template(tiny_tokenizer("thinking"))
     assert not report.prefix_preserving
     assert "dropped thinking" in causes(report)
@@ -38,7 +38,7 @@ def test_thinking_that_is_dropped_is_found():
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_marks_that_agree_with_the_proof_are_safe(name):
+def test_marks_that_agree_with_the_proof_are_safe(name) -> None:
     for marks in (True, False):
         report = audit_template(tiny_tokenizer(name, marks))
         assert report.mask_problems == ()
@@ -47,7 +47,7 @@ def test_marks_that_agree_with_the_proof_are_safe(name):
         assert report.generation_marks == marks
 
 
-def test_marks_that_leave_out_the_end_of_turn_are_not_safe():
+def test_marks_that_leave_out_the_end_of_turn_are_not_safe() -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -59,18 +59,18 @@ def test_marks_that_leave_out_the_end_of_turn_are_not_safe():
     assert "the template marks 'A colour.', the model would write 'A colour.<|im_end|>'" in report.mask_problems[0]
 
 
-def test_a_template_that_trims_is_found():
+def test_a_template_that_trims_is_found() -> None:
     report = audit_template(tiny_tokenizer("llama"))
     assert "trailing newline" in causes(report)
 
 
-def test_a_report_is_text_and_data():
+def test_a_report_is_text_and_data() -> None:
     report = audit_template(tiny_tokenizer("thinking"))
     assert "prefix-preserving       NO" in str(report)
     json.dumps(report.to_dict())
 
 
-def test_marks_that_hold_more_than_the_model_writes_are_noted_and_not_trained():
+def test_marks_that_hold_more_than_the_model_writes_are_noted_and_not_trained() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}"
         "{% generation %}{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -82,7 +82,7 @@ def test_marks_that_hold_more_than_the_model_writes_are_noted_and_not_trained():
     assert any("marks hold '<|im_start|>assistant\\n', '\\n' too" in note for note in report.notes)
 
 
-def test_a_template_that_joins_text_to_arguments_gets_an_answer():
+def test_a_template_that_joins_text_to_arguments_gets_an_answer() -> None:
     """DeepSeek-V3 takes the arguments of a call as JSON text, and raises Python's own error at anything else."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"

@@ -22,7 +22,7 @@ def call(value: str) -> dict:
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama", "deepseek", "thinking", "mistral", "harmony"])
-def test_extend_continues_token_by_token(name):
+def test_extend_continues_token_by_token(name) -> None:
     tokenizer = PLAIN[name]
     messages = [{"role": "user", "content": "hi"}]
     rendered = render(tokenizer, messages, add_generation_prompt=True)
@@ -48,7 +48,7 @@ def test_extend_continues_token_by_token(name):
         assert rendered.text == render(tokenizer, messages, add_generation_prompt=True).text
 
 
-def test_a_turn_cut_off_by_length_is_closed_untrained():
+def test_a_turn_cut_off_by_length_is_closed_untrained() -> None:
     tokenizer = PLAIN["chatml"]
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True)
     longer = extend(prompt.generated(tokenizer("hel")["input_ids"]), TALK[2:3])
@@ -61,7 +61,7 @@ def test_a_turn_cut_off_by_length_is_closed_untrained():
     assert tokenizer.decode([i for i, m in zip(longer.ids, longer.assistant_mask, strict=True) if m]) == "hel"
 
 
-def test_tool_results_follow_a_call():
+def test_tool_results_follow_a_call() -> None:
     tokenizer = PLAIN["thinking"]
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True)
     turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
@@ -95,7 +95,7 @@ SAMPLED_STOPS = [
 
 @pytest.mark.parametrize(("name", "said", "stop", "role", "expected"), SAMPLED_STOPS)
 @pytest.mark.parametrize("known", [True, False])
-def test_the_token_that_stopped_the_model_is_written_once(name, said, stop, role, expected, known):
+def test_the_token_that_stopped_the_model_is_written_once(name, said, stop, role, expected, known) -> None:
     tokenizer = PLAIN[name]
     stops = [s for s in TEMPLATES[name][1] if s in expected or s == stop] if known else None
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True, stop_tokens=stops)
@@ -116,7 +116,7 @@ def test_the_token_that_stopped_the_model_is_written_once(name, said, stop, role
     )
 
 
-def test_extend_without_a_prompt_or_render_is_refused():
+def test_extend_without_a_prompt_or_render_is_refused() -> None:
     rendered = render(PLAIN["chatml"], TALK)
     with pytest.raises(ValueError, match="add_generation_prompt=True"):
         rendered.generated([1])
@@ -139,7 +139,7 @@ RESULTS_BEFORE_WORDS = """
 
 
 @pytest.mark.parametrize("words", ["", "I look."])
-def test_a_result_is_not_lost_where_words_stand_beside_the_call(words):
+def test_a_result_is_not_lost_where_words_stand_beside_the_call(words) -> None:
     """Gemma 4's template writes call, result, words; what was sampled ends with the call, and the result follows."""
     tokenizer = tiny_tokenizer("chatml", template=RESULTS_BEFORE_WORDS)
     tokenizer.add_tokens(["<|tool_response>"])
@@ -155,7 +155,7 @@ def test_a_result_is_not_lost_where_words_stand_beside_the_call(words):
     assert longer.text[owner.start : owner.end] == "42"
 
 
-def test_new_messages_that_are_not_written_are_refused():
+def test_new_messages_that_are_not_written_are_refused() -> None:
     talk = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     asking = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     deaf = f"{{% for m in messages %}}{{% if m.role != 'tool' %}}{talk}{{% endif %}}{{% endfor %}}{asking}"
@@ -173,7 +173,7 @@ def test_new_messages_that_are_not_written_are_refused():
         extend(render(twice, TALK[:2]), [TOOL], add_generation_prompt=False)
 
 
-def test_what_follows_a_turn_has_the_names_and_ids_of_its_calls():
+def test_what_follows_a_turn_has_the_names_and_ids_of_its_calls() -> None:
     """Templates look both up in the call that a result answers."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
@@ -191,7 +191,7 @@ def test_what_follows_a_turn_has_the_names_and_ids_of_its_calls():
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_arguments_of_the_kind_that_the_template_takes(as_text):
+def test_arguments_of_the_kind_that_the_template_takes(as_text) -> None:
     arguments = "c.function.arguments" if as_text else "c.function.arguments | items | list | length | string"
     body = f"{{% for c in m.tool_calls or [] %}}{{{{ c.function.name + {arguments} }}}}{{% endfor %}}"
     talk = "{{ '<|im_start|>' + m.role + '\n' + m.content }}" + body + "{{ '<|im_end|>\n' }}"

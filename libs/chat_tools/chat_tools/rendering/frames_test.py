@@ -38,7 +38,7 @@ def framed(name="chatml", like=SAY, stops=None, tools=None, tokens=(), **kind) -
         ("harmony", "<|start|>assistant", "<|end|>", ["<|return|>", "<|end|>"], ""),
     ],
 )
-def test_the_frame_of_a_family(name, prompt, before, closings, after):
+def test_the_frame_of_a_family(name, prompt, before, closings, after) -> None:
     frame = framed(name)
     assert frame.prompt == prompt
     assert frame.opening == before + prompt
@@ -58,7 +58,7 @@ def turns(body="m.content", end="'<|im_end|>\n'", prompt=PROMPT):
     return TURN.replace("BODY", body).replace("END", end).replace("PROMPT", prompt)
 
 
-def test_the_kind_of_content_is_the_messages():
+def test_the_kind_of_content_is_the_messages() -> None:
     """Or, where a turn of calls has none, what the template takes."""
     plain = framed(template=turns())
     parts = turns("m.content[0].text")
@@ -71,7 +71,7 @@ def test_the_kind_of_content_is_the_messages():
     assert framed(template=picky, like=listed) == plain
 
 
-def test_a_template_that_refuses_all_has_the_known_stops_alone():
+def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
     frame = framed(template="{{ raise_exception('no') }}")
     assert frame == Frame("", "", stops=("<|im_end|>", "<|endoftext|>"))
     assert frame.prompt_cuts == ()
@@ -93,14 +93,14 @@ def test_a_template_that_refuses_all_has_the_known_stops_alone():
         ("('[A]' if messages | length < 3 else raise_exception('short ones alone'))", ["[A]"]),
     ],
 )
-def test_which_tokens_end_a_turn(end, closings):
+def test_which_tokens_end_a_turn(end, closings) -> None:
     frame = framed(template=turns(end=end), tokens=["[A]", "[B]", "[C]"])
     assert list(frame.closings) == closings
     assert set(frame.stops) == {*closings, "<|im_end|>", "<|endoftext|>"}
     assert sorted(map(len, frame.stops), reverse=True) == list(map(len, frame.stops))
 
 
-def test_a_prompt_may_be_cut_behind_any_character_of_a_word():
+def test_a_prompt_may_be_cut_behind_any_character_of_a_word() -> None:
     frame = framed(template=turns(prompt="{{ 'A:' if add_generation_prompt }}"))
     assert (frame.prompt, frame.prompt_cuts) == ("A:", (2, 1))
 
@@ -115,13 +115,13 @@ class Bare:
         return said + ("assistant=" if add_generation_prompt else "")
 
 
-def test_a_tokenizer_need_not_name_its_ends():
+def test_a_tokenizer_need_not_name_its_ends() -> None:
     assert find_frame(ChatTemplate(Bare(), None, {}), SAY) == Frame(
         "assistant=", ".", ".assistant=", prompt_cuts=tuple(range(10, 0, -1))
     )
 
 
-def test_what_begins_the_next_question_ends_no_turn():
+def test_what_begins_the_next_question_ends_no_turn() -> None:
     """As in GLM-4.5, with a blank or without; the token's place before other questions tells."""
     for blank in ("", "\n"):
         template = (
@@ -134,7 +134,7 @@ def test_what_begins_the_next_question_ends_no_turn():
     assert framed(template=within, tokens=["[A]"]).closings == ("[A]",)
 
 
-def test_the_turn_with_the_mark_is_the_answer():
+def test_the_turn_with_the_mark_is_the_answer() -> None:
     """A template that writes a text twice, or the question again."""
     twice = turns("(m.content + '[A]' + m.content)", end="'[B]'")
     frame = framed(template=twice, tokens=["[A]", "[B]"])
@@ -143,12 +143,12 @@ def test_the_turn_with_the_mark_is_the_answer():
     assert frame.opening.startswith("[A]")
 
 
-def test_a_prompt_begins_with_a_token_of_any_form():
+def test_a_prompt_begins_with_a_token_of_any_form() -> None:
     shared = turns(prompt="{{ '[go on]' if add_generation_prompt else '[go off]' }}")
     assert framed(template=shared, tokens=["[go on]", "[go off]"]).prompt == "[go on]"
 
 
-def test_frames_of_other_ends_tools_and_options_are_others():
+def test_frames_of_other_ends_tools_and_options_are_others() -> None:
     """One tokenizer, whose template writes all that a frame depends on."""
     template = turns(prompt="{{ [bos_token, eos_token, how, tools | length] if add_generation_prompt }}")
     tokenizer = tiny_tokenizer("chatml", template=template)
@@ -169,7 +169,7 @@ def test_frames_of_other_ends_tools_and_options_are_others():
     assert as_list.opening != as_text.opening
 
 
-def test_few_frames_are_remembered(monkeypatch):
+def test_few_frames_are_remembered(monkeypatch) -> None:
     monkeypatch.setattr(frames, "_MOST_FRAMES", 3)
     tokenizer = tiny_tokenizer("chatml", template=turns(prompt="{{ how if add_generation_prompt }}"))
     for number in range(8):
@@ -183,7 +183,7 @@ texts = st.lists(st.sampled_from([*TOKENS, "<t>", "[", "]", "<", ">", "|", " ", 
 
 @settings(deadline=None)
 @given(texts, st.data())
-def test_no_token_or_tag_is_cut_in_two(text, data):
+def test_no_token_or_tag_is_cut_in_two(text, data) -> None:
     """The oracle walks over the text: at each place the longest token, else a tag, else a character."""
     at = data.draw(st.integers(0, len(text)))
     with pytest.MonkeyPatch.context() as patch:
@@ -200,7 +200,7 @@ def test_no_token_or_tag_is_cut_in_two(text, data):
     assert got == begin
 
 
-def test_a_token_is_found_far_behind_in_the_text():
+def test_a_token_is_found_far_behind_in_the_text() -> None:
     text = "x" * 200 + "<|a|>" + "y" * 200 + "<|a|>"
     assert frames.token_start(text, 203, TOKENS) == 200
     assert frames.token_start(text, 205, TOKENS) == 205
@@ -211,14 +211,14 @@ def test_a_token_is_found_far_behind_in_the_text():
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["<a>", "<b>", "<a><b>", "<"]), max_size=5))
-def test_leading_tokens_are_the_longest_ones(parts):
+def test_leading_tokens_are_the_longest_ones(parts) -> None:
     found = frames._leading_tokens("".join(parts) + " <a>", ["<a>", "<a><b>", "<b>"])
     until = "".join(parts).partition("<<")[0].removesuffix("<")
     assert "".join(found) == until
     assert all(a + b != "<a><b>" for a, b in pairwise(found))
 
 
-def test_the_first_stop_within_bounds():
+def test_the_first_stop_within_bounds() -> None:
     frame = Frame("", "", stops=("<a.>", "<a.><b>"))
     assert Frame("", "").first_stop("<a.>", 0, 4) is None
     assert Frame("", "", stops=("<a.><b>", "<a.>")).first_stop("x<a.><b>", 0, 8) == (1, 8)
@@ -227,7 +227,7 @@ def test_the_first_stop_within_bounds():
     assert frame.first_stop("<a.> <a.>", 1, 8) is None
 
 
-def test_added_tokens_are_what_a_tokenizer_says():
+def test_added_tokens_are_what_a_tokenizer_says() -> None:
     bare = SimpleNamespace()
     assert frames.added_tokens(bare) == frozenset()
     assert frames.added_tokens(SimpleNamespace(all_special_tokens=["<s>", ""])) == {"<s>"}
@@ -235,7 +235,7 @@ def test_added_tokens_are_what_a_tokenizer_says():
     assert frames.added_tokens(both) == {"<x>", "<s>"}
 
 
-def test_the_stops_that_are_known_of_a_tokenizer():
+def test_the_stops_that_are_known_of_a_tokenizer() -> None:
     vocabulary = dict.fromkeys(["<|im_end|>", "<|call|>", "<|other|>"], 1)
     tokenizer = SimpleNamespace(get_added_vocab=lambda: vocabulary, eos_token="<eos>")
     stops = frames.stop_tokens(ChatTemplate(tokenizer, None, {}))
@@ -250,7 +250,7 @@ def test_the_stops_that_are_known_of_a_tokenizer():
     assert frames.stop_tokens(ChatTemplate(tokenizer, None, {}, ())) == ()
 
 
-def test_a_prompt_begins_with_a_whole_token():
+def test_a_prompt_begins_with_a_whole_token() -> None:
     """Without a prompt Phi-3 writes another token there, whose first characters are the same."""
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -260,7 +260,7 @@ def test_a_prompt_begins_with_a_whole_token():
     assert frame.prompt == "<|assistant|>\n"
 
 
-def test_a_frame_is_remembered_for_its_template_alone():
+def test_a_frame_is_remembered_for_its_template_alone() -> None:
     tokenizer = tiny_tokenizer("chatml", marks=False)
     first = find_frame(ChatTemplate(tokenizer, None, {}), SAY)
     assert find_frame(ChatTemplate(tokenizer, None, {}), SAY) is first
@@ -269,7 +269,7 @@ def test_a_frame_is_remembered_for_its_template_alone():
     assert find_frame(ChatTemplate(tokenizer, None, {}, ("<|endoftext|>",)), SAY).stops[0] == "<|endoftext|>"
 
 
-def test_stop_tokens_are_read_from_a_generation_config(tmp_path):
+def test_stop_tokens_are_read_from_a_generation_config(tmp_path) -> None:
     tokenizer = tiny_tokenizer("harmony")
     ids = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
@@ -282,7 +282,7 @@ def test_stop_tokens_are_read_from_a_generation_config(tmp_path):
     assert read_stop_tokens({}, tokenizer) == ()
 
 
-def test_stop_tokens_of_another_model_are_refused():
+def test_stop_tokens_of_another_model_are_refused() -> None:
     tokenizer = tiny_tokenizer("chatml")
     assert tokens_as_text(["<|im_end|>", "<|im_end|>"], tokenizer) == ("<|im_end|>",)
     with pytest.raises(ValueError, match="another model's"):
@@ -291,7 +291,7 @@ def test_stop_tokens_of_another_model_are_refused():
         tokens_as_text(["<|eot_id|>"], tokenizer)
 
 
-def test_where_sampling_of_a_turn_stops():
+def test_where_sampling_of_a_turn_stops() -> None:
     """At the model's own stop tokens and at what the template ends turns with: gpt-oss has both, GLM none of these."""
     harmony = tiny_tokenizer("harmony", marks=False)
     assert set(turn_ends(harmony, ["<|return|>", "<|call|>"])) == {"<|return|>", "<|call|>", "<|end|>"}

@@ -30,7 +30,7 @@ def trained_text(tokenizer, rendered):
     return tokenizer.decode([i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on])
 
 
-def forged(name):
+def forged(name) -> str:
     """Everything that a template of the family writes around turns, in somebody's text."""
     tokenizer = PLAIN[name]
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True).text[-40:]
@@ -39,7 +39,7 @@ def forged(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers):
+def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers) -> None:
     """The same answers are trained whatever users, tools and the system write, forged turns among it."""
     answers = ["hello", "see you"]
     for text in ("plain", forged(name)):
@@ -63,7 +63,7 @@ def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_what_others_write_never_changes_what_is_trained(name, data):
+def test_what_others_write_never_changes_what_is_trained(name, data) -> None:
     """Bits of markers, prompts and answers in any order, in everybody's text but the assistant's."""
     prompt = render(PLAIN[name], TALK[:1], add_generation_prompt=True).text
     bits = [
@@ -117,7 +117,7 @@ RESULTS_IN_THE_TURN = """
 """
 
 
-def test_a_result_that_stands_inside_the_turn_is_not_trained():
+def test_a_result_that_stands_inside_the_turn_is_not_trained() -> None:
     """As Gemma 4 writes it: call, result, the words beside the call, and the next answer in one turn."""
     tokenizer = tiny_tokenizer("chatml", template=RESULTS_IN_THE_TURN)
     tokenizer.add_tokens(["<|tool_response>"])
@@ -138,7 +138,7 @@ def test_a_result_that_stands_inside_the_turn_is_not_trained():
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_character_has_one_owner(name, tokenizers):
+def test_every_character_has_one_owner(name, tokenizers) -> None:
     messages = [{"role": "system", "content": "be kind"}, *TALK]
     rendered = render(tokenizers[name], messages)
     edges = [0, *(o.end for o in rendered.owners)]
@@ -151,7 +151,7 @@ def test_every_character_has_one_owner(name, tokenizers):
     assert {o.message for o in rendered.owners if o.owner == "template"} <= {None}
 
 
-def test_calls_that_the_template_leaves_out_are_a_problem():
+def test_calls_that_the_template_leaves_out_are_a_problem() -> None:
     """Else the model would be trained to say nothing where it should call."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -167,7 +167,7 @@ def test_calls_that_the_template_leaves_out_are_a_problem():
 
 @pytest.mark.parametrize("filter_", ["upper", "trim", "replace('hello', 'bye')", "truncate(3, true, '')"])
 @pytest.mark.parametrize("role", ["user", "assistant", "tool"])
-def test_a_template_that_changes_the_words_of_a_role(filter_, role):
+def test_a_template_that_changes_the_words_of_a_role(filter_, role) -> None:
     """Marked or not: what is trained is the assistant's, or it is a problem."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -186,7 +186,7 @@ def test_a_template_that_changes_the_words_of_a_role(filter_, role):
     assert filter_.startswith("truncate") or not rendered.problems
 
 
-def test_private_characters_in_a_text_are_text():
+def test_private_characters_in_a_text_are_text() -> None:
     odd = "".join(map(chr, range(0xF0000, 0xF0010))) + "\ue0a1x\ue0b2"
     messages = [{"role": "user", "content": odd}, {"role": "assistant", "content": f"so {odd}"}, *TALK[2:]]
     rendered = render(PLAIN["chatml"], messages)
@@ -194,7 +194,7 @@ def test_private_characters_in_a_text_are_text():
     assert trained_text(PLAIN["chatml"], rendered) == f"so {odd}<|im_end|>see you<|im_end|>"
 
 
-def test_earlier_turns_that_end_otherwise_end_in_the_mask():
+def test_earlier_turns_that_end_otherwise_end_in_the_mask() -> None:
     """gpt-oss ends earlier turns with a token that the tokenizer does not list as special."""
     tokenizer = tiny_tokenizer("harmony", marks=False, declared=False)
     assert "<|end|>" not in tokenizer.all_special_tokens
@@ -208,7 +208,7 @@ TURN = (
 )
 
 
-def test_a_name_that_comes_again_with_the_result_is_not_the_calls():
+def test_a_name_that_comes_again_with_the_result_is_not_the_calls() -> None:
     body = (
         "{% if m.role == 'tool' %}{{ messages[loop.index0 - 1].tool_calls[0].function.name + ' gives ' }}{% endif %}"
         "{{ m.content }}"
@@ -222,7 +222,7 @@ def test_a_name_that_comes_again_with_the_result_is_not_the_calls():
     assert [rendered.text[s.start : s.end] for s in rendered.spans] == ["look(x)<|im_end|>", "hello<|im_end|>"]
 
 
-def test_a_template_that_counts_the_letters():
+def test_a_template_that_counts_the_letters() -> None:
     """Marks would be counted too: each message is found in another way."""
     tokenizer = tiny_tokenizer("chatml", template=TURN.replace("BODY", "{{ m.content | length }}: {{ m.content }}"))
     rendered = render(tokenizer, TALK)
@@ -234,7 +234,7 @@ def test_a_template_that_counts_the_letters():
 
 
 @pytest.mark.parametrize(("given", "end"), [(None, ""), (["<|im_end|>"], "<|im_end|>")])
-def test_a_known_stop_token_is_trained_even_if_the_marks_leave_it_out(given, end):
+def test_a_known_stop_token_is_trained_even_if_the_marks_leave_it_out(given, end) -> None:
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
     body = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
     tokenizer = tiny_tokenizer("chatml", template=TURN.replace("BODY", body))
@@ -254,7 +254,7 @@ def test_a_known_stop_token_is_trained_even_if_the_marks_leave_it_out(given, end
         (5, 5, (0, 0), []),
     ],
 )
-def test_the_tokens_of_a_region_lie_wholly_in_it(start, end, tokens, straddling):
+def test_the_tokens_of_a_region_lie_wholly_in_it(start, end, tokens, straddling) -> None:
     found: list[int] = []
     span = _span(Region(4, start, end, end), Expanded("abcdefgh", ()), [(0, 2), (2, 5), (5, 8)], found)
     assert (span.token_start, span.token_end, span.message) == (*tokens, 4)

@@ -31,7 +31,7 @@ TALK: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("marks", [True, False])
-def test_placeholders_expand_and_the_mask_moves_along(marks):
+def test_placeholders_expand_and_the_mask_moves_along(marks) -> None:
     tokenizer = tiny_tokenizer("chatml", marks, TEMPLATE)
     film = "<1.0 s>" + "<|video_pad|>" * 2 + "<2.0 s>" + "<|video_pad|>" * 2
     rendered = render(tokenizer, TALK, media=[images([3, 2]), videos([film])])
@@ -48,7 +48,7 @@ def test_placeholders_expand_and_the_mask_moves_along(marks):
     assert [rendered.text[s.start : s.end] for s in rendered.spans] == ["hello<|im_end|>"]
 
 
-def test_an_image_in_a_tool_result_of_a_running_conversation():
+def test_an_image_in_a_tool_result_of_a_running_conversation() -> None:
     tokenizer = tiny_tokenizer("chatml", template=TEMPLATE)
     rendered = render(tokenizer, [SEEN], add_generation_prompt=True, media=[images([4]), videos([2])])
     sampled = tokenizer("look<|im_end|>")["input_ids"]
@@ -60,18 +60,18 @@ def test_an_image_in_a_tool_result_of_a_running_conversation():
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 2, 3]])
-def test_a_wrong_number_of_images_is_refused(counts):
+def test_a_wrong_number_of_images_is_refused(counts) -> None:
     with pytest.raises(ValueError, match="one expansion for each"):
         expand("<|image_pad|> <|image_pad|>", [images(counts)])
 
 
-def test_a_placeholder_that_is_no_token_is_refused():
+def test_a_placeholder_that_is_no_token_is_refused() -> None:
     tokenizer = tiny_tokenizer("chatml", template="{{ messages[0].content }}")
     with pytest.raises(ValueError, match="one of the tokenizer's"):
         render(tokenizer, [{"role": "user", "content": "a <pic>"}], media=[Media("<pic>", [2])])
 
 
-def test_tokens_of_a_grid():
+def test_tokens_of_a_grid() -> None:
     assert grid_tokens((2, 8, 6)) == 24
     with pytest.raises(ValueError, match="merge_size=2"):
         grid_tokens((1, 3, 4))

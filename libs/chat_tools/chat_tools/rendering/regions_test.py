@@ -63,7 +63,7 @@ def bounds_of(letters, letter):
 
 @settings(deadline=None)
 @given(st.text("mop.", max_size=14))
-def test_bounds_are_those_of_a_search_over_characters(letters):
+def test_bounds_are_those_of_a_search_over_characters(letters) -> None:
     pieces, at = [], 0
     for letter, run in groupby(letters):
         length = len(list(run))
@@ -76,7 +76,7 @@ def test_bounds_are_those_of_a_search_over_characters(letters):
     }
 
 
-def test_an_empty_piece_is_bounded_by_its_neighbours():
+def test_an_empty_piece_is_bounded_by_its_neighbours() -> None:
     (bounds,) = masks._bounded([Piece(0, 4, OTHER), Piece(4, 4, MINE), Piece(4, 9, OTHER)], 12)[MINE]
     assert tuple(bounds) == (Piece(4, 4, MINE), 4, 4, True, True)
     (bounds,) = masks._bounded([Piece(0, 2, MINE), Piece(4, 4, MINE), Piece(4, 9, OTHER)], 12)[MINE]
@@ -95,7 +95,7 @@ class Counted(list):
 
 
 @pytest.mark.parametrize("turns", [3, 40])
-def test_bounds_cost_one_look_at_each_piece(turns):
+def test_bounds_cost_one_look_at_each_piece(turns) -> None:
     """However many turns there are."""
     pieces = Counted(Piece(at, at + 1, at) for at in range(turns))
     masks._bounded(pieces, turns)
@@ -126,16 +126,16 @@ def cut_frame(prompt, *cuts, opening=""):
         ("q\nA: A: hi", cut_frame("A:", opening="\nA:"), 1, 8, 7),  # the prompt, not the opening
     ],
 )
-def test_a_region_begins_where_the_prompt_ends(text, frame, lower, begin, expected):
+def test_a_region_begins_where_the_prompt_ends(text, frame, lower, begin, expected) -> None:
     assert start(text, frame, lower, begin) == expected
 
 
-def test_a_later_piece_and_one_that_touches_begin_with_their_first_character():
+def test_a_later_piece_and_one_that_touches_begin_with_their_first_character() -> None:
     assert start("q A: hi", cut_frame("A:"), 1, 5, first=False) == 5
     assert start("A:hi", cut_frame("A:"), 2, 2) == 2
 
 
-def test_a_turn_whose_prompt_is_not_found_begins_where_the_rendering_before_it_ends():
+def test_a_turn_whose_prompt_is_not_found_begins_where_the_rendering_before_it_ends() -> None:
     """The prompt of the question's frame is "PP"; after `before` this template writes the rest."""
     plain = "{{ 'q' if messages else '' }}{% if add_generation_prompt %}{{ 'BEGIN' }}{% endif %}"
     whole, none = cut_frame("PPPPPPPPPP"), cut_frame("")
@@ -154,7 +154,7 @@ def test_a_turn_whose_prompt_is_not_found_begins_where_the_rendering_before_it_e
     assert start("hiBEGIN hello", none, 2, 8, made=REFUSING) == 8
 
 
-def test_a_turn_that_nothing_comes_before():
+def test_a_turn_that_nothing_comes_before() -> None:
     """Its prompt, if found, is left out; a header that no prompt writes cannot be told from its words."""
     assert found(PLAIN, [SAY, USER]) == ([(0, "hello<|im_end|>")], [])
     odd = "{% if messages[0].role == 'assistant' %}{{ 'FIRST ' + messages[0].content }}{% else %}ALL{% endif %}"
@@ -164,7 +164,7 @@ def test_a_turn_that_nothing_comes_before():
     assert found(silent, [SAY]) == ([(0, "hello")], [])
 
 
-def test_a_token_that_only_begins_alike_is_not_shared():
+def test_a_token_that_only_begins_alike_is_not_shared() -> None:
     source = "{{ messages[0].content }}{% if add_generation_prompt %}{{ '</r>[go on]' }}{% endif %}"
     made = template(source, tokens=["[go on]", "[go off]"])
     assert start("hi</r>[go off] hello", cut_frame("PPPPPPPPPP"), 2, 15, made=made) == 6
@@ -176,7 +176,7 @@ def end(text, piece_end, upper, frame=None, last=True, made=None, messages=(USER
     return masks._end(made, messages, index, text, frame or Frame("", ""), bounds)
 
 
-def test_a_region_ends_with_the_first_stop_token_of_its_own():
+def test_a_region_ends_with_the_first_stop_token_of_its_own() -> None:
     frame = Frame("", "", stops=("<e>", "<end>"))
     assert end("<e>hi <end>x<e>", 5, 15, frame) == (6, 11)
     assert end("hi<e>x", 2, 6, frame) == (2, 5)
@@ -184,7 +184,7 @@ def test_a_region_ends_with_the_first_stop_token_of_its_own():
     assert end("hi q<e>", 2, 4, frame, made=REFUSING) == (2, 2)
 
 
-def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does():
+def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does() -> None:
     source = "{% for m in messages %}{{ m.content + ' .\n' }}{% endfor %}"
     made = template(source)
     text = made.text([USER, SAY, USER])
@@ -195,7 +195,7 @@ def test_without_a_stop_token_a_region_ends_where_the_rendering_up_to_it_does():
     assert end(counting.text([USER, SAY, USER]), 11, 19, made=counting) == (11, 11)
 
 
-def test_a_token_that_only_begins_alike_is_not_the_turns():
+def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
     made = template("hello{{ '[go off]' if messages | length > 2 else '[go on]' }}", tokens=["[go on]", "[go off]"])
     assert end("hello[go off]", 3, 13, made=made) == (5, 5)
 
@@ -206,7 +206,7 @@ def turn(owners, text="abcdef<e>", frame=None):
     return masks._turn(REFUSING, [USER, SAY], 1, text, frame, owners, own)
 
 
-def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not():
+def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not() -> None:
     touching = [Piece(0, 2, 0), Piece(2, 4, 1), Piece(4, 6, 0)]
     assert turn(Owners(touching)) == [Region(1, 2, 4, 4)]
     assert turn(Owners([Piece(0, 2, 0), Piece(2, 6, 1)])) == [Region(1, 2, 6, 9)]
@@ -222,7 +222,7 @@ def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not():
     assert told == "message 1: its beginning cannot be told from the message before"
 
 
-def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch):
+def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch) -> None:
     asked: list[int] = []
     shown: list[Piece] | None = [Piece(4, 4, 1)]
 
@@ -241,7 +241,7 @@ def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monk
     assert masks._found_alone(None, [], 1, "x" * 9, False, Owners(around)) == []  # type: ignore[arg-type]
 
 
-def test_regions_with_a_line_of_a_text_are_left_out():
+def test_regions_with_a_line_of_a_text_are_left_out() -> None:
     text = "one two\nthree"
     regions = [Region(1, 0, 3, 3), Region(3, 4, 7, 7), Region(5, 8, 13, 13)]
     assert masks._without(regions, [" two \n\n", "x\nthree"], text) == regions[:1]
@@ -256,7 +256,7 @@ PLAIN = TURN.replace("BODY", "{{ m.content }}")
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_a_turn_without_words_is_its_end(prompted):
+def test_a_turn_without_words_is_its_end(prompted) -> None:
     empty = {"role": "assistant", "content": ""}
     assert found(PLAIN, [USER, empty, USER, SAY, USER], prompted) == (
         [(1, "<|im_end|>"), (3, "hello<|im_end|>")],
@@ -265,12 +265,12 @@ def test_a_turn_without_words_is_its_end(prompted):
     assert found(PLAIN, [USER, empty], prompted) == ([(1, "<|im_end|>")], [])
 
 
-def test_calls_that_are_left_out_are_seen_with_a_prompt_behind():
+def test_calls_that_are_left_out_are_seen_with_a_prompt_behind() -> None:
     told = f"message 1: {masks.CALLS_LEFT_OUT}"
     assert found(PLAIN, [USER, CALLS, USER, SAY, USER], True) == ([(3, "hello<|im_end|>")], [told])
 
 
-def test_regions_are_in_the_order_of_the_text():
+def test_regions_are_in_the_order_of_the_text() -> None:
     backwards = PLAIN.replace("in messages", "in messages | reverse")
     regions, problems = found(backwards, [USER, SAY, USER, {**SAY, "content": "bye"}])
     assert (regions, problems) == ([(3, "bye<|im_end|>"), (1, "hello<|im_end|>")], [])
@@ -279,7 +279,7 @@ def test_regions_are_in_the_order_of_the_text():
 MAGIC = TURN.replace("BODY", "{{ m.content if m.content in ('magic', 'no magic', 'hello', 'hi') }}")
 
 
-def test_words_that_might_be_anothers_are_not_trained():
+def test_words_that_might_be_anothers_are_not_trained() -> None:
     """A template that writes these words and no others: no mark and no other text can be seen."""
     magic = {"role": "user", "content": "magic"}
     told = ["message 0: where the template writes it cannot be told"]
@@ -308,20 +308,20 @@ GOES_ON = (
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_what_a_model_is_told_after_a_result_is_not_trained(prompted):
+def test_what_a_model_is_told_after_a_result_is_not_trained(prompted) -> None:
     messages = [USER, CALLS, {"role": "tool", "content": "42"}, {**SAY, "content": " hello"}]
     regions, problems = found(GOES_ON, messages, prompted)
     assert problems == []
     assert regions == [(1, "fone"), (3, " hello<|im_end|>")]
 
 
-def test_the_stops_that_were_given_are_known():
+def test_the_stops_that_were_given_are_known() -> None:
     for stops, known in ((("<|im_end|>",), True), ((), True), (None, False)):
         made = template(PLAIN, stops=stops)
         assert find_regions(made, [USER, SAY], made.text([USER, SAY]), False).stops_known is known
 
 
-def test_calls_left_out_are_listed():
+def test_calls_left_out_are_listed() -> None:
     made = template(PLAIN)
     messages: list[dict[str, Any]] = [USER, CALLS, USER, SAY]
     regions = find_regions(made, messages, made.text(messages), False)

@@ -62,7 +62,7 @@ def oracle(tokenizer, messages, straddling):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_proven_mask_is_the_marked_one(name, data):
+def test_the_proven_mask_is_the_marked_one(name, data) -> None:
     messages = data.draw(conversations(name))
     marked, plain = render(MARKED[name], messages), render(PLAIN[name], messages)
     assert plain.problems == marked.problems == ()
@@ -74,7 +74,7 @@ def test_the_proven_mask_is_the_marked_one(name, data):
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_the_mask_covers_words_and_end_of_turn(tokenizers):
+def test_the_mask_covers_words_and_end_of_turn(tokenizers) -> None:
     rendered = render(tokenizers["chatml"], TALK)
     decode = tokenizers["chatml"].decode
     assert [decode(rendered.ids[s.token_start : s.token_end]) for s in rendered.spans] == [
@@ -85,7 +85,7 @@ def test_the_mask_covers_words_and_end_of_turn(tokenizers):
     assert decode(trained) == "hello<|im_end|>see you<|im_end|>"
 
 
-def test_a_turn_with_words_of_other_turns():
+def test_a_turn_with_words_of_other_turns() -> None:
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}] * 3
     rendered = render(PLAIN["chatml"], messages)
     assert [rendered.text[s.start : s.end] for s in rendered.spans] == ["hello<|im_end|>"] * 3
@@ -109,7 +109,7 @@ SYSTEM = {"role": "system", "content": "be kind"}
         ),
     ],
 )
-def test_templates_that_demand_a_user_message(tokenizers, messages, text):
+def test_templates_that_demand_a_user_message(tokenizers, messages, text) -> None:
     rendered = render(tokenizers["thinking"], messages)
     assert rendered.text == text
     assert rendered.problems == ()
@@ -124,7 +124,7 @@ def trained_text(tokenizer, rendered):
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_a_token_over_the_border_of_a_turn_is_not_trained_and_no_problem(tokenizers):
+def test_a_token_over_the_border_of_a_turn_is_not_trained_and_no_problem(tokenizers) -> None:
     """The prompt ends in a newline, and the turn begins with one: the tokenizer makes both one token."""
     messages = [TALK[0], {"role": "assistant", "content": "yo"}]
     rendered = render(tokenizers["thinking"], messages)
@@ -135,13 +135,13 @@ def test_a_token_over_the_border_of_a_turn_is_not_trained_and_no_problem(tokeniz
     assert trained_text(tokenizers["thinking"], rendered) == "</think>\n\nyo<|im_end|>"
 
 
-def test_a_stand_in_where_roles_alternate():
+def test_a_stand_in_where_roles_alternate() -> None:
     assert render(PLAIN["gemma"], [ASSISTANT]).text == "<bos><start_of_turn>model\nyo<end_of_turn>\n"
     with pytest.raises(ValueError, match="put a user message"):
         render(PLAIN["gemma"], [SYSTEM, ASSISTANT])
 
 
-def test_only_template_errors_are_caught():
+def test_only_template_errors_are_caught() -> None:
     broken = tiny_tokenizer("chatml", template="{{ 'a' + 1 }}")
     with pytest.raises(TypeError):
         render(broken, [ASSISTANT])
@@ -150,13 +150,13 @@ def test_only_template_errors_are_caught():
         render(refusing, [ASSISTANT])
 
 
-def test_options_reach_the_template():
+def test_options_reach_the_template() -> None:
     template = "{{ 'on' if enable_thinking else 'off' }}{{ messages[0].content }}"
     tokenizer = tiny_tokenizer("chatml", template=template)
     assert render(tokenizer, TALK[:1], enable_thinking=True).text == "onhi"
 
 
-def test_tools_may_be_functions():
+def test_tools_may_be_functions() -> None:
     def look(word: str) -> str:
         """Look a word up."""
         return word
@@ -184,7 +184,7 @@ RESULTS_WITH_THE_CALL = """
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_tool_result_is_never_trained(strict):
+def test_a_tool_result_is_never_trained(strict) -> None:
     """The template renders a result only behind its call, or refuses it without one."""
     tokenizer = tiny_tokenizer("chatml", template=RESULTS_WITH_THE_CALL)
     turn = {"role": "assistant", "content": "see", "tool_calls": [call("x")]}
@@ -199,7 +199,7 @@ def test_a_tool_result_is_never_trained(strict):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokenizers", [PLAIN, MARKED])
-def test_a_conversation_is_tokenised_once(name, tokenizers, monkeypatch):
+def test_a_conversation_is_tokenised_once(name, tokenizers, monkeypatch) -> None:
     """Where the template marks turns, by `apply_chat_template` itself: decoding shows that the text is the same."""
     tokenizer = tokenizers[name]
     expected = render(tokenizer, TALK)  # finds the frame, which is remembered
@@ -226,7 +226,7 @@ SIGNS = [
 
 @pytest.mark.parametrize("talk", [TALK, SIGNS, TALK[:1]])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_marked_blocks_give_the_mask_that_transformers_gives(name, talk):
+def test_marked_blocks_give_the_mask_that_transformers_gives(name, talk) -> None:
     tokenizer = MARKED[name]
     asked = {"return_dict": True, "return_assistant_tokens_mask": True}
     template = ChatTemplate(tokenizer, None, {})
@@ -250,7 +250,7 @@ class Padding(type(PLAIN["chatml"])):  # type: ignore[misc]
         return out
 
 
-def test_ids_are_those_that_apply_chat_template_gives_whatever_the_text():
+def test_ids_are_those_that_apply_chat_template_gives_whatever_the_text() -> None:
     """Only of transformers' own methods is it known that they tokenise what they give as text."""
     own = tiny_tokenizer("chatml", marks=False)
     padding = Padding(tokenizer_object=own.backend_tokenizer, eos_token=own.eos_token)
@@ -264,7 +264,7 @@ def test_ids_are_those_that_apply_chat_template_gives_whatever_the_text():
 class Deaf:
     """A tokenizer whose `apply_chat_template` hands nothing on to the tokenizer."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name):
@@ -278,7 +278,7 @@ class Deaf:
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_offsets_that_are_not_handed_on_are_asked_for(tokenizers):
+def test_offsets_that_are_not_handed_on_are_asked_for(tokenizers) -> None:
     found, expected = render(Deaf(tokenizers["chatml"]), TALK), render(tokenizers["chatml"], TALK)
     assert (found.ids, found.assistant_mask, found.spans) == (expected.ids, expected.assistant_mask, expected.spans)
 
@@ -288,7 +288,7 @@ LOUD = [{"role": "user", "content": "HI There"}, {"role": "assistant", "content"
 
 @pytest.mark.parametrize("marks", [True, False])
 @pytest.mark.parametrize("changed", ["m.content", "m.content | capitalize", "m.content | upper"])
-def test_a_tokenizer_that_changes_letters(marks, changed):
+def test_a_tokenizer_that_changes_letters(marks, changed) -> None:
     """It decodes to another text; and this template may look at the words, so that marks change what it writes."""
     tokenizer = tiny_tokenizer("chatml", marks=marks)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()

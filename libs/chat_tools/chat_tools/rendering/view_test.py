@@ -25,32 +25,32 @@ def folder(tmp_path_factory):
 
 
 class Tokens(HTMLParser):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.kinds: dict[str, str] = {}
         self.kind = ""
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag, attrs) -> None:
         if tag == "i":
             self.kind = dict(attrs)["class"].split()[0]
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag) -> None:
         if tag == "i":
             self.kind = ""
 
-    def handle_data(self, data):
+    def handle_data(self, data) -> None:
         if self.kind:
             self.kinds[self.kind] = self.kinds.get(self.kind, "") + data
 
 
-def test_pieces_are_the_text():
+def test_pieces_are_the_text() -> None:
     rendered = render(tiny_tokenizer("chatml"), TALK)
     assert "".join(text for _, _, text in pieces(rendered)) == rendered.text
     assert min(start for start, _, _ in pieces(rendered)) == 0
     assert max(end for _, end, _ in pieces(rendered)) == len(rendered.ids)
 
 
-def test_the_page_shows_each_token_by_its_mask():
+def test_the_page_shows_each_token_by_its_mask() -> None:
     rendered = render(tiny_tokenizer("chatml"), TALK)
     page = html_view([rendered], "A <talk>")
     tokens = Tokens()
@@ -61,14 +61,14 @@ def test_the_page_shows_each_token_by_its_mask():
     assert "http" not in page
 
 
-def test_the_terminal_shows_each_token_by_its_mask():
+def test_the_terminal_shows_each_token_by_its_mask() -> None:
     text = terminal_view(render(tiny_tokenizer("chatml"), TALK))
     green = "".join(re.findall(r"\x1b\[30;48;5;1(?:14|50)m([^\x1b]*)\x1b\[0m", text))
     assert green == "hello there é<|im_end|>"
     assert "trained" in text.splitlines()[-1]
 
 
-def test_commands(folder, tmp_path, capsys, monkeypatch):
+def test_commands(folder, tmp_path, capsys, monkeypatch) -> None:
     assert main(["audit", str(folder), "--option", "enable_thinking=false"]) == 0
     assert "training mask           safe" in capsys.readouterr().out
     short = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content[:3] }}{% endgeneration %}{% endfor %}"
@@ -90,7 +90,7 @@ def test_commands(folder, tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["tool_calls"][0]["name"] == "f"
 
 
-def test_user_errors_are_one_line(tmp_path, capsys):
+def test_user_errors_are_one_line(tmp_path, capsys) -> None:
     assert main(["audit", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["parse", "none", __file__]) == 2

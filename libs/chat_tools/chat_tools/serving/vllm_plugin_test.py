@@ -64,7 +64,7 @@ for name, fmt in FORMATS.items():
 """
 
 
-def test_every_format_inside_vllm():
+def test_every_format_inside_vllm() -> None:
     path = json.dumps([place for place in sys.path if "chat_tools" in place])
     command = [os.path.abspath(os.environ["TESSERA_VLLM_PYTHON"]), "-c", PROGRAM, str(PLUGIN), path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

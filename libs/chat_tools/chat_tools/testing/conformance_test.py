@@ -18,14 +18,14 @@ LEAVE_CALLS_OUT = {
 }  # fmt: skip
 
 
-def test_all_templates_are_there():
+def test_all_templates_are_there() -> None:
     assert len(NAMES) == 72
     assert sum(name.endswith("_training") for name in NAMES) == 31
     assert len(CONVERSATIONS) == 14
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_real_template_conforms(name):
+def test_a_real_template_conforms(name) -> None:
     row = check_template(name)
     assert row.failures == []
     assert row.rendered >= 7
@@ -37,7 +37,7 @@ def test_a_real_template_conforms(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rendering_with_marks_gives_what_one_without_gives(name, monkeypatch):
+def test_a_rendering_with_marks_gives_what_one_without_gives(name, monkeypatch) -> None:
     """`render` takes the text from the marked rendering where its ids prove it; here it must do without."""
     tokenizer = real_tokenizer(name)
     stops = known_stops(tokenizer, family_of(name))
@@ -50,12 +50,12 @@ def test_a_rendering_with_marks_gives_what_one_without_gives(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("gemma4", "glm", "gptoss", "phi3"))])
-def test_what_models_sample_last_is_continued_exactly(name):
+def test_what_models_sample_last_is_continued_exactly(name) -> None:
     assert check_template(name).extended >= 27
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training")])
-def test_what_follows_a_turn_does_not_depend_on_what_came_before(name):
+def test_what_follows_a_turn_does_not_depend_on_what_came_before(name) -> None:
     """As text for any conversation, by the short one: for each stop token, and for none."""
     tokenizer = real_tokenizer(name)
     stops = [stop for stop in family_of(name).stops if stop in tokenizer.get_vocab()]
@@ -72,12 +72,12 @@ def test_what_follows_a_turn_does_not_depend_on_what_came_before(name):
         assert said[2] in text
 
 
-def test_a_marker_need_not_be_declared_special():
+def test_a_marker_need_not_be_declared_special() -> None:
     tokenizer = real_tokenizer("gptoss")
     assert "<|end|>" not in tokenizer.all_special_tokens
     assert "<|end|>" in tokenizer.get_added_vocab()
 
 
-def test_an_unknown_family_is_refused():
+def test_an_unknown_family_is_refused() -> None:
     with pytest.raises(ValueError, match="add it to FAMILIES"):
         family_of("unheard_of")

@@ -35,7 +35,7 @@ def schema_of(value: object) -> dict:
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(formats()), calls, words.map(str.strip), words.map(str.strip))
-def test_round_trip(name, calls, content, reasoning):
+def test_round_trip(name, calls, content, reasoning) -> None:
     fmt = FORMATS[name]
     if fmt.opening.endswith(("{", "[")):
         content = ""  # an answer is text or calls
