@@ -23,7 +23,7 @@ VALUES += ["'\\n',", "'a':1,", '"a":1,', '"\0":1,', "'\0':1,", "a\0=1,", "[[],",
 ARGUMENTS = {"text": "x", "count": 2, "items": [1, "a"], "options": {"mode": "a"}}
 
 
-def turns(name):
+def turns(name: str):
     """Turns whose beginnings and ends the units stand between; single quotes where JSON may be a literal too."""
     texts = [write_turn(name, [("f", ARGUMENTS), ("g", {})], "hi", "hm"), write_turn(name, [("f", ARGUMENTS)])]
     return [*texts, *(text.replace('"', "'") for text in texts if '"' in text)]
@@ -32,7 +32,7 @@ def turns(name):
 class Search:
     """Random units first, then changes of the worst."""
 
-    def __init__(self, name, seed) -> None:
+    def __init__(self, name: str, seed: int) -> None:
         self.name, self.random = name, random.Random(seed)
         self.parts = [*FRAGMENTS[name], *VALUES]
         self.turns = turns(name)
@@ -46,7 +46,7 @@ class Search:
         unit = "".join(self.random.choices(self.parts, k=self.random.randint(1, 3)))
         return Repeated(turn[:at], unit, turn[after:], self.random.random() < 0.5)
 
-    def changed(self, text):
+    def changed(self, text: Repeated):
         """Change one thing in a text."""
         other = self.made()
         what = self.random.choice(["begin", "unit", "unit", "unit", "end", "typed", "shorter", "both"])
@@ -63,14 +63,14 @@ class Search:
             return text._replace(unit=text.unit[:at] + text.unit[at + 1 :] or "a")
         return text._replace(unit=text.unit[:at] + self.random.choice(self.parts) + text.unit[at:])
 
-    def try_one(self, text, size) -> None:
+    def try_one(self, text: Repeated, size: int) -> None:
         """Measure a text, if it is new; keep what it costs a character."""
         if text not in self.found and len(text.unit) < 60:
             whole = text.of(size)
             seconds = min(cost(self.name, whole, text.typed) for _ in range(2))
             self.found[text] = seconds / len(whole)
 
-    def run(self, seconds, size=4000):
+    def run(self, seconds: float, size: int = 4000):
         """Return the worst texts, the worst first."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -80,12 +80,12 @@ class Search:
                 self.try_one(self.made(), size)
         return self.best(4)
 
-    def best(self, count):
+    def best(self, count: int):
         """List the worst so far."""
         return sorted(self.found, key=self.found.__getitem__, reverse=True)[:count]
 
 
-def cost(name, text, typed, piece=0):
+def cost(name: str, text: str, typed: bool, piece: int = 0):
     """Processor time of one parse, whole or fed in pieces."""
     tools = TOOLS if typed else None
     start = time.process_time()

@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["chat_tools"]):
 SCAN_BUDGET = cursor.SCAN_BUDGET
 
 
-def one(data) -> None:
+def one(data: bytes) -> None:
     cursor.SCAN_BUDGET = 50 if data[1:2] > b"\x7f" else SCAN_BUDGET
     check_bytes(data)
 

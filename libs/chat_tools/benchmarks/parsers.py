@@ -16,12 +16,12 @@ import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Never
 
 from chat_tools import parse
 from chat_tools.parsing.formats import FORMATS
 from chat_tools.parsing.recovery_test import TOOLS as CORPUS_TOOLS
 from chat_tools.testing.samples import write_turn
-from typing import Never
 
 VERL = {
     "qwen3_xml": "qwen3_coder",
@@ -96,23 +96,23 @@ class Tokenizer:
     def get_vocab(self):
         return self.vocab
 
-    def decode(self, *_, **__):
+    def decode(self, *_: Any, **__: Any):
         return self.text
 
-    def encode(self, text, **_):
+    def encode(self, text: str, **_: Any):
         return [self.vocab.get(text, 0)]
 
-    def convert_tokens_to_ids(self, token):
+    def convert_tokens_to_ids(self, token: str):
         return self.vocab.get(token, 0)
 
 
 class Ours:
     name = "chat_tools"
 
-    def supports(self, _) -> bool:
+    def supports(self, _: str) -> bool:
         return True
 
-    def run(self, name, text, tools):
+    def run(self, name: str, text: str, tools: Any):
         message = parse(text, name, tools)
         return [(c.name, c.arguments) for c in message.tool_calls], message.content
 
@@ -130,10 +130,10 @@ class Verl:
         self.loop = asyncio.new_event_loop()
         self.tools = {}
 
-    def supports(self, name):
+    def supports(self, name: str):
         return name in self.parsers
 
-    def run(self, name, text, tools):
+    def run(self, name: str, text: str, tools: Any):
         key = id(tools)
         if key not in self.tools:
             self.tools[key] = [self.schema.model_validate(_described(tool)) for tool in tools]
@@ -153,10 +153,10 @@ class Vllm:
         self.manager, self.request = ToolParserManager, ChatCompletionRequest
         self.requests, self.parsers = {}, {}
 
-    def supports(self, name):
+    def supports(self, name: str):
         return name in VLLM
 
-    def parser(self, name, tools):
+    def parser(self, name: str, tools: Any):
         key = (name, id(tools))
         if key not in self.parsers:
             self.requests[key] = self.request(
@@ -166,13 +166,13 @@ class Vllm:
             self.parsers[key] = made(Tokenizer(), self.requests[key].tools)
         return self.parsers[key], self.requests[key]
 
-    def run(self, name, text, tools):
+    def run(self, name: str, text: str, tools: Any):
         parser, request = self.parser(name, tools)
         found = parser.extract_tool_calls(text, request)
         return [(c.function.name, c.function.arguments) for c in found.tool_calls], found.content or ""
 
 
-def _described(tool):
+def _described(tool: dict[str, Any]):
     """Fill in what the others' schemas demand; a union, which verl's cannot say, is text there."""
     function = tool["function"]
     properties = {k: {"type": "string", **v} for k, v in function["parameters"]["properties"].items()}
@@ -180,7 +180,7 @@ def _described(tool):
     return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
 
 
-def well_formed(count, seed=0):
+def well_formed(count: int, seed: int = 0):
     """Calls with arguments of every type, code and markup among them."""
     rng = random.Random(seed)
     words = ["the", "sum", "of", "x < y", "<b>bold</b>", "def f(a):\n    return a", "null", "{", '"quoted"', "é", "3"]
@@ -202,7 +202,7 @@ def well_formed(count, seed=0):
     return turns
 
 
-def outcome(parser, name, text, tools, wanted) -> str:
+def outcome(parser: StreamParser, name: str, text: str, tools: Any, wanted: list[Any]) -> str:
     """Say what a parser makes of a text: right, other calls, invalid JSON, an exception."""
     try:
         calls, _ = parser.run(name, text, tools)
@@ -219,11 +219,11 @@ def outcome(parser, name, text, tools, wanted) -> str:
     return "a call lost" if len(found) < len(wanted) else "a call too many"
 
 
-def _invalid(name) -> Never:
+def _invalid(name: str) -> Never:
     raise ValueError(name)
 
 
-def speed(parsers, name, texts, tools, rounds):
+def speed(parsers: list[Parser], name: str, texts: list[str], tools: Any, rounds: int):
     """Characters a second (of processor time) of each parser, in turns, the median of the rounds."""
     size = sum(map(len, texts))
     seconds = {parser.name: [] for parser in parsers}
@@ -246,7 +246,7 @@ def load():
     return parsers
 
 
-def report_agreement(parsers, turns, rounds) -> None:
+def report_agreement(parsers: list[Parser], turns: list[Turn], rounds: int) -> None:
     print(f"\n{len(turns)} well-formed turns a format: calls as written; characters/s of the short ones, of a long one")
     for name, fmt in FORMATS.items():
         able = [p for p in parsers if p.supports(name)]
@@ -270,7 +270,7 @@ def report_agreement(parsers, turns, rounds) -> None:
         print(f"{name:<14}" + "; ".join(cells), flush=True)
 
 
-def report_corpus(parsers, verbose) -> None:
+def report_corpus(parsers: list[Parser], verbose: bool) -> None:
     rows = (Path(__file__).parent.parent / "chat_tools/parsing/malformed.jsonl").read_text().splitlines()
     cases = [json.loads(row) for row in rows]
     print(f"\n{len(cases)} malformed turns (malformed.jsonl)")

@@ -1,5 +1,7 @@
 import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -38,12 +40,12 @@ def tokenizer():
     return tiny_tokenizer("chatml", marks=False)
 
 
-def write(path, rows):
+def write(path: Path, rows: list[Any]):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
     return path
 
 
-def test_rows_and_reasons(tmp_path, tokenizer) -> None:
+def test_rows_and_reasons(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "talks.jsonl", ROWS)
     report, seen = DatasetReport(), []
     examples = list(
@@ -75,7 +77,9 @@ def test_rows_and_reasons(tmp_path, tokenizer) -> None:
     assert "2 of 10 rows" in str(report)
 
 
-def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer, monkeypatch) -> None:
+def test_two_processes_give_the_same_in_the_same_order(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dataset, "_free_memory", lambda: 2 * dataset.BYTES_A_WORKER)
     rows = [{"messages": [TALK[0], {"role": "assistant", "content": f"number {i}"}]} for i in range(300)]
     path = write(tmp_path / "many.jsonl", rows)
@@ -91,7 +95,7 @@ def test_two_processes_give_the_same_in_the_same_order(tmp_path, tokenizer, monk
     assert reports[1].workers == 2
 
 
-def test_parquet_in_and_out(tmp_path, tokenizer) -> None:
+def test_parquet_in_and_out(tmp_path: Path, tokenizer: Any) -> None:
     source = tmp_path / "talks.parquet"
     calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
     rows = [{"messages": TALK}, {"messages": [TALK[0], calls]}]
@@ -104,12 +108,12 @@ def test_parquet_in_and_out(tmp_path, tokenizer) -> None:
     assert [row["loss_mask"] for row in written] == [e.loss_mask for e in examples]
 
 
-def test_an_unknown_kind_of_file(tmp_path) -> None:
+def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
         list(read_rows([tmp_path / "talks.csv"]))
 
 
-def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch) -> None:
+def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     processors = len(os.sched_getaffinity(0))
     assert sensible_workers(256) <= processors
     assert sensible_workers() <= processors
@@ -121,14 +125,14 @@ def test_the_number_of_workers_is_what_the_machine_can_bear(monkeypatch) -> None
         sensible_workers(0)
 
 
-def test_without_a_terminal_progress_is_plain_lines(capsys) -> None:
+def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     show = progress_bar("rows")
     show(1, 2)
     show(2, 2)
     assert capsys.readouterr().err == "rows: 2 of 2 rows\n"
 
 
-def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys) -> None:
+def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     show = progress_bar("rows")
     show(1, 4)
@@ -136,7 +140,7 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys) -> None:
     assert "100%" in capsys.readouterr().err
 
 
-def test_a_straddling_token_drops_no_row(tmp_path) -> None:
+def test_a_straddling_token_drops_no_row(tmp_path: Path) -> None:
     """A history of empty thoughts, whose newlines are one token across the end of the prompt."""
     tokenizer = tiny_tokenizer("thinking", marks=False)
     path = tmp_path / "talks.jsonl"
@@ -148,7 +152,7 @@ def test_a_straddling_token_drops_no_row(tmp_path) -> None:
     assert (len(examples), report.kept, report.skipped) == (20, 20, {})
 
 
-def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_path) -> None:
+def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer("harmony", marks=False)
     call = {"function": {"name": "f", "arguments": {"a": "b"}}}
     talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call, call]}, *TALK]
@@ -162,7 +166,7 @@ def test_a_row_with_a_problem_is_dropped_and_counted_unless_told_otherwise(tmp_p
     assert tokenizer.decode(trained) == "<|channel|>final<|message|>hello<|return|>"
 
 
-def test_stop_tokens_reach_the_mask(tmp_path) -> None:
+def test_stop_tokens_reach_the_mask(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n")
     with pytest.raises(ValueError, match="another model's"):

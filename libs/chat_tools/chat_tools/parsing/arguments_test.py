@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +53,7 @@ PERSON = {
         ("1", {"type": "int"}, 1),
     ],
 )
-def test_what_fits_gets_its_type(text, schema, value) -> None:
+def test_what_fits_gets_its_type(text: str, schema: dict[str, Any], value: Any) -> None:
     notes: list[str] = []
     found = from_text(text, schema, {"$defs": {"ints": INTEGERS}}, notes)
     assert (found, type(found)) == (value, type(value))
@@ -77,7 +78,7 @@ def test_what_fits_gets_its_type(text, schema, value) -> None:
         ("1", {"enum": [True]}, "value: 1 is not one of [True]; kept as text"),
     ],
 )
-def test_what_does_not_fit_stays_text_with_a_note(text, schema, note) -> None:
+def test_what_does_not_fit_stays_text_with_a_note(text: str, schema: dict[str, Any], note: str) -> None:
     notes: list[str] = []
     assert from_text(text, schema, {}, notes) == text
     assert len(notes) == 1
@@ -128,7 +129,7 @@ json_values = st.recursive(
 
 @settings(max_examples=120, deadline=None)
 @given(json_values)
-def test_literals_are_read_as_python_writes_them(value) -> None:
+def test_literals_are_read_as_python_writes_them(value: Any) -> None:
     assert loads(repr(value)) == value
     assert loads(json.dumps(value)) == value
     assert json.loads(dumps(value)) == value
@@ -136,7 +137,7 @@ def test_literals_are_read_as_python_writes_them(value) -> None:
 
 @settings(max_examples=250, deadline=None)
 @given(st.text(alphabet="[]{}()'\",:0123456789.eEtrufalsn \\-+_xN\n", max_size=40))
-def test_any_text_is_a_value_or_an_error(text) -> None:
+def test_any_text_is_a_value_or_an_error(text: str) -> None:
     try:
         value = loads(text)
     except LiteralError:
@@ -157,7 +158,7 @@ def test_any_text_is_a_value_or_an_error(text) -> None:
         "",
     ],
 )
-def test_hostile_texts_are_errors(text) -> None:
+def test_hostile_texts_are_errors(text: str) -> None:
     with pytest.raises(LiteralError):
         loads(text)
 

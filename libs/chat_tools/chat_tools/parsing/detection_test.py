@@ -3,6 +3,7 @@ import pytest
 from chat_tools.parsing import detection
 from chat_tools.parsing.detection import detect_format
 from chat_tools.parsing.formats import FORMATS, formats
+from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import parse
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -21,11 +22,11 @@ FAMILY = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("marks", [True, False])
-def test_each_family_is_known_by_the_call_it_writes(name, marks) -> None:
+def test_each_family_is_known_by_the_call_it_writes(name: str, marks: bool) -> None:
     assert detect_format(tiny_tokenizer(name, marks)) == FAMILY[name]
 
 
-def template_of(fmt, end, note="") -> str:
+def template_of(fmt: Format, end: str, note: str = "") -> str:
     """A template whose calls are a format's own, with the message's name and values in them, and `end` behind a turn.
 
     The notes of a template do not stand in what it renders.
@@ -41,7 +42,7 @@ def template_of(fmt, end, note="") -> str:
 
 
 @pytest.mark.parametrize(("name", "end"), [(name, end) for name in formats() for end in ("", *FORMATS[name].ends)])
-def test_each_format_is_known_by_the_call_it_writes(name, end, monkeypatch) -> None:
+def test_each_format_is_known_by_the_call_it_writes(name: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing behind it, and with each token that ends its turns; no marker in the template's text helps here."""
     monkeypatch.setattr(detection, "_SIGNS", ())
     monkeypatch.setattr(detection, "_own_signs", list)
@@ -54,7 +55,7 @@ SAME_TEXT = {"ernie45": "hermes"}
 
 
 @pytest.mark.parametrize("name", [name for name in formats() if FORMATS[name].sign])
-def test_without_its_sign_a_format_is_one_that_reads_the_same(name) -> None:
+def test_without_its_sign_a_format_is_one_that_reads_the_same(name: str) -> None:
     fmt = FORMATS[name]
     found = detect_format(tiny_tokenizer("chatml", template=template_of(fmt, "")))
     assert found == SAME_TEXT.get(name, name)
@@ -63,7 +64,7 @@ def test_without_its_sign_a_format_is_one_that_reads_the_same(name) -> None:
     assert one.segments == other.segments
 
 
-def refusing(note):
+def refusing(note: str):
     """A template that refuses a call, with a note in its text."""
     return tiny_tokenizer("chatml", template="{{ raise_exception('no') }}{# " + note + " #}")
 
@@ -73,7 +74,7 @@ UNMARKED = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>", "xl
 
 
 @pytest.mark.parametrize("name", formats())
-def test_a_template_that_refuses_calls_is_known_by_its_text(name) -> None:
+def test_a_template_that_refuses_calls_is_known_by_its_text(name: str) -> None:
     """By the example of a call in it; where that holds no marker, by the marker that calls may have."""
     fmt = FORMATS[name]
     if name not in UNMARKED:

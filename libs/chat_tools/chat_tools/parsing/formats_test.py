@@ -1,6 +1,7 @@
 """Each format as its models write it, spelled out by hand; and what a format of one's own gets by its writer."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ BOTH = [("f", {"city": "Paris", "n": 3}), ("g", {})]
 ONE = BOTH[:1]
 
 
-def dsml(wrapper) -> str:
+def dsml(wrapper: str) -> str:
     """Two calls in DeepSeek's markup language."""
     city = '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>'
     count = '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>'
@@ -99,7 +100,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), TURNS)
-def test_a_turn_as_a_model_writes_it(name, text, calls) -> None:
+def test_a_turn_as_a_model_writes_it(name: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     message = parse(text, name, TOOLS)
     assert [(call.name, call.arguments_dict()) for call in message.tool_calls] == calls
     assert not message.malformed
@@ -113,7 +114,7 @@ def test_a_turn_as_a_model_writes_it(name, text, calls) -> None:
 def test_the_attribute_says_what_is_text() -> None:
     """Where the model says it the schema does not decide; without it, or where nothing is declared, it does."""
 
-    def arguments(attribute, value, tools=None):
+    def arguments(attribute: str, value: str, tools: Any = None):
         tag = f'<｜DSML｜parameter name="n"{attribute}>{value}</｜DSML｜parameter>'
         text = f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{tag}</｜DSML｜invoke></｜DSML｜tool_calls>'
         (call,) = parse(text, "deepseek_v4", tools).tool_calls
@@ -128,7 +129,7 @@ def test_the_attribute_says_what_is_text() -> None:
 
 
 def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes() -> None:
-    def arguments(key, kind, value):
+    def arguments(key: str, kind: str, value: str):
         tag = f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
         text = (
             f'<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>{tag}<|close|>call<|sep|><|close|>tools<|sep|>'
@@ -155,7 +156,7 @@ def test_text_that_only_looks_like_a_list_of_calls_is_content() -> None:
 
 
 @pytest.mark.parametrize("name", formats())
-def test_every_format_shows_itself(name) -> None:
+def test_every_format_shows_itself(name: str) -> None:
     fmt = find_format(name)
     (call,) = parse(fmt.example, fmt).tool_calls
     assert call.name == "weather"
@@ -176,7 +177,7 @@ def test_a_format_of_ones_own() -> None:
         mine._replace(writer=None).write([])
 
 
-def test_every_format_has_a_page(capsys) -> None:
+def test_every_format_has_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats"]) == 0
     page = capsys.readouterr().out
     assert all(f"## {fmt.name}\n" in page and fmt.example in page for fmt in FORMATS.values())

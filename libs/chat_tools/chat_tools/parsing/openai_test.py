@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ ids = st.none() | st.sampled_from(["call_1", "call00000", "functions.f:0"])
 
 
 @st.composite
-def conversations(draw, arguments):
+def conversations(draw: st.DrawFn, arguments: st.SearchStrategy[Any]):
     messages = [{"role": "user", "content": draw(words)}]
     for _ in range(draw(st.integers(0, 3))):
         calls = []
@@ -44,7 +45,7 @@ def conversations(draw, arguments):
 
 @settings(max_examples=50, deadline=None)
 @given(conversations(spelled))
-def test_what_the_api_sends_comes_back_as_it_was(messages) -> None:
+def test_what_the_api_sends_comes_back_as_it_was(messages: list[dict[str, Any]]) -> None:
     messages = to_openai(messages)  # complete: every call has an id, every result names it
     before = copy.deepcopy(messages)
     taken = from_openai(messages)
@@ -54,7 +55,7 @@ def test_what_the_api_sends_comes_back_as_it_was(messages) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(conversations(objects))
-def test_what_a_template_takes_comes_back_as_it_was(messages) -> None:
+def test_what_a_template_takes_comes_back_as_it_was(messages: list[dict[str, Any]]) -> None:
     before = copy.deepcopy(messages)
     sent = to_openai(messages)
     assert messages == before

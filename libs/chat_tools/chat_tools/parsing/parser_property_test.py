@@ -41,7 +41,7 @@ def check(message: ParsedMessage, text: str) -> None:
 
 @settings(max_examples=250, deadline=None)
 @given(st.data(), NAMES, st.booleans())
-def test_every_cut_gives_what_the_whole_gives(data, name, typed) -> None:
+def test_every_cut_gives_what_the_whole_gives(data: st.DataObject, name: str, typed: bool) -> None:
     text = data.draw(texts(name))
     tools = TOOLS if typed else None
     whole = parse(text, name, tools)
@@ -55,7 +55,7 @@ def test_every_cut_gives_what_the_whole_gives(data, name, typed) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), NAMES)
-def test_letter_by_letter(data, name) -> None:
+def test_letter_by_letter(data: st.DataObject, name: str) -> None:
     text = data.draw(texts(name))
     parser = StreamParser(name, TOOLS)
     for letter in text:
@@ -65,14 +65,14 @@ def test_letter_by_letter(data, name) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), NAMES, st.sampled_from(["", "<think>\n", "<|start|>assistant<|channel|>analysis<|message|>"]))
-def test_what_the_prompt_began(data, name, prefill) -> None:
+def test_what_the_prompt_began(data: st.DataObject, name: str, prefill: str) -> None:
     text = data.draw(texts(name))
     check(parse(text, name, TOOLS, prefill=prefill), text)
 
 
 @settings(max_examples=80, deadline=None)
 @given(NAMES, st.binary(max_size=60), st.integers(0, 60))
-def test_bytes_cut_anywhere(name, raw, cut) -> None:
+def test_bytes_cut_anywhere(name: str, raw: bytes, cut: int) -> None:
     parser = StreamParser(name)
     parser.feed(raw[:cut])
     parser.feed(raw[cut:])
@@ -87,7 +87,7 @@ def adversarial(name: str, size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", formats())
-def test_operations_are_linear(name) -> None:
+def test_operations_are_linear(name: str) -> None:
     for text, longer in zip(adversarial(name, 1_000), adversarial(name, 8_000), strict=True):
         message = parse(longer, name)
         check(message, longer)
@@ -96,7 +96,7 @@ def test_operations_are_linear(name) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHED)
-def test_the_worst_known_texts_are_linear_whole_and_in_pieces(name) -> None:
+def test_the_worst_known_texts_are_linear_whole_and_in_pieces(name: str) -> None:
     for known in WORST[name]:
         text, longer = known.of(20_000), known.of(160_000)
         tools = TOOLS if known.typed else None
@@ -112,7 +112,7 @@ def test_the_worst_known_texts_are_linear_whole_and_in_pieces(name) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHED)
-def test_a_megabyte_of_the_worst_costs_no_more_operations(name) -> None:
+def test_a_megabyte_of_the_worst_costs_no_more_operations(name: str) -> None:
     """What it takes in seconds is printed by benchmarks/adversarial.py."""
     for known in WORST[name]:
         text = known.of(1_000_000)
@@ -123,7 +123,9 @@ def test_a_megabyte_of_the_worst_costs_no_more_operations(name) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), NAMES, st.integers(0, 60))
-def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(data, name, budget) -> None:
+def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(
+    data: st.DataObject, name: str, budget: int
+) -> None:
     text = data.draw(texts(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cursor, "SCAN_BUDGET", budget)
@@ -136,7 +138,7 @@ def test_dense_text_is_passed_over_in_the_same_way_however_it_is_cut(data, name,
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "hermes", "kimi_k2", "mistral"])
-def test_a_call_after_very_dense_text_is_read(name) -> None:
+def test_a_call_after_very_dense_text_is_read(name: str) -> None:
     marker = FORMATS[name].calls[0][0]
     call = write_turn(name, [("f", {"text": "x"})])
     text = (marker + "\n") * 20_000 + "quiet words\n" * 20_000 + call
@@ -146,7 +148,7 @@ def test_a_call_after_very_dense_text_is_read(name) -> None:
 
 
 @pytest.mark.parametrize(("count", "words"), [(1500, ""), (2000, "some more words " * 20)])
-def test_very_many_calls_are_no_dense_text(count, words) -> None:
+def test_very_many_calls_are_no_dense_text(count: int, words: str) -> None:
     for name in SEARCHED:
         calls = [("f", {"text": f"{words}{i}"}) for i in range(count)]
         message = parse(write_turn(name, calls), name, TOOLS)

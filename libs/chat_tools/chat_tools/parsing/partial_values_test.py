@@ -28,7 +28,7 @@ PYTHON = ('"""', "'''", '"', "'")
 texts = st.lists(st.one_of(st.sampled_from(ESCAPED), st.text(max_size=3)), max_size=12).map("".join)
 
 
-def in_pieces(value, text, size):
+def in_pieces(value: PartialString | PartialValue, text: str, size: int):
     """Feed the text in pieces; return what was read, by whatever `read` gives, and how many characters."""
     kept, read, said = "", 0, []
     for start in range(0, len(text), size):
@@ -44,7 +44,7 @@ def in_pieces(value, text, size):
 
 
 @given(texts, st.sampled_from(PYTHON), st.integers(1, 5))
-def test_a_string_in_pieces_means_what_the_whole_means(inside, quote, size) -> None:
+def test_a_string_in_pieces_means_what_the_whole_means(inside: str, quote: str, size: int) -> None:
     text = f"{quote}{inside}{quote}, "
     if len(quote) == 1 and text.startswith(quote * 3):
         return  # another quote than was meant
@@ -65,7 +65,7 @@ def test_a_string_in_pieces_means_what_the_whole_means(inside, quote, size) -> N
 
 
 @given(st.lists(st.sampled_from(["<", "|", '"', ">", '<|"', "\\", "a"]), max_size=12).map("".join), st.integers(1, 5))
-def test_between_other_quotes_nothing_is_an_escape(inside, size) -> None:
+def test_between_other_quotes_nothing_is_an_escape(inside: str, size: int) -> None:
     quote = '<|"|>'
     text = inside + quote + "}"
     string = PartialString(quote, verbatim=True)
@@ -87,7 +87,7 @@ literals = st.recursive(
 
 
 @given(literals, st.sampled_from([",", ")"]), st.integers(1, 5))
-def test_a_value_in_pieces_ends_where_the_whole_ends(literal, behind, size) -> None:
+def test_a_value_in_pieces_ends_where_the_whole_ends(literal: str, behind: str, size: int) -> None:
     value = PartialValue(PYTHON, ())
     read, _ = in_pieces(value, literal + behind, size)
     assert value.ended
@@ -95,7 +95,7 @@ def test_a_value_in_pieces_ends_where_the_whole_ends(literal, behind, size) -> N
 
 
 @pytest.mark.parametrize("text", ['[1, <|"|>a, b]', "'", "{'a': (1", "''"])
-def test_a_value_without_its_end_has_none(text) -> None:
+def test_a_value_without_its_end_has_none(text: str) -> None:
     value = PartialValue(('<|"|>', '"', "'"), ('<|"|>',))
     in_pieces(value, text, 1)
     assert not value.ended

@@ -1,5 +1,8 @@
 """What a stream says of calls before they are complete: early, in small pieces, and never otherwise than they are."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +17,7 @@ NEAR = 64
 """Characters within which a server hears of a call, and of more of its argument."""
 
 
-def told(parser, pieces):
+def told(parser: StreamParser, pieces: Iterable[str]):
     """The message, and how many calls were dropped; the events of the others add up to the message's calls."""
     begun, finished, dropped = {}, {}, 0
     pieces = iter(pieces)
@@ -46,7 +49,7 @@ def told(parser, pieces):
     return message, dropped
 
 
-def cut(text, size):
+def cut(text: str, size: int):
     return [text[i : i + size] for i in range(0, len(text), size)]
 
 
@@ -65,7 +68,9 @@ usual = st.recursive(
     st.integers(1, 7),
     st.sampled_from([None, ""]),
 )
-def test_deltas_add_up_to_the_arguments(name, calls, size, prefill) -> None:
+def test_deltas_add_up_to_the_arguments(
+    name: str, calls: list[tuple[str, dict[str, Any]]], size: int, prefill: str | None
+) -> None:
     text = write_turn(name, calls)
     message, dropped = told(StreamParser(name, prefill=prefill), cut(text, size))
     assert message == parse(text, name, prefill=prefill)
@@ -74,13 +79,15 @@ def test_deltas_add_up_to_the_arguments(name, calls, size, prefill) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from(formats()), st.integers(1, 5), st.sampled_from([None, "", "<think>\n"]))
-def test_whatever_a_model_writes_its_events_add_up(data, name, size, prefill) -> None:
+def test_whatever_a_model_writes_its_events_add_up(
+    data: st.DataObject, name: str, size: int, prefill: str | None
+) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=25)))
     message, _ = told(StreamParser(name, TOOLS, prefill=prefill), cut(text, size))
     assert message == parse(text, name, TOOLS, prefill=prefill)
 
 
-def hears_at_once(parser, text, count):
+def hears_at_once(parser: StreamParser, text: str, count: int):
     """The calls of a text fed letter by letter; each of the `count` has a long argument that begins with WORD and its
     number: its start is told by then, and what it says is never more than NEAR characters behind.
     """
@@ -109,7 +116,7 @@ FILLERS = ["word ", 'it\'s "x" = \\d\\ é\n(a), [1] ']
 @pytest.mark.parametrize("name", formats())
 @pytest.mark.parametrize("filler", FILLERS, ids=["plain", "quotes"])
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "none"])
-def test_a_server_hears_of_long_arguments_at_once(name, filler, tools) -> None:
+def test_a_server_hears_of_long_arguments_at_once(name: str, filler: str, tools: Any) -> None:
     """Of each of two calls, behind words and thoughts where the format has calls there."""
     calls = [("f", {"count": 3, "text": f"WORD{i}" + filler * (10_000 // len(filler)) + "STOP"}) for i in range(2)]
     asked = FORMATS[name].opening.endswith(("{", "["))
@@ -145,7 +152,7 @@ SPELLED = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPELLED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(SPELLED)])
-def test_a_long_argument_in_other_spellings(name, text) -> None:
+def test_a_long_argument_in_other_spellings(name: str, text: str) -> None:
     (call,) = hears_at_once(StreamParser(name, TOOLS, prefill=""), text, 1)
     assert call.arguments_dict()["text"].startswith("WORD0word word")
 
@@ -172,7 +179,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "begun", "rest"), BROKEN)
-def test_a_call_that_is_none_is_dropped(name, begun, rest) -> None:
+def test_a_call_that_is_none_is_dropped(name: str, begun: str, rest: str) -> None:
     parser = StreamParser(name, prefill="")
     events = parser.feed(begun)
     assert [type(event).__name__ for event in events] == ["CallStarted", "ArgumentsDelta"]
@@ -199,7 +206,7 @@ def test_a_call_that_is_none_is_dropped(name, begun, rest) -> None:
         ("pythonic", "[f(a='é|\\ud800')]", '{"a": "\\u00e9\\ud800"}'),  # a lone surrogate has all spelled anew
     ],
 )
-def test_a_call_that_is_read_in_another_way_is_told_again(name, pieces, arguments) -> None:
+def test_a_call_that_is_read_in_another_way_is_told_again(name: str, pieces: str, arguments: str) -> None:
     message, dropped = told(StreamParser(name, prefill=""), pieces.split("|") if "|>" not in pieces else cut(pieces, 3))
     assert dropped == 1
     assert message.tool_calls[0].arguments == arguments
@@ -208,7 +215,7 @@ def test_a_call_that_is_read_in_another_way_is_told_again(name, pieces, argument
 @pytest.mark.parametrize("name", formats())
 @pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {"anyOf": [{"type": "null"}, {"type": "string"}]}])
 @pytest.mark.parametrize("value", [LONG, "3 WORD0 " + "more " * 2000 + "STOP"])
-def test_a_long_argument_that_may_be_null(name, schema, value) -> None:
+def test_a_long_argument_that_may_be_null(name: str, schema: dict[str, Any], value: Any) -> None:
     tools = [{"name": "f", "parameters": {"type": "object", "properties": {"text": schema}}}]
     (call,) = hears_at_once(StreamParser(name, tools, prefill=""), write_turn(name, [("f", {"text": value})]), 1)
     assert call.arguments_dict() == {"text": value}
@@ -218,7 +225,7 @@ THINKING = [name for name in formats() if FORMATS[name].reasoning]
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning(name) -> None:
+def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning(name: str) -> None:
     """The same text can be an answer, or thoughts that the prompt opened: only its end, or thoughts seen, tell."""
     text, (opening, closing) = write_turn(name, [("f", {"text": "x" * 200})]), FORMATS[name].reasoning[0]
     parser = StreamParser(name, TOOLS)

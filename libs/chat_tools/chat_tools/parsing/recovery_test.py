@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from chat_tools.parsing.result import ParsedMessage
 CASES = [json.loads(line) for line in (Path(__file__).parent / "malformed.jsonl").read_text().splitlines()]
 
 
-def tool(name: str, **properties: object) -> dict:
+def tool(name: str, **properties: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
@@ -28,7 +29,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{c['format']}: {c['case']}" for c in CASES])
-def test_malformed_output(case) -> None:
+def test_malformed_output(case: dict[str, Any]) -> None:
     message = parse(case["text"], case["format"], TOOLS)
     assert [[c.name, json.loads(c.arguments)] for c in message.tool_calls] == case["calls"]
     assert len(message.malformed) == case["malformed"]
@@ -91,7 +92,7 @@ def test_split_utf8() -> None:
         ("gemma", '<|tool_call>call:write{text:<|"|>a"}\\<|"|>}<tool_call|>'),
     ],
 )
-def test_escapes_and_quotes_cut_anywhere(name, text) -> None:
+def test_escapes_and_quotes_cut_anywhere(name: str, text: str) -> None:
     whole = parse(text, name, TOOLS)
     assert len(whole.tool_calls) == 1
     assert not whole.malformed
@@ -122,7 +123,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("what", HUGE)
-def test_one_huge_bad_call_takes_no_good_one_with_it(what) -> None:
+def test_one_huge_bad_call_takes_no_good_one_with_it(what: str) -> None:
     good = '<tool_call>\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>'
     message = parse(f"<tool_call>\n{HUGE[what]}\n</tool_call>\n{good}", "hermes")
     assert [call.name for call in message.tool_calls] == ["g"]
@@ -164,7 +165,7 @@ NOISE = {
 
 @pytest.mark.parametrize("name", NOISE)
 @pytest.mark.parametrize("where", ["before", "after", "between", "lines"])
-def test_noise_in_a_block_takes_no_call_with_it(name, where) -> None:
+def test_noise_in_a_block_takes_no_call_with_it(name: str, where: str) -> None:
     block, noise = NOISE[name]
     opening, closing = block[: block.index("{}")], block[block.rindex("{}") + 2 :]
     call = block[len(opening) + 2 : block.rindex("{}")].replace("{{", "{").replace("}}", "}")
@@ -233,7 +234,7 @@ def test_text_after_a_block_without_an_end_is_content() -> None:
         ("llama3_json", '{"name": "other", "parameters": {}}', [["other", {}]], ""),
     ],
 )
-def test_a_good_call_is_read_and_an_answer_is_none(name, text, calls, content) -> None:
+def test_a_good_call_is_read_and_an_answer_is_none(name: str, text: str, calls: Any, content: str) -> None:
     message = only(text, name)
     assert [[c.name, json.loads(c.arguments)] for c in message.tool_calls] == calls
     assert message.content == content
@@ -269,7 +270,9 @@ def test_a_bad_call_without_an_end_takes_no_good_one_with_it() -> None:
     ],
 )
 @pytest.mark.parametrize("format_", ["hermes", "llama3_json", "harmony", "kimi_k2"])
-def test_a_json_value_is_fitted_to_the_schema_where_nothing_is_lost(format_, name, key, written, value, noted) -> None:
+def test_a_json_value_is_fitted_to_the_schema_where_nothing_is_lost(
+    format_: str, name: str, key: str, written: str, value: Any, noted: bool
+) -> None:
     arguments = f'{{"{key}": {written}}}'
     text = {
         "hermes": f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>',
@@ -300,13 +303,13 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_the_names_that_peers_give_a_format(name) -> None:
+def test_the_names_that_peers_give_a_format(name: str) -> None:
     message = only(PEERS[name], name)
     assert [(c.name, json.loads(c.arguments), c.diagnostics) for c in message.tool_calls] == [("add", A, ())]
     assert (message.content, message.malformed) == ("", ())
 
 
 @pytest.mark.parametrize("name", ["poolside_v1", "hy_v3", "plamo3"])
-def test_a_format_that_is_not_read_is_refused_by_name(name) -> None:
+def test_a_format_that_is_not_read_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown tool-call format '{name}'"):
         only("", name)

@@ -99,7 +99,7 @@ def test_a_whole_function() -> None:
         ),
     ],
 )
-def test_types(hint, schema) -> None:
+def test_types(hint: Any, schema: Any) -> None:
     assert type_schema(hint) == schema
 
 
@@ -136,6 +136,6 @@ def keyed(a: dict[int, str]) -> None: ...
         (3, "typed function"),
     ],
 )
-def test_errors_name_the_fix(function, words) -> None:
+def test_errors_name_the_fix(function: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         function_schema(function)

@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from chat_tools.rendering.audit import audit_template
+from chat_tools.rendering.audit import TemplateReport, audit_template
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 
-def causes(report):
+def causes(report: TemplateReport):
     return [d.cause for d in report.divergences]
 
 
@@ -38,7 +38,7 @@ def test_thinking_that_is_dropped_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_marks_that_agree_with_the_proof_are_safe(name) -> None:
+def test_marks_that_agree_with_the_proof_are_safe(name: str) -> None:
     for marks in (True, False):
         report = audit_template(tiny_tokenizer(name, marks))
         assert report.mask_problems == ()

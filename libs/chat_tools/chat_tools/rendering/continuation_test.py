@@ -1,5 +1,7 @@
 """Sampled tokens and what follows them: token in, token out, the token that stopped the model written once."""
 
+from typing import Any
+
 import pytest
 
 from chat_tools.rendering.continuation import extend, text_after_turn
@@ -17,12 +19,12 @@ TALK = [
 TOOL = {"role": "tool", "content": "42"}
 
 
-def call(value: str) -> dict:
+def call(value: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "arguments": {"word": value}}}
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama", "deepseek", "thinking", "mistral", "harmony"])
-def test_extend_continues_token_by_token(name) -> None:
+def test_extend_continues_token_by_token(name: str) -> None:
     tokenizer = PLAIN[name]
     messages = [{"role": "user", "content": "hi"}]
     rendered = render(tokenizer, messages, add_generation_prompt=True)
@@ -95,7 +97,9 @@ SAMPLED_STOPS = [
 
 @pytest.mark.parametrize(("name", "said", "stop", "role", "expected"), SAMPLED_STOPS)
 @pytest.mark.parametrize("known", [True, False])
-def test_the_token_that_stopped_the_model_is_written_once(name, said, stop, role, expected, known) -> None:
+def test_the_token_that_stopped_the_model_is_written_once(
+    name: str, said: str, stop: str, role: str, expected: str, known: bool
+) -> None:
     tokenizer = PLAIN[name]
     stops = [s for s in TEMPLATES[name][1] if s in expected or s == stop] if known else None
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True, stop_tokens=stops)
@@ -139,7 +143,7 @@ RESULTS_BEFORE_WORDS = """
 
 
 @pytest.mark.parametrize("words", ["", "I look."])
-def test_a_result_is_not_lost_where_words_stand_beside_the_call(words) -> None:
+def test_a_result_is_not_lost_where_words_stand_beside_the_call(words: str) -> None:
     """Gemma 4's template writes call, result, words; what was sampled ends with the call, and the result follows."""
     tokenizer = tiny_tokenizer("chatml", template=RESULTS_BEFORE_WORDS)
     tokenizer.add_tokens(["<|tool_response>"])
@@ -191,7 +195,7 @@ def test_what_follows_a_turn_has_the_names_and_ids_of_its_calls() -> None:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_arguments_of_the_kind_that_the_template_takes(as_text) -> None:
+def test_arguments_of_the_kind_that_the_template_takes(as_text: bool) -> None:
     arguments = "c.function.arguments" if as_text else "c.function.arguments | items | list | length | string"
     body = f"{{% for c in m.tool_calls or [] %}}{{{{ c.function.name + {arguments} }}}}{{% endfor %}}"
     talk = "{{ '<|im_start|>' + m.role + '\n' + m.content }}" + body + "{{ '<|im_end|>\n' }}"

@@ -2,8 +2,11 @@
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,13 +15,20 @@ from hypothesis import strategies as st
 from chat_tools.rendering import frames
 from chat_tools.rendering.frames import Frame, find_frame
 from chat_tools.rendering.stop_tokens import read_stop_tokens, turn_ends
-from chat_tools.rendering.template import ChatTemplate, tokens_as_text
+from chat_tools.rendering.template import ChatTemplate, Message, tokens_as_text
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 SAY = {"role": "assistant", "content": "x"}
 
 
-def framed(name="chatml", like=SAY, stops=None, tools=None, tokens=(), **kind) -> Frame:
+def framed(
+    name: str = "chatml",
+    like: Message = SAY,
+    stops: Any = None,
+    tools: Any = None,
+    tokens: Sequence[str] = (),
+    **kind: Any,
+) -> Frame:
     """The frame of a tokenizer that nobody has used before: frames are remembered."""
     tokenizer = tiny_tokenizer(name, **{"marks": False, **kind})
     tokenizer.add_tokens(list(tokens))
@@ -38,7 +48,7 @@ def framed(name="chatml", like=SAY, stops=None, tools=None, tokens=(), **kind) -
         ("harmony", "<|start|>assistant", "<|end|>", ["<|return|>", "<|end|>"], ""),
     ],
 )
-def test_the_frame_of_a_family(name, prompt, before, closings, after) -> None:
+def test_the_frame_of_a_family(name: str, prompt: str, before: str, closings: list[str], after: str) -> None:
     frame = framed(name)
     assert frame.prompt == prompt
     assert frame.opening == before + prompt
@@ -54,7 +64,7 @@ TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + BODY + END }}
 PROMPT = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 
 
-def turns(body="m.content", end="'<|im_end|>\n'", prompt=PROMPT):
+def turns(body: str = "m.content", end: str = "'<|im_end|>\n'", prompt: str = PROMPT):
     return TURN.replace("BODY", body).replace("END", end).replace("PROMPT", prompt)
 
 
@@ -93,7 +103,7 @@ def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
         ("('[A]' if messages | length < 3 else raise_exception('short ones alone'))", ["[A]"]),
     ],
 )
-def test_which_tokens_end_a_turn(end, closings) -> None:
+def test_which_tokens_end_a_turn(end: str, closings: Any) -> None:
     frame = framed(template=turns(end=end), tokens=["[A]", "[B]", "[C]"])
     assert list(frame.closings) == closings
     assert set(frame.stops) == {*closings, "<|im_end|>", "<|endoftext|>"}
@@ -110,7 +120,7 @@ class Bare:
 
     chat_template = "bare"
 
-    def apply_chat_template(self, conversation, add_generation_prompt, **_):
+    def apply_chat_template(self, conversation: list[Message], add_generation_prompt: bool, **_: Any):
         said = "".join(f"{m['role']}={m['content']}." for m in conversation)
         return said + ("assistant=" if add_generation_prompt else "")
 
@@ -154,7 +164,7 @@ def test_frames_of_other_ends_tools_and_options_are_others() -> None:
     tokenizer = tiny_tokenizer("chatml", template=template)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
-    def prompt(how="x", tools=()) -> str:
+    def prompt(how: str = "x", tools: Sequence[Any] = ()) -> str:
         return find_frame(ChatTemplate(tokenizer, tools or [{}], {"how": how}), SAY).prompt
 
     ways = [prompt(), prompt("y"), prompt(tools=[tool, tool])]
@@ -169,7 +179,7 @@ def test_frames_of_other_ends_tools_and_options_are_others() -> None:
     assert as_list.opening != as_text.opening
 
 
-def test_few_frames_are_remembered(monkeypatch) -> None:
+def test_few_frames_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_MOST_FRAMES", 3)
     tokenizer = tiny_tokenizer("chatml", template=turns(prompt="{{ how if add_generation_prompt }}"))
     for number in range(8):
@@ -183,7 +193,7 @@ texts = st.lists(st.sampled_from([*TOKENS, "<t>", "[", "]", "<", ">", "|", " ", 
 
 @settings(deadline=None)
 @given(texts, st.data())
-def test_no_token_or_tag_is_cut_in_two(text, data) -> None:
+def test_no_token_or_tag_is_cut_in_two(text: str, data: st.DataObject) -> None:
     """The oracle walks over the text: at each place the longest token, else a tag, else a character."""
     at = data.draw(st.integers(0, len(text)))
     with pytest.MonkeyPatch.context() as patch:
@@ -211,7 +221,7 @@ def test_a_token_is_found_far_behind_in_the_text() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["<a>", "<b>", "<a><b>", "<"]), max_size=5))
-def test_leading_tokens_are_the_longest_ones(parts) -> None:
+def test_leading_tokens_are_the_longest_ones(parts: list[str]) -> None:
     found = frames._leading_tokens("".join(parts) + " <a>", ["<a>", "<a><b>", "<b>"])
     until = "".join(parts).partition("<<")[0].removesuffix("<")
     assert "".join(found) == until
@@ -269,7 +279,7 @@ def test_a_frame_is_remembered_for_its_template_alone() -> None:
     assert find_frame(ChatTemplate(tokenizer, None, {}, ("<|endoftext|>",)), SAY).stops[0] == "<|endoftext|>"
 
 
-def test_stop_tokens_are_read_from_a_generation_config(tmp_path) -> None:
+def test_stop_tokens_are_read_from_a_generation_config(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer("harmony")
     ids = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))

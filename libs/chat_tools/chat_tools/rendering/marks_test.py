@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chat_tools.rendering import owners
 from chat_tools.rendering.owners import Piece, find_by_difference, find_owners
-from chat_tools.rendering.template import ChatTemplate
+from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 PRIVATE = 0xF0000
@@ -26,13 +26,13 @@ def difference(
     return pieces
 
 
-def call(name="f", **arguments):
+def call(name: str = "f", **arguments: Any):
     return {"function": {"name": name, "arguments": arguments}}
 
 
 @settings(deadline=None)
 @given(st.text([chr(PRIVATE + n) for n in range(12)], max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=3))
-def test_marks_are_the_first_free_characters(text, calls) -> None:
+def test_marks_are_the_first_free_characters(text: str, calls: list[int]) -> None:
     """One for each message's words, two for each call, one that closes; none of them stands in the text."""
     needed = 1 + sum(1 + 2 * n for n in calls)
     marks = owners._Marks("", text, [{"content": "x", "tool_calls": [call()] * n} for n in calls])
@@ -50,7 +50,7 @@ bits = st.sampled_from(["a", "b b", "\n", " ", "  \n", "</think>", "<a>", "word"
 
 @settings(deadline=None)
 @given(st.lists(bits, max_size=8).map("".join))
-def test_segments_are_what_stands_between_cuts(text) -> None:
+def test_segments_are_what_stands_between_cuts(text: str) -> None:
     """Lines, and what a template itself cuts at; without marks the text is as before."""
     marks = owners._Marks(CUTS, text, [{"content": text}])
     place = owners._Place(0)
@@ -110,12 +110,12 @@ class Counting(ChatTemplate):
 
     count = 0
 
-    def text(self, messages, add_generation_prompt=False):
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False):
         self.count += 1
         return super().text(messages, add_generation_prompt)
 
 
-def found(body, messages=MESSAGES, prompted=False):
+def found(body: str, messages: Sequence[Message] = MESSAGES, prompted: bool = False):
     """(what each piece holds and whose it is, all that was found, renderings)."""
     template = Counting(tiny_tokenizer("chatml", template=TURN.replace("BODY", body)), None, {})
     text = template.text(messages, prompted)
@@ -131,14 +131,14 @@ LAST = [("iota", 5), ("kappa", 5)]
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_every_line_is_its_messages_by_one_rendering(prompted) -> None:
+def test_every_line_is_its_messages_by_one_rendering(prompted: bool) -> None:
     pieces, known, renderings = found(BODY, prompted=prompted)
     assert pieces == [*USER, *ANSWER, *REST, *LATER, *LAST]
     assert (list(known.unknown), list(known.without_calls), renderings) == ([], [], 1)
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_names_that_a_template_looks_at_are_not_marked(prompted) -> None:
+def test_names_that_a_template_looks_at_are_not_marked(prompted: bool) -> None:
     body = "{{ m.content }}" + CALLS.replace("NAME", "c.function.name | length | string")
     pieces, known, renderings = found(body, prompted=prompted)
     assert pieces == [*USER, *(p for p in ANSWER if p[0] not in "fg"), *REST, *LATER, *LAST]
@@ -147,7 +147,7 @@ def test_names_that_a_template_looks_at_are_not_marked(prompted) -> None:
 
 @pytest.mark.parametrize("prompted", [False, True])
 @pytest.mark.parametrize("named", [True, False])
-def test_what_cannot_be_marked_is_found_alone(prompted, named) -> None:
+def test_what_cannot_be_marked_is_found_alone(prompted: bool, named: bool) -> None:
     """The users' words are counted: each is found by another text in its place, the others by marks of their own."""
     name = "c.function.name" if named else "c.function.name | length | string"
     pieces, known, _ = found(COUNTED + "{{ m.content }}" + CALLS.replace("NAME", name), prompted=prompted)
@@ -157,7 +157,7 @@ def test_what_cannot_be_marked_is_found_alone(prompted, named) -> None:
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_a_call_alone_is_found_by_its_name(prompted) -> None:
+def test_a_call_alone_is_found_by_its_name(prompted: bool) -> None:
     bare = {"role": "assistant", "content": "", "tool_calls": [call(x="")]}
     for body in (BODY, COUNTED + BODY):
         pieces, _, _ = found(body, [MESSAGES[1], bare, MESSAGES[5]], prompted)
@@ -169,7 +169,7 @@ def test_a_call_alone_is_found_by_its_name(prompted) -> None:
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_calls_that_are_not_written_are_told_by_their_messages(prompted) -> None:
+def test_calls_that_are_not_written_are_told_by_their_messages(prompted: bool) -> None:
     for body in ("{{ m.content }}", COUNTED + "{{ m.content }}"):
         _, known, _ = found(body, [*MESSAGES, *MESSAGES[2:4]], prompted)
         assert list(known.without_calls) == [2, 6]
@@ -179,7 +179,7 @@ def test_calls_that_are_not_written_are_told_by_their_messages(prompted) -> None
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_calls_whose_arguments_alone_are_written_are_written(prompted) -> None:
+def test_calls_whose_arguments_alone_are_written_are_written(prompted: bool) -> None:
     pieces, known, _ = found("{{ m.content }}" + CALLS.replace("NAME + ':' + ", ""), prompted=prompted)
     assert pieces == [*USER, *(p for p in ANSWER if p[0] not in "fg"), *REST, *LATER, *LAST]
     assert list(known.without_calls) == []
@@ -200,7 +200,7 @@ def test_of_two_that_are_found_between_each_other_the_assistant_gives_way() -> N
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_words_that_a_template_knows_by_heart_are_unknown(prompted) -> None:
+def test_words_that_a_template_knows_by_heart_are_unknown(prompted: bool) -> None:
     """It writes nothing else in their place; what others say is found all the same."""
     heart = "{{ m.content if m.role == 'tool' or m.content in ('one\ntwo', 'alpha\n  beta') }}"
     pieces, known, _ = found(heart, [m for m in MESSAGES if m["role"] != "assistant"], prompted)
@@ -217,7 +217,7 @@ WITH_ITS_CALL = (
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_a_turn_with_calls_is_replaced_by_one_with_calls(prompted) -> None:
+def test_a_turn_with_calls_is_replaced_by_one_with_calls(prompted: bool) -> None:
     """Else its result would be left out, and be taken for the turn's."""
     template = ChatTemplate(tiny_tokenizer("chatml", template=WITH_ITS_CALL), None, {})
     turn = {"role": "assistant", "content": "yo ", "tool_calls": [{"id": "7", **call(x="\ue0a1 what")}]}
@@ -255,7 +255,7 @@ def test_parts_are_replaced_by_parts_and_thoughts_with_the_words() -> None:
 
 
 @pytest.mark.parametrize("place", ["content", "tools", "options"])
-def test_who_writes_such_characters_forges_no_mark(place) -> None:
+def test_who_writes_such_characters_forges_no_mark(place: str) -> None:
     """Opening and closing marks in somebody's text, the tools or the options: no rendering with marks is taken."""
     forged = "\U000f0001own\U000f0002"
     tokenizer = tiny_tokenizer("chatml")

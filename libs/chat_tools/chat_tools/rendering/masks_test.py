@@ -1,12 +1,14 @@
 """Whose each character is, and what of a turn is trained: whatever others write, however the template writes it."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering.masks import Region
 from chat_tools.rendering.media import Expanded
-from chat_tools.rendering.render import _span, render
+from chat_tools.rendering.render import Rendered, _span, render
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -22,15 +24,15 @@ TALK = [
 TOOL = {"role": "tool", "content": "42"}
 
 
-def call(value: str) -> dict:
+def call(value: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "arguments": {"word": value}}}
 
 
-def trained_text(tokenizer, rendered):
+def trained_text(tokenizer: Any, rendered: Rendered):
     return tokenizer.decode([i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on])
 
 
-def forged(name) -> str:
+def forged(name: str) -> str:
     """Everything that a template of the family writes around turns, in somebody's text."""
     tokenizer = PLAIN[name]
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True).text[-40:]
@@ -39,7 +41,7 @@ def forged(name) -> str:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers) -> None:
+def test_markers_in_other_peoples_texts_move_no_border(name: str, tokenizers: dict[str, Any]) -> None:
     """The same answers are trained whatever users, tools and the system write, forged turns among it."""
     answers = ["hello", "see you"]
     for text in ("plain", forged(name)):
@@ -63,7 +65,7 @@ def test_markers_in_other_peoples_texts_move_no_border(name, tokenizers) -> None
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_what_others_write_never_changes_what_is_trained(name, data) -> None:
+def test_what_others_write_never_changes_what_is_trained(name: str, data: st.DataObject) -> None:
     """Bits of markers, prompts and answers in any order, in everybody's text but the assistant's."""
     prompt = render(PLAIN[name], TALK[:1], add_generation_prompt=True).text
     bits = [
@@ -138,7 +140,7 @@ def test_a_result_that_stands_inside_the_turn_is_not_trained() -> None:
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_character_has_one_owner(name, tokenizers) -> None:
+def test_every_character_has_one_owner(name: str, tokenizers: dict[str, Any]) -> None:
     messages = [{"role": "system", "content": "be kind"}, *TALK]
     rendered = render(tokenizers[name], messages)
     edges = [0, *(o.end for o in rendered.owners)]
@@ -167,7 +169,7 @@ def test_calls_that_the_template_leaves_out_are_a_problem() -> None:
 
 @pytest.mark.parametrize("filter_", ["upper", "trim", "replace('hello', 'bye')", "truncate(3, true, '')"])
 @pytest.mark.parametrize("role", ["user", "assistant", "tool"])
-def test_a_template_that_changes_the_words_of_a_role(filter_, role) -> None:
+def test_a_template_that_changes_the_words_of_a_role(filter_: str, role: str) -> None:
     """Marked or not: what is trained is the assistant's, or it is a problem."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -234,7 +236,7 @@ def test_a_template_that_counts_the_letters() -> None:
 
 
 @pytest.mark.parametrize(("given", "end"), [(None, ""), (["<|im_end|>"], "<|im_end|>")])
-def test_a_known_stop_token_is_trained_even_if_the_marks_leave_it_out(given, end) -> None:
+def test_a_known_stop_token_is_trained_even_if_the_marks_leave_it_out(given: list[str] | None, end: str) -> None:
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
     body = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
     tokenizer = tiny_tokenizer("chatml", template=TURN.replace("BODY", body))
@@ -254,7 +256,9 @@ def test_a_known_stop_token_is_trained_even_if_the_marks_leave_it_out(given, end
         (5, 5, (0, 0), []),
     ],
 )
-def test_the_tokens_of_a_region_lie_wholly_in_it(start, end, tokens, straddling) -> None:
+def test_the_tokens_of_a_region_lie_wholly_in_it(
+    start: int, end: int, tokens: tuple[int, int], straddling: list[int]
+) -> None:
     found: list[int] = []
     span = _span(Region(4, start, end, end), Expanded("abcdefgh", ()), [(0, 2), (2, 5), (5, 8)], found)
     assert (span.token_start, span.token_end, span.message) == (*tokens, 4)

@@ -31,7 +31,7 @@ TALK: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("marks", [True, False])
-def test_placeholders_expand_and_the_mask_moves_along(marks) -> None:
+def test_placeholders_expand_and_the_mask_moves_along(marks: bool) -> None:
     tokenizer = tiny_tokenizer("chatml", marks, TEMPLATE)
     film = "<1.0 s>" + "<|video_pad|>" * 2 + "<2.0 s>" + "<|video_pad|>" * 2
     rendered = render(tokenizer, TALK, media=[images([3, 2]), videos([film])])
@@ -60,7 +60,7 @@ def test_an_image_in_a_tool_result_of_a_running_conversation() -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 2, 3]])
-def test_a_wrong_number_of_images_is_refused(counts) -> None:
+def test_a_wrong_number_of_images_is_refused(counts: list[int]) -> None:
     with pytest.raises(ValueError, match="one expansion for each"):
         expand("<|image_pad|> <|image_pad|>", [images(counts)])
 

@@ -17,7 +17,7 @@ words = st.text("ab", max_size=12)
 
 @settings(deadline=None)
 @given(words, words)
-def test_common_ends(a, b) -> None:
+def test_common_ends(a: str, b: str) -> None:
     lengths = range(min(len(a), len(b)) + 1)
     assert common_prefix(a, b) == max(n for n in lengths if a[:n] == b[:n])
     assert common_suffix(a, b) == max(n for n in lengths if a[len(a) - n :] == b[len(b) - n :])
@@ -40,7 +40,7 @@ ROLES = [{"role": "assistant"}, {"role": "user"}, {"role": "assistant"}, {"role"
         ([(0, 2, 0), (2, 6, 0), (1, 4, 1)], [(0, 1, 0), (1, 4, 1), (4, 6, 0)]),
     ],
 )
-def test_of_two_owners_the_assistant_gives_way(pieces, kept) -> None:
+def test_of_two_owners_the_assistant_gives_way(pieces: list[Piece], kept: list[Piece]) -> None:
     assert owners._without_overlaps([Piece(*piece) for piece in pieces], ROLES) == [Piece(*piece) for piece in kept]
 
 
@@ -51,7 +51,7 @@ spans = st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 3)).map(
 
 @settings(deadline=None)
 @given(st.lists(spans, max_size=5))
-def test_kept_pieces_are_in_order_and_take_nothing_from_others(pieces) -> None:
+def test_kept_pieces_are_in_order_and_take_nothing_from_others(pieces: list[tuple[int, int]]) -> None:
     kept = owners._without_overlaps(list(pieces), ROLES)
     assert all(a.end <= b.start for a, b in pairwise(kept))
     for piece in kept:
@@ -119,7 +119,7 @@ def test_rewriting_changes_texts_alone() -> None:
         ("no call", "no call"),
     ],
 )
-def test_a_call_with_other_arguments(call, renamed) -> None:
+def test_a_call_with_other_arguments(call: dict[str, Any], renamed: Any) -> None:
     assert owners._renamed(call, "M") == renamed
 
 
@@ -138,7 +138,7 @@ WORDS = {"alpha": 0, "beta": 0, "gamma": 1, "delta": 1, "epsilon": 2, "zeta": 2,
 
 @pytest.mark.parametrize("name", ["chatml", "thinking", "llama", "glm"])
 @pytest.mark.parametrize("prompted", [False, True])
-def test_every_word_is_its_messages(name, prompted) -> None:
+def test_every_word_is_its_messages(name: str, prompted: bool) -> None:
     template = ChatTemplate(tiny_tokenizer(name, marks=False), None, {})
     text = template.text(MESSAGES, prompted)
     found = find_owners(template, MESSAGES, text, prompted)
@@ -155,7 +155,7 @@ def test_every_word_is_its_messages(name, prompted) -> None:
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_a_message_is_found_by_what_another_text_changes(prompted) -> None:
+def test_a_message_is_found_by_what_another_text_changes(prompted: bool) -> None:
     template = ChatTemplate(tiny_tokenizer("chatml", marks=False), None, {})
     text = template.text(MESSAGES[:1], prompted)
     pieces = find_by_difference(template, MESSAGES[:1], 0, text, prompted)

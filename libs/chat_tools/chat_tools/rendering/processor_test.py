@@ -98,7 +98,9 @@ def media_of(processor: Processor, messages: list[dict[str, Any]], out: Any) -> 
 
 @pytest.mark.parametrize("messages", [ONE, MORE, FILM], ids=["an image", "images in two turns", "image and video"])
 @pytest.mark.parametrize("prompted", [False, True])
-def test_ids_mask_and_token_types_are_the_processors(processor, messages, prompted) -> None:
+def test_ids_mask_and_token_types_are_the_processors(
+    processor: Processor, messages: list[dict[str, Any]], prompted: bool
+) -> None:
     out = processor.apply_chat_template(
         messages,
         tokenize=True,
@@ -121,7 +123,7 @@ def test_ids_mask_and_token_types_are_the_processors(processor, messages, prompt
     assert max(rendered.mm_token_type_ids) == (2 if messages is FILM else 1)
 
 
-def test_a_running_conversation_is_the_processors_too(processor) -> None:
+def test_a_running_conversation_is_the_processors_too(processor: Processor) -> None:
     """Token in, token out: what was sampled stays as it is, and an image comes in the next question."""
     last = processor.apply_chat_template(MORE[:3], tokenize=True, return_dict=True, add_generation_prompt=True)
     counts = [grid_tokens(tuple(grid)) for grid in last["image_grid_thw"]]

@@ -1,5 +1,6 @@
 """Where a region begins and ends, one decision at a time: bounds, prompts, stop tokens, and what is given up."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,7 @@ from chat_tools.rendering import masks
 from chat_tools.rendering.frames import Frame
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.owners import Owners, Piece
-from chat_tools.rendering.template import ChatTemplate
+from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 USER, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -19,13 +20,13 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name"
 MINE, OTHER = 1, 0
 
 
-def template(source, tokens=(), stops=("<|im_end|>",)) -> ChatTemplate:
+def template(source: str, tokens: Sequence[str] = (), stops: Sequence[str] = ("<|im_end|>",)) -> ChatTemplate:
     tokenizer = tiny_tokenizer("chatml", template=source)
     tokenizer.add_tokens(list(tokens))
     return ChatTemplate(tokenizer, None, {}, stops)
 
 
-def found(source, messages, prompted=False, **kind):
+def found(source: str, messages: Sequence[Message], prompted: bool = False, **kind: Any):
     """(the texts of the regions with their messages, the problems)."""
     made = template(source, **kind)
     text = made.text(messages, prompted)
@@ -36,7 +37,7 @@ def found(source, messages, prompted=False, **kind):
 REFUSING = template("{{ raise_exception('no') }}")
 
 
-def bounds_of(letters, letter):
+def bounds_of(letters: str, letter: str):
     """By a search over characters: the runs of one owner that nobody else interrupts, and what lies around each.
 
     m, o and p own characters; a dot is the template's.
@@ -63,7 +64,7 @@ def bounds_of(letters, letter):
 
 @settings(deadline=None)
 @given(st.text("mop.", max_size=14))
-def test_bounds_are_those_of_a_search_over_characters(letters) -> None:
+def test_bounds_are_those_of_a_search_over_characters(letters: str) -> None:
     pieces, at = [], 0
     for letter, run in groupby(letters):
         length = len(list(run))
@@ -95,19 +96,27 @@ class Counted(list):
 
 
 @pytest.mark.parametrize("turns", [3, 40])
-def test_bounds_cost_one_look_at_each_piece(turns) -> None:
+def test_bounds_cost_one_look_at_each_piece(turns: int) -> None:
     """However many turns there are."""
     pieces = Counted(Piece(at, at + 1, at) for at in range(turns))
     masks._bounded(pieces, turns)
     assert pieces.reads == turns
 
 
-def start(text, frame, lower, begin, first=True, made=None, messages=(USER, SAY)):
+def start(
+    text: str,
+    frame: Frame,
+    lower: int,
+    begin: int,
+    first: bool = True,
+    made: ChatTemplate | None = None,
+    messages: Sequence[Message] = (USER, SAY),
+):
     bounds = masks._Bounds(Piece(begin, len(text), MINE), lower, len(text), first, True)
     return masks._start(made, messages, 1, text, frame, bounds)
 
 
-def cut_frame(prompt, *cuts, opening=""):
+def cut_frame(prompt: str, *cuts: int, opening: str = ""):
     return Frame(prompt, "", opening, prompt_cuts=cuts or (len(prompt),))
 
 
@@ -126,7 +135,9 @@ def cut_frame(prompt, *cuts, opening=""):
         ("q\nA: A: hi", cut_frame("A:", opening="\nA:"), 1, 8, 7),  # the prompt, not the opening
     ],
 )
-def test_a_region_begins_where_the_prompt_ends(text, frame, lower, begin, expected) -> None:
+def test_a_region_begins_where_the_prompt_ends(
+    text: str, frame: Frame, lower: int, begin: int, expected: int | None
+) -> None:
     assert start(text, frame, lower, begin) == expected
 
 
@@ -171,7 +182,16 @@ def test_a_token_that_only_begins_alike_is_not_shared() -> None:
     assert start("hi[go off] hello", cut_frame("PPPPPPPPPP"), 2, 11, made=made) is None
 
 
-def end(text, piece_end, upper, frame=None, last=True, made=None, messages=(USER, SAY, USER), index=1):
+def end(
+    text: str,
+    piece_end: int,
+    upper: int,
+    frame: Frame | None = None,
+    last: bool = True,
+    made: ChatTemplate | None = None,
+    messages: Sequence[Message] = (USER, SAY, USER),
+    index: int = 1,
+):
     bounds = masks._Bounds(Piece(0, piece_end, MINE), 0, upper, True, last)
     return masks._end(made, messages, index, text, frame or Frame("", ""), bounds)
 
@@ -200,7 +220,7 @@ def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
     assert end("hello[go off]", 3, 13, made=made) == (5, 5)
 
 
-def turn(owners, text="abcdef<e>", frame=None):
+def turn(owners: Owners, text: str = "abcdef<e>", frame: Frame | None = None):
     frame = frame or Frame("", "", stops=("<e>",))
     own = masks._bounded(owners.pieces, len(text)).get(1, [])
     return masks._turn(REFUSING, [USER, SAY], 1, text, frame, owners, own)
@@ -222,11 +242,11 @@ def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not() 
     assert told == "message 1: its beginning cannot be told from the message before"
 
 
-def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch) -> None:
+def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     shown: list[Piece] | None = [Piece(4, 4, 1)]
 
-    def difference(_template, _messages, index, _text, _prompted):
+    def difference(_template: ChatTemplate, _messages: Sequence[Message], index: int, _text: str, _prompted: bool):
         asked.append(index)
         return shown
 
@@ -256,7 +276,7 @@ PLAIN = TURN.replace("BODY", "{{ m.content }}")
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_a_turn_without_words_is_its_end(prompted) -> None:
+def test_a_turn_without_words_is_its_end(prompted: bool) -> None:
     empty = {"role": "assistant", "content": ""}
     assert found(PLAIN, [USER, empty, USER, SAY, USER], prompted) == (
         [(1, "<|im_end|>"), (3, "hello<|im_end|>")],
@@ -308,7 +328,7 @@ GOES_ON = (
 
 
 @pytest.mark.parametrize("prompted", [False, True])
-def test_what_a_model_is_told_after_a_result_is_not_trained(prompted) -> None:
+def test_what_a_model_is_told_after_a_result_is_not_trained(prompted: bool) -> None:
     messages = [USER, CALLS, {"role": "tool", "content": "42"}, {**SAY, "content": " hello"}]
     regions, problems = found(GOES_ON, messages, prompted)
     assert problems == []

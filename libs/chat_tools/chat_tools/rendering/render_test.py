@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from chat_tools.rendering.generation_marks import block_mask
-from chat_tools.rendering.render import encode, render
+from chat_tools.rendering.render import Rendered, encode, render
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -28,12 +29,12 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), min_size
 )
 
 
-def call(value: str) -> dict:
+def call(value: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "arguments": {"word": value}}}
 
 
 @st.composite
-def conversations(draw, name):
+def conversations(draw: st.DrawFn, name: str):
     messages = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(words)})
@@ -48,7 +49,7 @@ def conversations(draw, name):
     return messages
 
 
-def oracle(tokenizer, messages, straddling):
+def oracle(tokenizer: Any, messages: list[dict[str, Any]], straddling: Sequence[int]):
     """The mask of transformers itself, by the template's marks, without the tokens that straddle a turn's border."""
     out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     mask = [bool(on) for on in out["assistant_masks"]]
@@ -62,7 +63,7 @@ def oracle(tokenizer, messages, straddling):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_proven_mask_is_the_marked_one(name, data) -> None:
+def test_the_proven_mask_is_the_marked_one(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(name))
     marked, plain = render(MARKED[name], messages), render(PLAIN[name], messages)
     assert plain.problems == marked.problems == ()
@@ -74,7 +75,7 @@ def test_the_proven_mask_is_the_marked_one(name, data) -> None:
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_the_mask_covers_words_and_end_of_turn(tokenizers) -> None:
+def test_the_mask_covers_words_and_end_of_turn(tokenizers: dict[str, Any]) -> None:
     rendered = render(tokenizers["chatml"], TALK)
     decode = tokenizers["chatml"].decode
     assert [decode(rendered.ids[s.token_start : s.token_end]) for s in rendered.spans] == [
@@ -109,7 +110,9 @@ SYSTEM = {"role": "system", "content": "be kind"}
         ),
     ],
 )
-def test_templates_that_demand_a_user_message(tokenizers, messages, text) -> None:
+def test_templates_that_demand_a_user_message(
+    tokenizers: dict[str, Any], messages: list[dict[str, Any]], text: str
+) -> None:
     rendered = render(tokenizers["thinking"], messages)
     assert rendered.text == text
     assert rendered.problems == ()
@@ -119,12 +122,12 @@ def test_templates_that_demand_a_user_message(tokenizers, messages, text) -> Non
     assert tokenizers["thinking"].decode(trained) == wanted
 
 
-def trained_text(tokenizer, rendered):
+def trained_text(tokenizer: Any, rendered: Rendered):
     return tokenizer.decode([i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on])
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_a_token_over_the_border_of_a_turn_is_not_trained_and_no_problem(tokenizers) -> None:
+def test_a_token_over_the_border_of_a_turn_is_not_trained_and_no_problem(tokenizers: dict[str, Any]) -> None:
     """The prompt ends in a newline, and the turn begins with one: the tokenizer makes both one token."""
     messages = [TALK[0], {"role": "assistant", "content": "yo"}]
     rendered = render(tokenizers["thinking"], messages)
@@ -184,7 +187,7 @@ RESULTS_WITH_THE_CALL = """
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_tool_result_is_never_trained(strict) -> None:
+def test_a_tool_result_is_never_trained(strict: bool) -> None:
     """The template renders a result only behind its call, or refuses it without one."""
     tokenizer = tiny_tokenizer("chatml", template=RESULTS_WITH_THE_CALL)
     turn = {"role": "assistant", "content": "see", "tool_calls": [call("x")]}
@@ -199,7 +202,9 @@ def test_a_tool_result_is_never_trained(strict) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokenizers", [PLAIN, MARKED])
-def test_a_conversation_is_tokenised_once(name, tokenizers, monkeypatch) -> None:
+def test_a_conversation_is_tokenised_once(
+    name: str, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the template marks turns, by `apply_chat_template` itself: decoding shows that the text is the same."""
     tokenizer = tokenizers[name]
     expected = render(tokenizer, TALK)  # finds the frame, which is remembered
@@ -207,7 +212,7 @@ def test_a_conversation_is_tokenised_once(name, tokenizers, monkeypatch) -> None
     tokenise = kind.__call__
 
     @wraps(tokenise)
-    def counted(self, text, *arguments, **options):
+    def counted(self: Any, text: str, *arguments: Any, **options: Any):
         calls.append(text)
         return tokenise(self, text, *arguments, **options)
 
@@ -226,7 +231,7 @@ SIGNS = [
 
 @pytest.mark.parametrize("talk", [TALK, SIGNS, TALK[:1]])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_marked_blocks_give_the_mask_that_transformers_gives(name, talk) -> None:
+def test_marked_blocks_give_the_mask_that_transformers_gives(name: str, talk: list[dict[str, Any]]) -> None:
     tokenizer = MARKED[name]
     asked = {"return_dict": True, "return_assistant_tokens_mask": True}
     template = ChatTemplate(tokenizer, None, {})
@@ -242,7 +247,7 @@ def test_marked_blocks_give_the_mask_that_transformers_gives(name, talk) -> None
 class Padding(type(PLAIN["chatml"])):  # type: ignore[misc]
     """A tokenizer whose `apply_chat_template` gives a token more than the text has."""
 
-    def apply_chat_template(self, *arguments, tokenize=True, **options):
+    def apply_chat_template(self, *arguments: Any, tokenize: bool = True, **options: Any):
         out = super().apply_chat_template(*arguments, tokenize=tokenize, **options)
         if not tokenize:
             return out
@@ -264,21 +269,21 @@ def test_ids_are_those_that_apply_chat_template_gives_whatever_the_text() -> Non
 class Deaf:
     """A tokenizer whose `apply_chat_template` hands nothing on to the tokenizer."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str):
         return getattr(self._tokenizer, name)
 
-    def __call__(self, *arguments, **options):
+    def __call__(self, *arguments: Any, **options: Any):
         return self._tokenizer(*arguments, **options)
 
-    def apply_chat_template(self, messages, tokenizer_kwargs=None, **options):
+    def apply_chat_template(self, messages: Any, tokenizer_kwargs: Any = None, **options: Any):
         return self._tokenizer.apply_chat_template(messages, **options)
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
-def test_offsets_that_are_not_handed_on_are_asked_for(tokenizers) -> None:
+def test_offsets_that_are_not_handed_on_are_asked_for(tokenizers: dict[str, Any]) -> None:
     found, expected = render(Deaf(tokenizers["chatml"]), TALK), render(tokenizers["chatml"], TALK)
     assert (found.ids, found.assistant_mask, found.spans) == (expected.ids, expected.assistant_mask, expected.spans)
 
@@ -288,7 +293,7 @@ LOUD = [{"role": "user", "content": "HI There"}, {"role": "assistant", "content"
 
 @pytest.mark.parametrize("marks", [True, False])
 @pytest.mark.parametrize("changed", ["m.content", "m.content | capitalize", "m.content | upper"])
-def test_a_tokenizer_that_changes_letters(marks, changed) -> None:
+def test_a_tokenizer_that_changes_letters(marks: bool, changed: str) -> None:
     """It decodes to another text; and this template may look at the words, so that marks change what it writes."""
     tokenizer = tiny_tokenizer("chatml", marks=marks)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()

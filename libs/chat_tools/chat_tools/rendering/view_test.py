@@ -2,6 +2,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ TALK = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer("chatml").save_pretrained(path)
     (path / "talks.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK[:1]}) + "\n")
@@ -30,15 +31,15 @@ class Tokens(HTMLParser):
         self.kinds: dict[str, str] = {}
         self.kind = ""
 
-    def handle_starttag(self, tag, attrs) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "i":
             self.kind = dict(attrs)["class"].split()[0]
 
-    def handle_endtag(self, tag) -> None:
+    def handle_endtag(self, tag: str) -> None:
         if tag == "i":
             self.kind = ""
 
-    def handle_data(self, data) -> None:
+    def handle_data(self, data: str) -> None:
         if self.kind:
             self.kinds[self.kind] = self.kinds.get(self.kind, "") + data
 
@@ -68,7 +69,9 @@ def test_the_terminal_shows_each_token_by_its_mask() -> None:
     assert "trained" in text.splitlines()[-1]
 
 
-def test_commands(folder, tmp_path, capsys, monkeypatch) -> None:
+def test_commands(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["audit", str(folder), "--option", "enable_thinking=false"]) == 0
     assert "training mask           safe" in capsys.readouterr().out
     short = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content[:3] }}{% endgeneration %}{% endfor %}"
@@ -90,7 +93,7 @@ def test_commands(folder, tmp_path, capsys, monkeypatch) -> None:
     assert json.loads(capsys.readouterr().out)["tool_calls"][0]["name"] == "f"
 
 
-def test_user_errors_are_one_line(tmp_path, capsys) -> None:
+def test_user_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["parse", "none", __file__]) == 2

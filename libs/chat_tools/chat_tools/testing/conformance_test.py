@@ -25,7 +25,7 @@ def test_all_templates_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_real_template_conforms(name) -> None:
+def test_a_real_template_conforms(name: str) -> None:
     row = check_template(name)
     assert row.failures == []
     assert row.rendered >= 7
@@ -37,7 +37,7 @@ def test_a_real_template_conforms(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rendering_with_marks_gives_what_one_without_gives(name, monkeypatch) -> None:
+def test_a_rendering_with_marks_gives_what_one_without_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`render` takes the text from the marked rendering where its ids prove it; here it must do without."""
     tokenizer = real_tokenizer(name)
     stops = known_stops(tokenizer, family_of(name))
@@ -50,12 +50,12 @@ def test_a_rendering_with_marks_gives_what_one_without_gives(name, monkeypatch) 
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("gemma4", "glm", "gptoss", "phi3"))])
-def test_what_models_sample_last_is_continued_exactly(name) -> None:
+def test_what_models_sample_last_is_continued_exactly(name: str) -> None:
     assert check_template(name).extended >= 27
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training")])
-def test_what_follows_a_turn_does_not_depend_on_what_came_before(name) -> None:
+def test_what_follows_a_turn_does_not_depend_on_what_came_before(name: str) -> None:
     """As text for any conversation, by the short one: for each stop token, and for none."""
     tokenizer = real_tokenizer(name)
     stops = [stop for stop in family_of(name).stops if stop in tokenizer.get_vocab()]

@@ -1,6 +1,7 @@
 """What is written in a format is read back: the one test that ties markers, nesting and codecs to values."""
 
 import json
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ names = st.from_regex(r"\A[a-z_][a-z0-9_]{0,12}\Z")
 calls = st.lists(st.tuples(names, st.dictionaries(st.from_regex(r"\A[a-z_]{1,8}\Z"), values, max_size=4)), max_size=3)
 
 
-def schema_of(value: object) -> dict:
+def schema_of(value: object) -> dict[str, Any]:
     if isinstance(value, dict):
         return {"type": "object", "properties": {key: schema_of(item) for key, item in value.items()}}
     if isinstance(value, list):
@@ -35,7 +36,7 @@ def schema_of(value: object) -> dict:
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(formats()), calls, words.map(str.strip), words.map(str.strip))
-def test_round_trip(name, calls, content, reasoning) -> None:
+def test_round_trip(name: str, calls: list[tuple[str, dict[str, Any]]], content: str, reasoning: str) -> None:
     fmt = FORMATS[name]
     if fmt.opening.endswith(("{", "[")):
         content = ""  # an answer is text or calls
