@@ -23,7 +23,7 @@ VALUES += ["'\\n',", "'a':1,", '"a":1,', '"\0":1,', "'\0':1,", "a\0=1,", "[[],",
 ARGUMENTS = {"text": "x", "count": 2, "items": [1, "a"], "options": {"mode": "a"}}
 
 
-def turns(name: str):
+def turns(name: str) -> list[str]:
     """Turns whose beginnings and ends the units stand between; single quotes where JSON may be a literal too."""
     texts = [write_turn(name, [("f", ARGUMENTS), ("g", {})], "hi", "hm"), write_turn(name, [("f", ARGUMENTS)])]
     return [*texts, *(text.replace('"', "'") for text in texts if '"' in text)]
@@ -36,9 +36,9 @@ class Search:
         self.name, self.random = name, random.Random(seed)
         self.parts = [*FRAGMENTS[name], *VALUES]
         self.turns = turns(name)
-        self.found = {}
+        self.found: dict[Repeated, float] = {}
 
-    def made(self):
+    def made(self) -> Repeated:
         """Make a text of random parts."""
         turn = self.random.choice(self.turns)
         at = self.random.randint(0, len(turn)) if self.random.random() < 0.8 else 0
@@ -46,7 +46,7 @@ class Search:
         unit = "".join(self.random.choices(self.parts, k=self.random.randint(1, 3)))
         return Repeated(turn[:at], unit, turn[after:], self.random.random() < 0.5)
 
-    def changed(self, text: Repeated):
+    def changed(self, text: Repeated) -> Repeated:
         """Change one thing in a text."""
         other = self.made()
         what = self.random.choice(["begin", "unit", "unit", "unit", "end", "typed", "shorter", "both"])
@@ -70,7 +70,7 @@ class Search:
             seconds = min(cost(self.name, whole, text.typed) for _ in range(2))
             self.found[text] = seconds / len(whole)
 
-    def run(self, seconds: float, size: int = 4000):
+    def run(self, seconds: float, size: int = 4000) -> list[Repeated]:
         """Return the worst texts, the worst first."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -80,12 +80,12 @@ class Search:
                 self.try_one(self.made(), size)
         return self.best(4)
 
-    def best(self, count: int):
+    def best(self, count: int) -> list[Repeated]:
         """List the worst so far."""
         return sorted(self.found, key=self.found.__getitem__, reverse=True)[:count]
 
 
-def cost(name: str, text: str, typed: bool, piece: int = 0):
+def cost(name: str, text: str, typed: bool, piece: int = 0) -> float:
     """Processor time of one parse, whole or fed in pieces."""
     tools = TOOLS if typed else None
     start = time.process_time()
@@ -125,7 +125,7 @@ def main() -> None:
         print(f"{name:<14}{len(search.found):>7}{seconds:>9.2f}{pieces:>9.2f}  {tuple(worst)!r}", flush=True)
 
 
-def _additions():
+def _additions() -> float:
     start, total = time.process_time(), 0
     for i in range(10_000_000):
         total += i

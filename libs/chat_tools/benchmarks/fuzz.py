@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 
-import atheris
+import atheris  # type: ignore[import-untyped]
 
 with atheris.instrument_imports(include=["chat_tools"]):
     from chat_tools.parsing import cursor

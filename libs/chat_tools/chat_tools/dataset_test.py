@@ -36,11 +36,11 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer() -> Any:
     return tiny_tokenizer("chatml", marks=False)
 
 
-def write(path: Path, rows: list[Any]):
+def write(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
     return path
 
@@ -97,8 +97,12 @@ def test_two_processes_give_the_same_in_the_same_order(
 
 def test_parquet_in_and_out(tmp_path: Path, tokenizer: Any) -> None:
     source = tmp_path / "talks.parquet"
-    calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
-    rows = [{"messages": TALK}, {"messages": [TALK[0], calls]}]
+    calls: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    rows: list[dict[str, Any]] = [{"messages": TALK}, {"messages": [TALK[0], calls]}]
     parquet.write_table(pa.Table.from_pylist(rows), source)
     examples = list(tokenize_dataset([source], tokenizer, workers=1))
     assert [e.ids for e in examples] == [render(tokenizer, row["messages"]).ids for row in rows]

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from chat_tools.parsing import detection
@@ -64,7 +66,7 @@ def test_without_its_sign_a_format_is_one_that_reads_the_same(name: str) -> None
     assert one.segments == other.segments
 
 
-def refusing(note: str):
+def refusing(note: str) -> Any:
     """A template that refuses a call, with a note in its text."""
     return tiny_tokenizer("chatml", template="{{ raise_exception('no') }}{# " + note + " #}")
 

@@ -114,7 +114,7 @@ def test_a_turn_as_a_model_writes_it(name: str, text: str, calls: list[tuple[str
 def test_the_attribute_says_what_is_text() -> None:
     """Where the model says it the schema does not decide; without it, or where nothing is declared, it does."""
 
-    def arguments(attribute: str, value: str, tools: Any = None):
+    def arguments(attribute: str, value: str, tools: Any = None) -> dict[str, Any]:
         tag = f'<｜DSML｜parameter name="n"{attribute}>{value}</｜DSML｜parameter>'
         text = f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{tag}</｜DSML｜invoke></｜DSML｜tool_calls>'
         (call,) = parse(text, "deepseek_v4", tools).tool_calls
@@ -129,7 +129,7 @@ def test_the_attribute_says_what_is_text() -> None:
 
 
 def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes() -> None:
-    def arguments(key: str, kind: str, value: str):
+    def arguments(key: str, kind: str, value: str) -> dict[str, Any]:
         tag = f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
         text = (
             f'<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>{tag}<|close|>call<|sep|><|close|>tools<|sep|>'

@@ -26,19 +26,19 @@ ids = st.none() | st.sampled_from(["call_1", "call00000", "functions.f:0"])
 
 
 @st.composite
-def conversations(draw: st.DrawFn, arguments: st.SearchStrategy[Any]):
-    messages = [{"role": "user", "content": draw(words)}]
+def conversations(draw: st.DrawFn, arguments: st.SearchStrategy[Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": draw(words)}]
     for _ in range(draw(st.integers(0, 3))):
-        calls = []
+        calls: list[dict[str, Any]] = []
         for _ in range(draw(st.integers(0, 2))):
             call = {"type": "function", "function": {"name": draw(words), "arguments": draw(arguments)}}
             if draw(st.booleans()):
                 call["id"] = f"{draw(words)}-{len(messages)}-{len(calls)}"
             calls.append(call)
-        message = {"role": "assistant", "content": draw(st.none() | words), "refusal": None}
-        messages.append({**message, "tool_calls": calls} if calls or draw(st.booleans()) else message)
+        message: dict[str, Any] = {"role": "assistant", "content": draw(st.none() | words), "refusal": None}
+        messages.append({**message, "tool_calls": calls} if bool(calls) or draw(st.booleans()) else message)
         for call in calls:
-            result = {"role": "tool", "content": [{"type": "text", "text": draw(words)}]}
+            result: dict[str, Any] = {"role": "tool", "content": [{"type": "text", "text": draw(words)}]}
             messages.append({**result, "tool_call_id": call["id"]} if "id" in call else result)
     return messages
 

@@ -49,7 +49,7 @@ def test_unknown_format_names_the_formats() -> None:
 ASKED = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
-def reported(parser: StreamParser, text: str):
+def reported(parser: StreamParser, text: str) -> tuple[list[str], list[str]]:
     """The names of the calls reported while a text is fed letter by letter, and of all by its end."""
     early = [e.call.name for c in text for e in parser.feed(c) if isinstance(e, CallFinished)]
     message = parser.finish()

@@ -28,7 +28,7 @@ PYTHON = ('"""', "'''", '"', "'")
 texts = st.lists(st.one_of(st.sampled_from(ESCAPED), st.text(max_size=3)), max_size=12).map("".join)
 
 
-def in_pieces(value: PartialString | PartialValue, text: str, size: int):
+def in_pieces(value: PartialString | PartialValue, text: str, size: int) -> tuple[int, str]:
     """Feed the text in pieces; return what was read, by whatever `read` gives, and how many characters."""
     kept, read, said = "", 0, []
     for start in range(0, len(text), size):

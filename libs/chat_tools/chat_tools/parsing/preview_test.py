@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from chat_tools.parsing.formats import FORMATS, formats
 from chat_tools.parsing.parser import StreamParser, parse
-from chat_tools.parsing.result import ArgumentsDelta, CallDropped, CallFinished, CallStarted, Retracted
+from chat_tools.parsing.result import (
+    ArgumentsDelta,
+    CallDropped,
+    CallFinished,
+    CallStarted,
+    ParsedMessage,
+    Retracted,
+    ToolCall,
+)
 from chat_tools.testing.fuzzing import FRAGMENTS, TOOLS
 from chat_tools.testing.samples import write_turn
 
@@ -17,9 +25,11 @@ NEAR = 64
 """Characters within which a server hears of a call, and of more of its argument."""
 
 
-def told(parser: StreamParser, pieces: Iterable[str]):
+def told(parser: StreamParser, pieces: Iterable[str]) -> tuple[ParsedMessage, int]:
     """The message, and how many calls were dropped; the events of the others add up to the message's calls."""
-    begun, finished, dropped = {}, {}, 0
+    begun: dict[int, tuple[str, str, str | None]] = {}
+    finished: dict[int, tuple[str, str, str | None]] = {}
+    dropped = 0
     pieces = iter(pieces)
     done = False
     while not done:
@@ -30,10 +40,11 @@ def told(parser: StreamParser, pieces: Iterable[str]):
         for event in events:
             if isinstance(event, CallStarted):
                 assert event.number not in begun
-                begun[event.number] = [event.name, "", event.id]
+                begun[event.number] = (event.name, "", event.id)
             elif isinstance(event, ArgumentsDelta):
                 assert event.text
-                begun[event.number][1] += event.text
+                name, arguments, identifier = begun[event.number]
+                begun[event.number] = (name, arguments + event.text, identifier)
             elif isinstance(event, CallDropped):
                 del begun[event.number]
                 dropped += 1
@@ -49,7 +60,7 @@ def told(parser: StreamParser, pieces: Iterable[str]):
     return message, dropped
 
 
-def cut(text: str, size: int):
+def cut(text: str, size: int) -> list[str]:
     return [text[i : i + size] for i in range(0, len(text), size)]
 
 
@@ -87,11 +98,13 @@ def test_whatever_a_model_writes_its_events_add_up(
     assert message == parse(text, name, TOOLS, prefill=prefill)
 
 
-def hears_at_once(parser: StreamParser, text: str, count: int):
+def hears_at_once(parser: StreamParser, text: str, count: int) -> tuple[ToolCall, ...]:
     """The calls of a text fed letter by letter; each of the `count` has a long argument that begins with WORD and its
     number: its start is told by then, and what it says is never more than NEAR characters behind.
     """
-    started, last, stop = {}, {}, text.rindex("STOP")
+    started: dict[int, int] = {}
+    last: dict[int, int] = {}
+    stop = text.rindex("STOP")
     for place, character in enumerate(text):
         for event in parser.feed(character):
             if isinstance(event, CallStarted):

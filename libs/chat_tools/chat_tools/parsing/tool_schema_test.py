@@ -108,7 +108,7 @@ def test_sphinx_fields() -> None:
     assert read_docstring(text) == ("Do it.", {"a": "the first, and more", "b": "the second"})
 
 
-def untyped(a):
+def untyped(a):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     return a
 
 

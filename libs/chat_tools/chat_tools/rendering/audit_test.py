@@ -7,7 +7,7 @@ from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
 
-def causes(report: TemplateReport):
+def causes(report: TemplateReport) -> list[str]:
     return [d.cause for d in report.divergences]
 
 

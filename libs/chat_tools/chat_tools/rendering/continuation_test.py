@@ -103,11 +103,11 @@ def test_the_token_that_stopped_the_model_is_written_once(
     tokenizer = PLAIN[name]
     stops = [s for s in TEMPLATES[name][1] if s in expected or s == stop] if known else None
     prompt = render(tokenizer, TALK[:1], add_generation_prompt=True, stop_tokens=stops)
-    turn = {"role": "assistant", "content": said.strip()}
+    turn: dict[str, Any] = {"role": "assistant", "content": said.strip()}
     if said == "CALL":
         turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
-        said = render(tokenizer, [TALK[0], turn]).spans[0]
-        said = render(tokenizer, [TALK[0], turn]).text[said.start : said.end].removesuffix(stop)
+        span = render(tokenizer, [TALK[0], turn]).spans[0]
+        said = render(tokenizer, [TALK[0], turn]).text[span.start : span.end].removesuffix(stop)
     sampled = tokenizer(said + stop)["input_ids"]
     longer = extend(prompt.generated(sampled, turn), [{"role": role, "content": "bye"}])
     added = longer.text.removeprefix(prompt.text + said + stop)

@@ -64,7 +64,7 @@ TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + BODY + END }}
 PROMPT = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 
 
-def turns(body: str = "m.content", end: str = "'<|im_end|>\n'", prompt: str = PROMPT):
+def turns(body: str = "m.content", end: str = "'<|im_end|>\n'", prompt: str = PROMPT) -> str:
     return TURN.replace("BODY", body).replace("END", end).replace("PROMPT", prompt)
 
 
@@ -120,7 +120,7 @@ class Bare:
 
     chat_template = "bare"
 
-    def apply_chat_template(self, conversation: list[Message], add_generation_prompt: bool, **_: Any):
+    def apply_chat_template(self, conversation: list[Message], add_generation_prompt: bool, **_: Any) -> str:
         said = "".join(f"{m['role']}={m['content']}." for m in conversation)
         return said + ("assistant=" if add_generation_prompt else "")
 

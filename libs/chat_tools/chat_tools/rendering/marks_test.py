@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering import owners
-from chat_tools.rendering.owners import Piece, find_by_difference, find_owners
+from chat_tools.rendering.owners import Owners, Piece, find_by_difference, find_owners
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.testing.tokenizer import tiny_tokenizer
 
@@ -26,7 +26,7 @@ def difference(
     return pieces
 
 
-def call(name: str = "f", **arguments: Any):
+def call(name: str = "f", **arguments: Any) -> dict[str, Any]:
     return {"function": {"name": name, "arguments": arguments}}
 
 
@@ -110,12 +110,14 @@ class Counting(ChatTemplate):
 
     count = 0
 
-    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False):
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         self.count += 1
         return super().text(messages, add_generation_prompt)
 
 
-def found(body: str, messages: Sequence[Message] = MESSAGES, prompted: bool = False):
+def found(
+    body: str, messages: Sequence[Message] = MESSAGES, prompted: bool = False
+) -> tuple[list[tuple[str, int]], Owners, int]:
     """(what each piece holds and whose it is, all that was found, renderings)."""
     template = Counting(tiny_tokenizer("chatml", template=TURN.replace("BODY", body)), None, {})
     text = template.text(messages, prompted)
@@ -269,4 +271,5 @@ def test_who_writes_such_characters_forges_no_mark(place: str) -> None:
     )
     assert owners.render_marked(template, messages, False) is None
     honest = owners.render_marked(ChatTemplate(tokenizer, None, {}), [messages[1], messages[1]], False)
+    assert honest is not None
     assert [piece.message for piece in honest.owners.pieces] == [0, 1]

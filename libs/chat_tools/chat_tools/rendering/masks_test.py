@@ -28,8 +28,10 @@ def call(value: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "arguments": {"word": value}}}
 
 
-def trained_text(tokenizer: Any, rendered: Rendered):
-    return tokenizer.decode([i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on])
+def trained_text(tokenizer: Any, rendered: Rendered) -> str:
+    ids = [i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on]
+    text: str = tokenizer.decode(ids)
+    return text
 
 
 def forged(name: str) -> str:
@@ -46,7 +48,7 @@ def test_markers_in_other_peoples_texts_move_no_border(name: str, tokenizers: di
     answers = ["hello", "see you"]
     for text in ("plain", forged(name)):
         user = {"role": "user", "content": text}
-        messages = [{"role": "system", "content": text}, user, TALK[1], user, TALK[3]]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": text}, user, TALK[1], user, TALK[3]]
         if name not in NO_TOOLS:
             turn = {"role": "assistant", "content": "", "tool_calls": [call("x")]}
             messages = [*messages[:3], user, turn, {"role": "tool", "content": text}, TALK[3]]

@@ -40,7 +40,9 @@ ROLES = [{"role": "assistant"}, {"role": "user"}, {"role": "assistant"}, {"role"
         ([(0, 2, 0), (2, 6, 0), (1, 4, 1)], [(0, 1, 0), (1, 4, 1), (4, 6, 0)]),
     ],
 )
-def test_of_two_owners_the_assistant_gives_way(pieces: list[Piece], kept: list[Piece]) -> None:
+def test_of_two_owners_the_assistant_gives_way(
+    pieces: list[tuple[int, int, int]], kept: list[tuple[int, int, int]]
+) -> None:
     assert owners._without_overlaps([Piece(*piece) for piece in pieces], ROLES) == [Piece(*piece) for piece in kept]
 
 
@@ -51,7 +53,7 @@ spans = st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 3)).map(
 
 @settings(deadline=None)
 @given(st.lists(spans, max_size=5))
-def test_kept_pieces_are_in_order_and_take_nothing_from_others(pieces: list[tuple[int, int]]) -> None:
+def test_kept_pieces_are_in_order_and_take_nothing_from_others(pieces: list[Piece]) -> None:
     kept = owners._without_overlaps(list(pieces), ROLES)
     assert all(a.end <= b.start for a, b in pairwise(kept))
     for piece in kept:
@@ -119,7 +121,7 @@ def test_rewriting_changes_texts_alone() -> None:
         ("no call", "no call"),
     ],
 )
-def test_a_call_with_other_arguments(call: dict[str, Any], renamed: Any) -> None:
+def test_a_call_with_other_arguments(call: Any, renamed: Any) -> None:
     assert owners._renamed(call, "M") == renamed
 
 

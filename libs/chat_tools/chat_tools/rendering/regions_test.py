@@ -1,6 +1,6 @@
 """Where a region begins and ends, one decision at a time: bounds, prompts, stop tokens, and what is given up."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,13 +20,15 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name"
 MINE, OTHER = 1, 0
 
 
-def template(source: str, tokens: Sequence[str] = (), stops: Sequence[str] = ("<|im_end|>",)) -> ChatTemplate:
+def template(source: str, tokens: Sequence[str] = (), stops: tuple[str, ...] | None = ("<|im_end|>",)) -> ChatTemplate:
     tokenizer = tiny_tokenizer("chatml", template=source)
     tokenizer.add_tokens(list(tokens))
     return ChatTemplate(tokenizer, None, {}, stops)
 
 
-def found(source: str, messages: Sequence[Message], prompted: bool = False, **kind: Any):
+def found(
+    source: str, messages: Sequence[Message], prompted: bool = False, **kind: Any
+) -> tuple[list[tuple[int, str]], list[str]]:
     """(the texts of the regions with their messages, the problems)."""
     made = template(source, **kind)
     text = made.text(messages, prompted)
@@ -37,7 +39,7 @@ def found(source: str, messages: Sequence[Message], prompted: bool = False, **ki
 REFUSING = template("{{ raise_exception('no') }}")
 
 
-def bounds_of(letters: str, letter: str):
+def bounds_of(letters: str, letter: str) -> list[tuple[Piece, int, int, bool, bool]]:
     """By a search over characters: the runs of one owner that nobody else interrupts, and what lies around each.
 
     m, o and p own characters; a dot is the template's.
@@ -84,12 +86,12 @@ def test_an_empty_piece_is_bounded_by_its_neighbours() -> None:
     assert tuple(bounds) == (Piece(0, 4, MINE), 0, 4, True, True)
 
 
-class Counted(list):
+class Counted(list[Piece]):
     """Count how often the pieces are read."""
 
     reads = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Piece]:
         for piece in super().__iter__():
             self.reads += 1
             yield piece
@@ -109,14 +111,14 @@ def start(
     lower: int,
     begin: int,
     first: bool = True,
-    made: ChatTemplate | None = None,
+    made: Any = None,
     messages: Sequence[Message] = (USER, SAY),
-):
+) -> int | None:
     bounds = masks._Bounds(Piece(begin, len(text), MINE), lower, len(text), first, True)
     return masks._start(made, messages, 1, text, frame, bounds)
 
 
-def cut_frame(prompt: str, *cuts: int, opening: str = ""):
+def cut_frame(prompt: str, *cuts: int, opening: str = "") -> Frame:
     return Frame(prompt, "", opening, prompt_cuts=cuts or (len(prompt),))
 
 
@@ -188,10 +190,10 @@ def end(
     upper: int,
     frame: Frame | None = None,
     last: bool = True,
-    made: ChatTemplate | None = None,
+    made: Any = None,
     messages: Sequence[Message] = (USER, SAY, USER),
     index: int = 1,
-):
+) -> tuple[int, int]:
     bounds = masks._Bounds(Piece(0, piece_end, MINE), 0, upper, True, last)
     return masks._end(made, messages, index, text, frame or Frame("", ""), bounds)
 
@@ -220,7 +222,7 @@ def test_a_token_that_only_begins_alike_is_not_the_turns() -> None:
     assert end("hello[go off]", 3, 13, made=made) == (5, 5)
 
 
-def turn(owners: Owners, text: str = "abcdef<e>", frame: Frame | None = None):
+def turn(owners: Owners, text: str = "abcdef<e>", frame: Frame | None = None) -> list[Region] | str:
     frame = frame or Frame("", "", stops=("<e>",))
     own = masks._bounded(owners.pieces, len(text)).get(1, [])
     return masks._turn(REFUSING, [USER, SAY], 1, text, frame, owners, own)
@@ -234,9 +236,9 @@ def test_pieces_that_touch_others_are_a_region_and_those_that_overlap_are_not() 
         assert turn(Owners(overlapping)) == (
             "message 1: the template does not render its content apart from what follows"
         )
-    assert turn(Owners([Piece(2, 4, 1)], unknown=[1])).startswith("message 1: the template does not render")
+    assert str(turn(Owners([Piece(2, 4, 1)], unknown=[1]))).startswith("message 1: the template does not render")
     assert turn(Owners([Piece(2, 4, 1)], without_calls=[1])) == f"message 1: {masks.CALLS_LEFT_OUT}"
-    assert turn(Owners([])).startswith("message 1: the template does not render")
+    assert str(turn(Owners([]))).startswith("message 1: the template does not render")
     prompt = Frame("never", "", stops=("<e>",), prompt_cuts=(5,))
     told = turn(Owners([Piece(0, 1, 0), Piece(2, 4, 1)]), frame=prompt)
     assert told == "message 1: its beginning cannot be told from the message before"
@@ -246,7 +248,9 @@ def test_a_turn_that_holds_no_text_is_looked_for_once_unless_it_is_given_up(monk
     asked: list[int] = []
     shown: list[Piece] | None = [Piece(4, 4, 1)]
 
-    def difference(_template: ChatTemplate, _messages: Sequence[Message], index: int, _text: str, _prompted: bool):
+    def difference(
+        _template: ChatTemplate, _messages: Sequence[Message], index: int, _text: str, _prompted: bool
+    ) -> list[Piece] | None:
         asked.append(index)
         return shown
 
@@ -329,7 +333,7 @@ GOES_ON = (
 
 @pytest.mark.parametrize("prompted", [False, True])
 def test_what_a_model_is_told_after_a_result_is_not_trained(prompted: bool) -> None:
-    messages = [USER, CALLS, {"role": "tool", "content": "42"}, {**SAY, "content": " hello"}]
+    messages: list[Message] = [USER, CALLS, {"role": "tool", "content": "42"}, {**SAY, "content": " hello"}]
     regions, problems = found(GOES_ON, messages, prompted)
     assert problems == []
     assert regions == [(1, "fone"), (3, " hello<|im_end|>")]
@@ -363,9 +367,14 @@ def test_what_did_not_tell_a_beginning_is_not_rendered_again(
     turns: int, mark: str, rendered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for the first turn, before whose question nobody spoke, and once for each mark of the others."""
-    asked = []
+    asked: list[Any] = []
     shared = masks._shared_with_prompt
-    monkeypatch.setattr(masks, "_shared_with_prompt", lambda *given: asked.append(given) or shared(*given))
+
+    def counted(*given: Any) -> int | None:
+        asked.append(given)
+        return shared(*given)
+
+    monkeypatch.setattr(masks, "_shared_with_prompt", counted)
     messages = [{**m, "mark": "#+"[turn % 2]} for turn in range(turns) for m in (USER, SAY)]
     regions, problems = found(HEADLESS.replace("MARK", mark), messages)
     assert (len(asked), len(problems)) == (rendered, turns if rendered else 0)

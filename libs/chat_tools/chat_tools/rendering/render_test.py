@@ -34,8 +34,8 @@ def call(value: str) -> dict[str, Any]:
 
 
 @st.composite
-def conversations(draw: st.DrawFn, name: str):
-    messages = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
+def conversations(draw: st.DrawFn, name: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(words)})
         for _ in range(draw(st.integers(0, 2)) if name not in NO_TOOLS else 0):
@@ -49,7 +49,7 @@ def conversations(draw: st.DrawFn, name: str):
     return messages
 
 
-def oracle(tokenizer: Any, messages: list[dict[str, Any]], straddling: Sequence[int]):
+def oracle(tokenizer: Any, messages: list[dict[str, Any]], straddling: Sequence[int]) -> list[bool]:
     """The mask of transformers itself, by the template's marks, without the tokens that straddle a turn's border."""
     out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     mask = [bool(on) for on in out["assistant_masks"]]
@@ -122,8 +122,10 @@ def test_templates_that_demand_a_user_message(
     assert tokenizers["thinking"].decode(trained) == wanted
 
 
-def trained_text(tokenizer: Any, rendered: Rendered):
-    return tokenizer.decode([i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on])
+def trained_text(tokenizer: Any, rendered: Rendered) -> str:
+    ids = [i for i, on in zip(rendered.ids, rendered.assistant_mask, strict=True) if on]
+    text: str = tokenizer.decode(ids)
+    return text
 
 
 @pytest.mark.parametrize("tokenizers", [MARKED, PLAIN])
@@ -212,7 +214,7 @@ def test_a_conversation_is_tokenised_once(
     tokenise = kind.__call__
 
     @wraps(tokenise)
-    def counted(self: Any, text: str, *arguments: Any, **options: Any):
+    def counted(self: Any, text: str, *arguments: Any, **options: Any) -> Any:
         calls.append(text)
         return tokenise(self, text, *arguments, **options)
 
@@ -247,7 +249,7 @@ def test_marked_blocks_give_the_mask_that_transformers_gives(name: str, talk: li
 class Padding(type(PLAIN["chatml"])):  # type: ignore[misc]
     """A tokenizer whose `apply_chat_template` gives a token more than the text has."""
 
-    def apply_chat_template(self, *arguments: Any, tokenize: bool = True, **options: Any):
+    def apply_chat_template(self, *arguments: Any, tokenize: bool = True, **options: Any) -> Any:
         out = super().apply_chat_template(*arguments, tokenize=tokenize, **options)
         if not tokenize:
             return out
@@ -272,13 +274,13 @@ class Deaf:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def __call__(self, *arguments: Any, **options: Any):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._tokenizer(*arguments, **options)
 
-    def apply_chat_template(self, messages: Any, tokenizer_kwargs: Any = None, **options: Any):
+    def apply_chat_template(self, messages: Any, tokenizer_kwargs: Any = None, **options: Any) -> Any:
         return self._tokenizer.apply_chat_template(messages, **options)
 
 

@@ -18,7 +18,7 @@ TALK = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer("chatml").save_pretrained(path)
     (path / "talks.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK[:1]}) + "\n")
@@ -33,7 +33,7 @@ class Tokens(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "i":
-            self.kind = dict(attrs)["class"].split()[0]
+            self.kind = (dict(attrs)["class"] or "").split()[0]
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "i":
