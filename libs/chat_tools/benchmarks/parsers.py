@@ -14,6 +14,7 @@ import statistics
 import string
 import time
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Never, Protocol, TypeAlias
@@ -114,7 +115,7 @@ class Parser(Protocol):
 
     def supports(self, name: str, /) -> bool: ...
 
-    def run(self, name: str, text: str, tools: Any) -> Read: ...
+    def run(self, name: str, text: str, tools: Sequence[dict[str, Any]]) -> Read: ...
 
 
 class Ours:
@@ -123,7 +124,7 @@ class Ours:
     def supports(self, _: str) -> bool:
         return True
 
-    def run(self, name: str, text: str, tools: Any) -> Read:
+    def run(self, name: str, text: str, tools: Sequence[dict[str, Any]]) -> Read:
         message = parse(text, name, tools)
         return [(c.name, c.arguments) for c in message.tool_calls], message.content
 
@@ -144,7 +145,7 @@ class Verl:
     def supports(self, name: str) -> bool:
         return name in self.parsers
 
-    def run(self, name: str, text: str, tools: Any) -> Read:
+    def run(self, name: str, text: str, tools: Sequence[dict[str, Any]]) -> Read:
         key = id(tools)
         if key not in self.tools:
             self.tools[key] = [self.schema.model_validate(_described(tool)) for tool in tools]
@@ -168,7 +169,7 @@ class Vllm:
     def supports(self, name: str) -> bool:
         return name in VLLM
 
-    def parser(self, name: str, tools: Any) -> tuple[Any, Any]:
+    def parser(self, name: str, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         key = (name, id(tools))
         if key not in self.parsers:
             self.requests[key] = self.request(
@@ -178,7 +179,7 @@ class Vllm:
             self.parsers[key] = made(Tokenizer(), self.requests[key].tools)
         return self.parsers[key], self.requests[key]
 
-    def run(self, name: str, text: str, tools: Any) -> Read:
+    def run(self, name: str, text: str, tools: Sequence[dict[str, Any]]) -> Read:
         parser, request = self.parser(name, tools)
         found = parser.extract_tool_calls(text, request)
         return [(c.function.name, c.function.arguments) for c in found.tool_calls], found.content or ""
@@ -214,7 +215,7 @@ def well_formed(count: int, seed: int = 0) -> list[Turn]:
     return turns
 
 
-def outcome(parser: Parser, name: str, text: str, tools: Any, wanted: list[Any]) -> str:
+def outcome(parser: Parser, name: str, text: str, tools: Sequence[dict[str, Any]], wanted: list[Any]) -> str:
     """Say what a parser makes of a text: right, other calls, invalid JSON, an exception."""
     try:
         calls, _ = parser.run(name, text, tools)
@@ -235,7 +236,9 @@ def _invalid(name: str) -> Never:
     raise ValueError(name)
 
 
-def speed(parsers: list[Parser], name: str, texts: list[str], tools: Any, rounds: int) -> dict[str, float]:
+def speed(
+    parsers: list[Parser], name: str, texts: list[str], tools: Sequence[dict[str, Any]], rounds: int
+) -> dict[str, float]:
     """Characters a second (of processor time) of each parser, in turns, the median of the rounds."""
     size = sum(map(len, texts))
     seconds: dict[str, list[float]] = {parser.name: [] for parser in parsers}

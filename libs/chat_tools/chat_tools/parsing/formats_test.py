@@ -114,7 +114,7 @@ def test_a_turn_as_a_model_writes_it(name: str, text: str, calls: list[tuple[str
 def test_the_attribute_says_what_is_text() -> None:
     """Where the model says it the schema does not decide; without it, or where nothing is declared, it does."""
 
-    def arguments(attribute: str, value: str, tools: Any = None) -> dict[str, Any]:
+    def arguments(attribute: str, value: str, tools: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         tag = f'<｜DSML｜parameter name="n"{attribute}>{value}</｜DSML｜parameter>'
         text = f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{tag}</｜DSML｜invoke></｜DSML｜tool_calls>'
         (call,) = parse(text, "deepseek_v4", tools).tool_calls

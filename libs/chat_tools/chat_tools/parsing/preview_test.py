@@ -129,7 +129,7 @@ FILLERS = ["word ", 'it\'s "x" = \\d\\ é\n(a), [1] ']
 @pytest.mark.parametrize("name", formats())
 @pytest.mark.parametrize("filler", FILLERS, ids=["plain", "quotes"])
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "none"])
-def test_a_server_hears_of_long_arguments_at_once(name: str, filler: str, tools: Any) -> None:
+def test_a_server_hears_of_long_arguments_at_once(name: str, filler: str, tools: list[dict[str, Any]] | None) -> None:
     """Of each of two calls, behind words and thoughts where the format has calls there."""
     calls = [("f", {"count": 3, "text": f"WORD{i}" + filler * (10_000 // len(filler)) + "STOP"}) for i in range(2)]
     asked = FORMATS[name].opening.endswith(("{", "["))
@@ -228,7 +228,7 @@ def test_a_call_that_is_read_in_another_way_is_told_again(name: str, pieces: str
 @pytest.mark.parametrize("name", formats())
 @pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {"anyOf": [{"type": "null"}, {"type": "string"}]}])
 @pytest.mark.parametrize("value", [LONG, "3 WORD0 " + "more " * 2000 + "STOP"])
-def test_a_long_argument_that_may_be_null(name: str, schema: dict[str, Any], value: Any) -> None:
+def test_a_long_argument_that_may_be_null(name: str, schema: dict[str, Any], value: str) -> None:
     tools = [{"name": "f", "parameters": {"type": "object", "properties": {"text": schema}}}]
     (call,) = hears_at_once(StreamParser(name, tools, prefill=""), write_turn(name, [("f", {"text": value})]), 1)
     assert call.arguments_dict() == {"text": value}

@@ -234,7 +234,7 @@ def test_text_after_a_block_without_an_end_is_content() -> None:
         ("llama3_json", '{"name": "other", "parameters": {}}', [["other", {}]], ""),
     ],
 )
-def test_a_good_call_is_read_and_an_answer_is_none(name: str, text: str, calls: Any, content: str) -> None:
+def test_a_good_call_is_read_and_an_answer_is_none(name: str, text: str, calls: list[list[Any]], content: str) -> None:
     message = only(text, name)
     assert [[c.name, json.loads(c.arguments)] for c in message.tool_calls] == calls
     assert message.content == content

@@ -24,8 +24,8 @@ SAY = {"role": "assistant", "content": "x"}
 def framed(
     name: str = "chatml",
     like: Message = SAY,
-    stops: Any = None,
-    tools: Any = None,
+    stops: tuple[str, ...] | None = None,
+    tools: Sequence[Any] | None = None,
     tokens: Sequence[str] = (),
     **kind: Any,
 ) -> Frame:
@@ -103,7 +103,7 @@ def test_a_template_that_refuses_all_has_the_known_stops_alone() -> None:
         ("('[A]' if messages | length < 3 else raise_exception('short ones alone'))", ["[A]"]),
     ],
 )
-def test_which_tokens_end_a_turn(end: str, closings: Any) -> None:
+def test_which_tokens_end_a_turn(end: str, closings: list[str]) -> None:
     frame = framed(template=turns(end=end), tokens=["[A]", "[B]", "[C]"])
     assert list(frame.closings) == closings
     assert set(frame.stops) == {*closings, "<|im_end|>", "<|endoftext|>"}
