@@ -17,41 +17,14 @@ def ruff(args: list[str]) -> None:
     os.execv(binary, ["ruff", *(args or ["check"])])
 
 
-# Where tests and benchmarks are annotated throughout and checked as strictly as the code; elsewhere TEST_FLAGS hold.
-STRICT_TESTS = (
-    *(f"libs/{name}" for name in ("objectives", "runlog", "dyncp", "seqpack", "engines", "rollout")),
-    *(f"apps/{name}" for name in ("common", "grpo", "sft", "quickstart")),
-)
-
-# What tests do on purpose and a type checker calls wrong: parametrised functions without annotations, a method
-# replaced, a lambda that appends, a name patched where it is imported, an attribute of what may be None.
-TEST_FLAGS = [
-    "--allow-untyped-defs",
-    "--allow-incomplete-defs",
-    "--allow-untyped-calls",
-    "--allow-any-generics",
-    "--implicit-reexport",
-    "--no-warn-unused-ignores",
-    *(
-        f"--disable-error-code={code}"
-        for code in ("method-assign", "func-returns-value", "union-attr", "var-annotated")
-    ),
-    *(f"--disable-error-code={code}" for code in ("operator", "index")),
-    "--cache-dir=.mypy_cache/tests",
-]
+# The tests and benchmarks of libraries and apps, checked as strictly as the code.
+TESTS = ("libs/*_test.py", "libs/*/benchmarks/*.py", "apps/*_test.py", "apps/*/benchmarks/*.py")
 
 
 def mypy(args: list[str]) -> int:
-    """Checks the libraries' and apps' own files strictly, then their tests; or what is named, strictly."""
+    """Checks the libraries' and apps' own files strictly, then their tests and benchmarks; or what is named."""
     targets = args or [f"libs/{name}/{name}" for name in LIBRARIES if Path("libs", name, name).is_dir()] + ["apps"]
-    return mypy_status(targets) or (0 if args else mypy_tests())
-
-
-def mypy_tests() -> int:
-    """Checks the tests: strictly under STRICT_TESTS, where functions may lack annotations elsewhere; mypy's status."""
-    strict = tracked(*(f"{folder}/{name}" for folder in STRICT_TESTS for name in ("*_test.py", "benchmarks/*.py")))
-    others = [name for name in tracked("libs/*_test.py", "apps/*_test.py") if name not in strict]
-    return mypy_status(strict) or (mypy_status([*TEST_FLAGS, *others]) if others else 0)
+    return mypy_status(targets) or (0 if args else mypy_status(tracked(*TESTS)))
 
 
 def mypy_status(args: list[str]) -> int:
