@@ -5,7 +5,6 @@ import pytest
 from chat_tools.parsing import detection
 from chat_tools.parsing.detection import detect_format
 from chat_tools.parsing.formats import FORMATS, formats
-from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import parse
 from chat_tools.testing.templates import TEMPLATES
 from chat_tools.testing.tokenizer import tiny_tokenizer
@@ -28,7 +27,7 @@ def test_each_family_is_known_by_the_call_it_writes(name: str, marks: bool) -> N
     assert detect_format(tiny_tokenizer(name, marks)) == FAMILY[name]
 
 
-def template_of(fmt: Format, end: str, note: str = "") -> str:
+def template_of(fmt: Any, end: str, note: str = "") -> str:
     """A template whose calls are a format's own, with the message's name and values in them, and `end` behind a turn.
 
     The notes of a template do not stand in what it renders.
