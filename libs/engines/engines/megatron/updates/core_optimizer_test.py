@@ -1,6 +1,5 @@
 """megatron-core's own optimizer takes the steps of torch's, and their checkpoints are one another's."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer, optimizer
 from torch import Tensor
 
-from engines import EngineConfig, TrainEngine, build_engine
+from engines import EngineConfig, TrainEngine
 from engines.execution.inputs import PackedInputs
 from engines.families.registry import family_of
 from engines.loading import cast_parameters
@@ -20,7 +19,6 @@ from engines.megatron.executor import MegatronExecutor
 from engines.megatron.groups import release
 from engines.megatron.layouts import LENGTHS, OPTIONS, LayoutCase, engine_of, exported_by, largest_difference, model_of
 from engines.megatron.moving import Moved
-from engines.megatron.updates.choice import choose
 from engines.megatron.updates.core_optimizer import CoreUpdates, SteppedByGroup
 from engines.megatron.updates.optimizer import TorchUpdates
 from engines.parallel.groups import ParallelGroups
@@ -283,37 +281,6 @@ def test_buffers_go_away_and_come_back(case: str) -> None:
     for one in (built, straight):
         step(one, 1)
     assert largest_difference(weights(straight), weights(built)) == 0
-
-
-def test_what_was_chosen_and_why_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig(backend="megatron")
-    cuda, cpu, dtype = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
-    assert choose(config, cuda, dtype)[0]
-    assert not choose(config, cpu, dtype)[0]
-    for options, words in (
-        ({"optimizer_on_host": True}, "on the host"),
-        ({"learning_rates": ("norm=0",)}, "learning_rates"),
-        ({"device": "npu"}, "NPU"),
-    ):
-        own, reason = choose(EngineConfig(backend="megatron", **options), cuda, dtype)
-        assert not own
-        assert words in reason
-        asked = EngineConfig(backend="megatron", megatron_optimizer="core", **options)
-        with pytest.raises(
-            ValueError, match=f"megatron_optimizer='core' cannot be used: .*{words}.*; set it to 'auto'"
-        ):
-            choose(asked, cuda, dtype)
-    assert not choose(EngineConfig(backend="megatron", distributed_optimizer=True), cuda, torch.float64)[0]
-    with caplog.at_level(logging.INFO):
-        for kind, words in (
-            ("auto", "torch's AdamW (on device cpu megatron-core's would run torch's AdamW too"),
-            ("torch", "torch's AdamW (megatron_optimizer='torch')"),
-            ("core", "megatron-core's FP32Optimizer over torch's AdamW (megatron_optimizer='core')"),
-        ):
-            assert words in engine(kind).state_summary()["optimizer"]
-            assert words in caplog.text
-    scorer = build_engine(config, model_of("Qwen3.5"), trainable=False)
-    assert scorer.state_summary()["optimizer"] == "none: the engine only scores"
 
 
 def test_what_is_swapped_while_it_is_made_is_put_back() -> None:
