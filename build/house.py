@@ -65,13 +65,14 @@ def check_house(texts: Mapping[str, str]) -> list[str]:
 
 
 def check_rooms(texts: Mapping[str, str]) -> list[str]:
-    """A library's folders are packages, and none holds more than `ROOM` modules."""
+    """Folders of libraries and apps are packages, and none of a library holds more than `ROOM` modules."""
     rooms: dict[str, int] = {}
     for path in map(PurePosixPath, texts):
         if path.parts[0] == "libs" and len(path.parts) > 3 and path.parts[2] != "benchmarks":
             rooms[str(path.parent)] = rooms.get(str(path.parent), 0) + (path.name != "__init__.py")
     crowded = [f"{room}: {count} modules, more than {ROOM}" for room, count in rooms.items() if count > ROOM]
-    bare = [f"{room}: no __init__.py" for room in rooms if f"{room}/__init__.py" not in texts]
+    apps = {str(path.parent) for path in map(PurePosixPath, texts) if path.parts[0] == "apps"}
+    bare = [f"{room}: no __init__.py" for room in sorted({*rooms, *apps}) if f"{room}/__init__.py" not in texts]
     return crowded + [one for one in bare if "/site" not in one]  # a stand-in's place on the path is no package
 
 

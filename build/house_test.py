@@ -32,6 +32,7 @@ PLANTED = [
     ({"libs/x/x/__init__.py": EXPORTS, "libs/x/x/plan.py": ""}, "plan is public, and a module"),
     ({f"libs/x/x/m{i}.py": "" for i in range(ROOM + 1)}, f"libs/x/x: {ROOM + 1} modules, more than {ROOM}"),
     ({"libs/x/x/room/a.py": ""}, "libs/x/x/room: no __init__.py"),
+    ({"apps/x/benchmarks/a.py": ""}, "apps/x/benchmarks: no __init__.py"),
     ({HARD[0]: '"""Packs."""'}, f"{HARD[0]}: its head has no strategy in numbered steps"),
     ({HARD[0]: '"""Packs.\n\n1. Sort.\n2. Fill."""'}, f"{HARD[0]}: its head does not say what tests hold"),
     ({SOME: "silent_rows = 1"}, "some.py:1: 'silent_rows' has a plainer name"),
