@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -126,7 +128,7 @@ def test_weights_that_lie_elsewhere_by_now_are_taken_from_there() -> None:
     trainer = Trainer(tiny_model())
     model = empty(trainer.model)
     engine = SharingEngine(model, trainer.lend())
-    old = [p.data_ptr() for p in model.parameters()]
+    old, kept = [p.data_ptr() for p in model.parameters()], [weakref.ref(p) for p in model.parameters()]
     for parameter in trainer.model.parameters():
         parameter.data = parameter.data.clone()
     trainer.step()
@@ -134,6 +136,8 @@ def test_weights_that_lie_elsewhere_by_now_are_taken_from_there() -> None:
     now = [p.data_ptr() for p in model.parameters()]
     assert now == [p.data_ptr() for p in trainer.model.parameters()]
     assert not set(now) & set(old)
+    gc.collect()
+    assert [one for one in kept if one() is not None] == [], "nothing holds on to what was lent before"
     expected = NativeEngine(copy.deepcopy(trainer.model), version=1).generate_batch(PROMPTS, HOW)
     assert told(engine.generate_batch(PROMPTS, HOW)) == told(expected)
 
