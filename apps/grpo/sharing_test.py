@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen([], [], [], [])
-    plays, notes, makes = Session.playing, Reporter.note, app.native_engine
+    plays, notes, makes = Session.playing, Reporter.note, samplers.native_engine
 
     async def playing(self: Session, *args: Any) -> list[list[Episode]]:
         groups = await plays(self, *args)
@@ -55,8 +55,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         notes(self, text)
 
     def built(*args: Any, **options: Any) -> TrainEngine:
-        found.engines.append(build_engine(*args, **options))
-        return found.engines[-1]
+        engine = build_engine(*args, **options)
+        found.engines.append(engine)
+        return engine
 
     def made(*args: Any) -> NativeEngine:
         found.samplers.append(makes(*args))

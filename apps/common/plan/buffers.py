@@ -73,10 +73,10 @@ def shares_weights(engine: EngineConfig, cluster: Cluster, ranks: int, shards: i
     (`engines.shared_weights`). `shards`: ranks that share a copy of sharded weights."""
     if kept_apart(engine, cluster) is not None or engine.backend != "fsdp2" or engine.lora.rank:
         return False
-    if engine.weights != "sharded" and replicated_weights(engine, torch.device("cpu")):
-        if engine.weights == "replicated" or (ranks == 1 and engine.device != "cpu"):
-            return True
     on_cpu = engine.device == "cpu"
+    alone = engine.weights == "auto" and ranks == 1 and not on_cpu
+    if (alone or engine.weights == "replicated") and replicated_weights(engine, torch.device("cpu")):
+        return True
     dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
     return shards == 1 and dtype == engine.master_dtype and (on_cpu or not engine.parameters_on_host)
 

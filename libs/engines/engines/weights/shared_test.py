@@ -133,11 +133,17 @@ def test_who_lends_none_says_why(options: dict[str, Any], says: str) -> None:
     assert says in answer.reason
 
 
+WHOLE: dict[str, dict[str, Any]] = {
+    "replicated": {"weights": "replicated", "dtype": "bfloat16"},
+    "copies": {"shard_ranks": 1},
+}
+
+
 def on_two_ranks() -> dict[str, Any]:
     sharded = shared_weights(engine())
     assert isinstance(sharded, No)
     out: dict[str, Any] = {"sharded": sharded.reason}
-    for name, options in {"replicated": {"weights": "replicated", "dtype": "bfloat16"}, "copies": {"shard_ranks": 1}}.items():
+    for name, options in WHOLE.items():
         built = engine(**options)
         shared = lent(built)
         for step in range(2):
@@ -150,4 +156,4 @@ def on_two_ranks() -> dict[str, Any]:
 def test_two_ranks_that_hold_weights_whole_lend_them() -> None:
     found = launch_forked(on_two_ranks, (), world_size=2)
     assert found.pop("sharded").startswith("2 ranks share the weights, each has a part of ")
-    assert found == {f"{name} {step}": ([], True) for name in ("replicated", "copies") for step in range(2)}
+    assert found == {f"{name} {step}": ([], True) for name in WHOLE for step in range(2)}

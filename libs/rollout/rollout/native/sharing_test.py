@@ -1,4 +1,4 @@
-"""A sampler over a trainer's own tensors: the tokens and log-probs of one that is handed copies, and half its memory."""
+"""A sampler over a trainer's own tensors: the tokens and log-probs of one that is handed copies, and no copy."""
 
 import asyncio
 import copy
