@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from apps.common.plan.buffers import kept_apart
 from apps.grpo.config import GrpoConfig
-from engines import EngineConfig
-from engines.loading import compute_dtype, load_model, resolve_device
-from rollout import NativeEngine
+from engines import EngineConfig, No, SharedWeights, TrainEngine, shared_weights
+from engines.loading import compute_dtype, empty_module, load_model, resolve_device
+from rollout import NativeEngine, SharingEngine
 from rollout.config import Admission
 
 
@@ -23,20 +25,45 @@ def admission(config: GrpoConfig) -> Admission:
     return "any_step" if config.cluster.schedule.mode == "fully_async" else "rounds"
 
 
-def native_engine(config: GrpoConfig, model: Path, tokenizer: PreTrainedTokenizerBase, version: int) -> NativeEngine:
-    """The sampler over a module of its own, read from `model`."""
+def native_engine(
+    config: GrpoConfig,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    version: int,
+    trained: TrainEngine | None = None,
+) -> NativeEngine:
+    """The sampler: over the weights of the engine that is trained beside it, where they can be shared (`lent`), else
+    over a module of its own, read from `model`."""
     wanted = engine_config(config, model)
     device = resolve_device(wanted)
-    module = load_model(wanted, dtype=compute_dtype(wanted, device), device=device)
-    pad = tokenizer.pad_token_id or 0
-    return NativeEngine(
-        module,
-        pad_token_id=pad,
-        seed=config.seed,
-        version=version,
-        admit=admission(config),
-        routed_experts=wanted.routing_replay,
-    )
+    dtype = compute_dtype(wanted, device)
+    options: dict[str, Any] = {
+        "pad_token_id": tokenizer.pad_token_id or 0,
+        "seed": config.seed,
+        "admit": admission(config),
+        "routed_experts": wanted.routing_replay,
+    }
+    shared = No("nothing is trained beside it") if trained is None else lent(config, trained)
+    if isinstance(shared, No):
+        return NativeEngine(load_model(wanted, dtype=dtype, device=device), version=version, **options)
+    return SharingEngine(empty_module(wanted, dtype), shared, version, **options)
+
+
+def lent(config: GrpoConfig, trained: TrainEngine) -> SharedWeights | No:
+    """The engine's weights for a sampler in its process; or why that one has a copy, the same on every rank."""
+    reason = kept_apart(config.engine, config.cluster)
+    return shared_weights(trained) if reason is None else No(reason)
+
+
+def weights_line(config: GrpoConfig, sampler: object, trained: TrainEngine) -> str | None:
+    """What a run says once of where its own sampler has the weights; None of any other sampler."""
+    if isinstance(sampler, SharingEngine):
+        return "the sampler computes with training's weights in place"
+    if not isinstance(sampler, NativeEngine):
+        return None
+    found = lent(config, trained)
+    why = found.reason if isinstance(found, No) else "its module was given"
+    return f"the sampler has a copy of the weights: {why}"
 
 
 def native_dtype(config: GrpoConfig, model: Path) -> str:

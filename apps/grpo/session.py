@@ -21,9 +21,20 @@ from apps.grpo.own_tasks import OwnTasks
 from apps.grpo.tasks import Tasks
 from apps.sft.samples import stop_tokens_of
 from chat_tools import detect_format
-from engines import TrainEngine, WeightPiece
+from engines import No, TrainEngine, WeightPiece, shared_weights
 from engines.adapters.handover import adapter_layout, adapter_pieces
-from rollout import Chat, Episode, NativeEngine, RolloutEngine, Sampling, TaskRow, failures, run_group
+from rollout import (
+    Chat,
+    Episode,
+    NativeEngine,
+    RolloutEngine,
+    Sampling,
+    SharingEngine,
+    TaskRow,
+    failures,
+    run_group,
+    share_weights,
+)
 from rollout.episodes.playing import together
 from rollout.sync import Adapter, Manifest, buckets, transfer_weights
 from rollout.sync.transfer import Receiver
@@ -68,8 +79,11 @@ class Session:
     def sync(self, engine: TrainEngine) -> int:
         """Give the sampler the engine's present weights under the next version number; the bytes handed over.
 
-        The samplers of all ranks take them, or none does.
+        The samplers of all ranks take them, or none does. Nothing is handed over where they compute with the engine's
+        own tensors.
         """
+        if isinstance(self.sampler, SharingEngine):
+            return share(engine, self.sampler, self.sampler.version + 1, self.runner)
         # The app's own sampler runs the module that is trained; any other reads a checkpoint's names.
         live = isinstance(self.sampler, NativeEngine)
         return hand_over(engine, self.sampler, self.sampler.version + 1, self.runner, live=live)
@@ -199,6 +213,21 @@ def hand_over(
     manifest = Manifest(version, adapter=adapter)
     runner.run(transfer_weights([sampler], manifest, stream, pause=pause, agree=all_ranks))
     return size
+
+
+def share(engine: TrainEngine, sampler: SharingEngine, version: int, runner: Runner) -> int:
+    """Let a sampler that computes with the engine's own tensors have them as number `version`; the bytes handed over:
+    none. Every rank calls it, and their samplers all go on, or none does.
+
+    Raises:
+        RuntimeError: the engine lends them no longer (it was moved to the host).
+        NonFiniteError: they are not finite; the sampler then answers nobody.
+    """
+    lent = shared_weights(engine)
+    if isinstance(lent, No):
+        raise RuntimeError(f"weights {version} can't be shared with the sampler any more: {lent.reason}")
+    runner.run(share_weights(sampler, version, lent, agree=all_ranks))
+    return 0
 
 
 def environment_of(tasks: Tasks, task_id: str) -> str | None:

@@ -18,6 +18,7 @@ from apps.common.divergence import told_by_sampler
 from apps.common.export import save_export
 from apps.common.interrupts import Runner
 from apps.common.kept_batch import keeping_batch
+from apps.common.plan.buffers import kept_apart
 from apps.common.ranks import from_rank_0, init_rank, rank_and_world
 from apps.common.reporter import Reporter
 from apps.common.run_dir import steps_done
@@ -25,7 +26,7 @@ from apps.common.saves import Saves
 from apps.common.tokens import load_tokenizer, quiet_libraries
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episodes import Decode, Shown, decoder, failure_note
-from apps.grpo.native_sampler import engine_config, native_engine
+from apps.grpo.native_sampler import engine_config, native_engine, weights_line
 from apps.grpo.samplers import SamplerElsewhere, vllm_engine
 from apps.grpo.samplers_ray import RaySamplers, RaySession, in_cluster
 from apps.grpo.samplers_ray_ranks import FollowingSession, RayElsewhere
@@ -83,15 +84,18 @@ def train(
     with Runner() as runner, ExitStack() as stack:
         session_of = functools.partial(_session, config, tasks, tokenizer, runner)
 
-        def looks(start: Path) -> Session:
-            return session_of(start, rollout_engine or native_engine(config, start, tokenizer, 0))
+        def looks(start: Path, trained: TrainEngine) -> Session:
+            return session_of(start, rollout_engine or native_engine(config, start, tokenizer, 0, trained))
 
         if config.warm_start.steps:
             model = _warmed(config, model, run_dir, tokenizer, demonstrations, looks if not done else None)
         stack.enter_context(in_cluster(config))
-        sampler = _sampler(config, tasks, model, tokenizer, max(0, done - 1), rollout_engine, runner, stack)
+        build = functools.partial(_engine, config, model, checkpoint)
+        # A sampler that may compute with the engine's weights comes after it, any other takes its device first.
+        lender = build() if rollout_engine is None and kept_apart(config.engine, config.cluster) is None else None
+        sampler = _sampler(config, tasks, model, tokenizer, max(0, done - 1), rollout_engine, runner, stack, lender)
         session = None if sampler is None else session_of(model, sampler)
-        engine = _engine(config, model, checkpoint)
+        engine = build() if lender is None else lender
         if session is not None and (checkpoint is not None or rollout_engine is not None):
             session.sync(engine)
 
@@ -111,6 +115,8 @@ def train(
             Saves(engine, run_dir, config.keep_checkpoints, chosen.saving, chosen.saved) as saves,
             keeping_batch(run_dir),
         ):
+            if (where := weights_line(config, sampler, engine)) is not None:
+                log.note(where)
             before, after = _steps(config, tasks, chosen, engine, log, saves, done, decoder(tokenizer))
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)
@@ -140,7 +146,7 @@ def _warmed(
     run_dir: Path,
     tokenizer: PreTrainedTokenizerBase,
     demonstrations: Demonstrations | None,
-    looks: Callable[[Path], Session] | None,
+    looks: Callable[[Path, TrainEngine], Session] | None,
 ) -> Path:
     """The directory of the warm start's model; it is made where it is not whole, unless there are steps after it."""
     folder = run_dir / "warm-start"
@@ -148,7 +154,7 @@ def _warmed(
     if warm is None and looks is not None:
         if demonstrations is None:
             raise ValueError("a warm start needs demonstrations: hand them to train()")
-        warm = warm_start(config, demonstrations, model, tokenizer, folder, looks(model))
+        warm = warm_start(config, demonstrations, model, tokenizer, folder, functools.partial(looks, model))
     return warm or model
 
 
@@ -177,8 +183,12 @@ def _sampler(
     given: RolloutEngine | None,
     runner: Runner,
     stack: ExitStack,
+    lender: TrainEngine | None,
 ) -> RolloutEngine | RaySamplers | SamplerElsewhere | None:
-    """What this process samples with, closed by the stack; None where the schedule starts a process that samples."""
+    """What this process samples with, closed by the stack; None where the schedule starts a process that samples.
+
+    `lender`: the engine whose weights it may compute with.
+    """
     if config.cluster.schedule.mode == "fully_async":
         return None
     if config.cluster.rollout.ray_workers and rank_and_world()[0]:
@@ -195,7 +205,7 @@ def _sampler(
         if config.cluster.rollout.sleep:
             runner.run(sampler.sleep())  # before training takes the device
         return sampler
-    return native_engine(config, model, tokenizer, version)
+    return native_engine(config, model, tokenizer, version, lender)
 
 
 def _steps(

@@ -20,7 +20,7 @@ from apps.grpo.session import Session
 from apps.grpo.tasks import Conversation
 from apps.sft.fit import fit
 from apps.sft.samples import Sample, batch_of, sample_of, stop_tokens_of
-from engines import build_engine
+from engines import TrainEngine, build_engine
 from objectives import SFT
 
 FINISHED = "finished.json"
@@ -46,9 +46,11 @@ def warm_start(
     model: Path,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    session: Session,
+    session_of: Callable[[TrainEngine], Session],
 ) -> Path:
     """Imitate until the held-out accuracy asked for is reached; a Hugging Face directory in `folder`.
+
+    `session_of`: what asks the engine that imitates, between its steps.
 
     It begins anew where an earlier one was cut short: FINISHED is written when all else is on disk.
     """
@@ -60,7 +62,7 @@ def warm_start(
     )
     # No sampler chose experts for a demonstration.
     engine = build_engine(replace(imitating, model=str(model), routing_replay=False))
-
+    session = session_of(engine)
     stop_tokens, pictures = stop_tokens_of(model, tokenizer), session.chat.pictures
 
     @lru_cache(maxsize=1 << 16 if pictures is None else 0)  # pictures are large, and seldom shown twice

@@ -5,10 +5,13 @@ Each figure is of the code that it names, in bytes of tensors: nothing is fitted
 
 from dataclasses import dataclass
 
-from apps.common.plan.cluster import RolloutLayout
+import torch
+
+from apps.common.plan.cluster import Cluster, RolloutLayout
 from apps.common.plan.memory import States
 from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from engines import EngineConfig
+from engines.fast.support import replicated_weights
 from engines.step import PIECE_BYTES
 
 DISK = 2
@@ -50,10 +53,39 @@ def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     return largest_tensor(shape) * (2 * kept + DISK) + 2 * PIECE_BYTES
 
 
+def kept_apart(engine: EngineConfig, cluster: Cluster) -> str | None:
+    """Why the native sampler of a training process can't compute with that one's own weights, whatever it trains with;
+    None where it may."""
+    mode = cluster.schedule.mode
+    if cluster.rollout.engine != "native" or cluster.rollout.ray_workers or mode == "fully_async":
+        return "it is in a process of its own"
+    if mode != "sync":
+        return f"{mode} samples by earlier weights while these are trained"
+    if cluster.offload:
+        return "training's weights are in host memory while answers are sampled"
+    if engine.device == "npu":
+        return "shared weights have not been run on an NPU"
+    return None
+
+
+def shares_weights(engine: EngineConfig, cluster: Cluster, ranks: int, shards: int) -> bool:
+    """Whether the native sampler computes with the trainer's weights in place; a run asks its engine itself
+    (`engines.shared_weights`). `shards`: ranks that share a copy of sharded weights."""
+    if kept_apart(engine, cluster) is not None or engine.backend != "fsdp2" or engine.lora.rank:
+        return False
+    on_cpu = engine.device == "cpu"
+    alone = engine.weights == "auto" and ranks == 1 and not on_cpu
+    if (alone or engine.weights == "replicated") and replicated_weights(engine, torch.device("cpu")):
+        return True
+    dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
+    return shards == 1 and dtype == engine.master_dtype and (on_cpu or not engine.parameters_on_host)
+
+
 def train_buffers(
     shape: ModelShape, engine: EngineConfig, states: States, layers: int, offload: bool, width: int, samples: bool
 ) -> list[Buffer]:
-    """Of a training rank with these states, of whose stage there are `layers`; `samples`: weights go to a sampler."""
+    """Of a training rank with these states, of whose stage there are `layers`; `samples`: a sampler is handed copies of
+    the weights."""
     found = (
         [Buffer("all states" if states.all_on_host else "optimizer states", host=states.host, always=True)]
         if states.host

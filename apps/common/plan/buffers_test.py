@@ -19,14 +19,15 @@ from apps.common.plan.buffers import (
     export_bytes,
     largest_tensor,
     sampler_buffers,
+    shares_weights,
     state_bytes,
     train_buffers,
     vllm_weights,
 )
-from apps.common.plan.cluster import RolloutLayout
+from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
 from apps.common.plan.memory import fsdp_states
 from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
-from engines import EngineConfig, build_engine
+from engines import EngineConfig, LoraConfig, No, build_engine, shared_weights
 from engines.step import PIECE_BYTES
 from engines.storage.writer import on_host
 from engines.tiny import tiny_batch, tiny_model
@@ -147,6 +148,47 @@ def test_the_native_sampler_stages_a_second_set(kind: str) -> None:
         staging.replace(1, engine.export_weights(live=True))
     # The set, and the tensor that is exchanged: the largest one is not, where it comes under a tied name.
     assert plan["weights"].device < counted.most <= 1.02 * plan["staged weights"].device
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({}, True),
+        ({"weights": "replicated"}, True),
+        ({"weights": "replicated", "dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "master_dtype": "bfloat16"}, True),
+        ({"optimizer_on_host": True, "parameters_on_host": True}, True),  # the CPU is the host
+        ({"dtype": "bfloat16"}, False),
+        ({"master_dtype": "bfloat16"}, False),
+        ({"lora": LoraConfig(rank=2)}, False),
+        ({"backend": "megatron"}, False),
+    ],
+)
+def test_weights_are_shared_in_a_plan_where_the_engine_lends_them(settings: dict[str, Any], shared: bool) -> None:
+    config = EngineConfig(device="cpu", **settings)
+    assert isinstance(shared_weights(build_engine(config, tiny_model("dense"))), No) != shared
+    assert shares_weights(config, Cluster(), 1, 1) == shared
+
+
+def test_where_else_weights_are_shared() -> None:
+    """On devices that are not here, over ranks, and beside other schedules and samplers."""
+    gpu, narrow = EngineConfig(device="cuda"), EngineConfig(device="cuda", master_dtype="bfloat16")
+    assert shares_weights(gpu, Cluster(), 1, 1), "replicated, as a GPU alone is by default"
+    assert shares_weights(narrow, Cluster(), 1, 1)
+    assert shares_weights(EngineConfig(device="cuda", weights="replicated"), Cluster(), 8, 8)
+    assert shares_weights(EngineConfig(device="cpu"), Cluster(), 2, 1), "copies of shards of one rank each"
+    refused = [
+        (replace(gpu, weights="sharded"), Cluster(), 1),
+        (replace(narrow, optimizer_on_host=True, parameters_on_host=True, moments_dtype="auto"), Cluster(), 1),
+        (gpu, Cluster(), 8),
+        (EngineConfig(device="npu", weights="replicated"), Cluster(), 1),
+        (gpu, Cluster(offload=True), 1),
+        (gpu, Cluster(schedule=Schedule("one_step_off")), 1),
+        (gpu, Cluster(schedule=Schedule("fully_async")), 1),
+        (gpu, Cluster(rollout=RolloutLayout(engine="vllm")), 1),
+        (gpu, Cluster(rollout=RolloutLayout(ray_workers=1)), 1),
+    ]
+    assert [case for case in refused if shares_weights(*case, case[2])] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from apps.common.plan.buffers import Buffer, cache_bytes, sampler_buffers, state_bytes, train_buffers, vllm_weights
+from apps.common.plan.buffers import (
+    Buffer,
+    cache_bytes,
+    sampler_buffers,
+    shares_weights,
+    state_bytes,
+    train_buffers,
+    vllm_weights,
+)
 from apps.common.plan.grid import Grid
 from apps.common.plan.logits import Head, fsdp_head, megatron_head
 from apps.common.plan.memory import GIB, States, fsdp_states, held_by_stage, megatron_states
@@ -18,7 +26,8 @@ def memory_lines(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int
     states = states_of(work, shape, grid, layers)
     peak = peak_of(shape, work.engine, grid, layers, work.shards)
     width, samples = width_of(work.engine), work.app == "grpo"
-    buffers = train_buffers(shape, work.engine, states, max(layers), work.cluster.offload, width, samples)
+    copied = samples and not shares_weights(work.engine, work.cluster, work.ranks, work.shards)
+    buffers = train_buffers(shape, work.engine, states, max(layers), work.cluster.offload, width, copied)
     sections = {
         "Memory": _device(work, shape, grid, layers, states, peak),
         "Buffers": [f"{buffer.name}: {_places(buffer)}" for buffer in buffers],
@@ -120,6 +129,8 @@ def _too_much(work: Work, states: States, peak: Peak) -> list[str]:
 def _pool(work: Work, shape: ModelShape, width: int, states: States, peak: Peak) -> tuple[list[str], list[str]]:
     """Of the devices that sample, and the processes that feed them."""
     layout, memory = work.cluster.rollout, work.cluster.pools.device_memory_gib
+    if shares_weights(work.engine, work.cluster, work.ranks, work.shards):
+        return ["weights of each sampler: training's own, in place"], []
     buffers = sampler_buffers(shape, layout, width)
     lines = [f"{buffer.name} of each sampler: {_places(buffer)}" for buffer in buffers]
     if layout.engine != "vllm":

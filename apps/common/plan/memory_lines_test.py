@@ -57,6 +57,18 @@ def test_logits_have_a_line_of_their_own(settings: dict[str, Any], said: str, lo
     assert head_of(work, SHAPE, work.grid).bytes == logits * SHAPE.vocab + head
 
 
+def test_weights_that_a_sampler_shares_are_counted_once() -> None:
+    """No set of its own, no staged one, no tensor put together for a hand-over: on one GPU; on two it has copies."""
+    one = replace(WORK, app="grpo", processes=1)
+    sections, _ = memory_lines(one, SHAPE, one.grid, [12])
+    assert sections["Pool"] == ["weights of each sampler: training's own, in place"]
+    assert not any(line.startswith("hand-over") for line in sections["Buffers"])
+    two = replace(one, processes=2)
+    sections, _ = memory_lines(two, SHAPE, two.grid, [12])
+    assert [line.partition(" of each sampler")[0] for line in sections["Pool"]] == ["weights", "staged weights"]
+    assert any(line.startswith("hand-over") for line in sections["Buffers"])
+
+
 def test_the_line_says_what_the_peak_counts() -> None:
     """Of the last stage, which alone has the head; ranks of a tensor-parallel group share the vocabulary."""
     work = piped(tensor_parallel=2, gradient_checkpointing=True)

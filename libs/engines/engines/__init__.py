@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from engines.protocol import TrainEngine as TrainEngine
     from engines.step import Engine as Engine
     from engines.weights.pieces import WeightPiece as WeightPiece
+    from engines.weights.shared import SharedWeights as SharedWeights
+    from engines.weights.shared import shared_weights as shared_weights
     from seqpack.adapters.context import PackedContext as PackedContext
     from seqpack.adapters.model import Adaptation as Adaptation
 
@@ -37,6 +39,7 @@ _EXPORTS = {
     "LocalBatch": "engines.execution.local_batch",
     "NonFiniteError": "engines.execution.nonfinite",
     "ParallelLayout": "engines.parallel.layout",
+    "SharedWeights": "engines.weights.shared",
     "StepPlan": "engines.parallel.planning",
     "PackedContext": "seqpack.adapters.context",
     "TrainEngine": "engines.protocol",
@@ -44,6 +47,7 @@ _EXPORTS = {
     "Yes": "engines.capability",
     "adapt_for_packing": "engines.packing.model",
     "build_engine": "engines.build",
+    "shared_weights": "engines.weights.shared",
 }
 __all__ = [
     "Adaptation",
@@ -56,6 +60,7 @@ __all__ = [
     "NonFiniteError",
     "PackedContext",
     "ParallelLayout",
+    "SharedWeights",
     "StepPlan",
     "TrainEngine",
     "WeightPiece",
@@ -64,6 +69,7 @@ __all__ = [
     "base_policy",
     "build_engine",
     "save_adapter",
+    "shared_weights",
 ]
 
 

@@ -33,6 +33,7 @@ FSDP2: dict[str, Yes | No] = {
     "gradient_checkpointing": Yes("step_executors_test.py::test_gradient_checkpointing_recomputes_the_layers"),
     "activation_offload": Yes("step_executors_test.py::test_inputs_of_layers_on_the_host_change_no_bit"),
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
+    "shared_weights": Yes("weights/shared_test.py::test_they_are_the_values_of_an_export_in_place"),
     "offload": Yes("step_executors_test.py::test_offload_and_onload"),
     "optimizer_on_host": Yes("devices/npu_test.py::test_moments_on_the_host_change_no_bit"),  # a stand-in, and CPU
     "parameters_on_host": Yes("devices/npu_host_test.py::test_parameters_on_the_host_change_no_bit"),  # a stand-in
@@ -78,6 +79,7 @@ MEGATRON: dict[str, Yes | No] = {
     "gradient_checkpointing": Yes("megatron/recomputed_test.py::test_recomputed_layers_change_nothing"),
     "activation_offload": No("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Yes(LAYOUTS),
+    "shared_weights": No("Megatron lays weights out in its own way: they are put together for an export"),
     "offload": Yes("megatron/moving_test.py::test_buffers_go_away_and_come_back"),
     "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
     "parameters_on_host": No("Megatron's layers compute from weights on the device: leave it out, or use fsdp2"),

@@ -73,6 +73,12 @@ def load_model(
     return _whole(open_model(config, model), dtype, device).module
 
 
+def empty_module(config: EngineConfig, dtype: torch.dtype) -> Any:
+    """Make the module of `config.model` without memory for what a checkpoint holds (parameters on the meta device, of
+    this dtype), for one to whom that is lent (`engines.shared_weights`); its other buffers are filled, on the CPU."""
+    return cast_parameters(open_model(config).module, dtype)
+
+
 def load(config: EngineConfig, model: Any = None) -> LoadedModel:
     """Load the causal LM whole in the master dtype, on the CPU unless given elsewhere; see `open_model`."""
     return _whole(open_model(config, model))

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from rollout.ledger.ledger import RolloutLedger as RolloutLedger
     from rollout.loading import load_object as load_object
     from rollout.native.engine import NativeEngine as NativeEngine
+    from rollout.native.sharing import SharingEngine as SharingEngine
     from rollout.openai.config import OpenAIConfig as OpenAIConfig
     from rollout.openai.engine import OpenAIEngine as OpenAIEngine
     from rollout.rewards.boxed import exact_answer as exact_answer
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from rollout.sync.manifest import Manifest as Manifest
     from rollout.sync.pieces import Bucket as Bucket
     from rollout.sync.pieces import Piece as Piece
+    from rollout.sync.transfer import share_weights as share_weights
     from rollout.sync.transfer import transfer_weights as transfer_weights
     from rollout.tools.arithmetic import calculator as calculator
     from rollout.tools.arithmetic import evaluate as evaluate
@@ -99,6 +101,7 @@ _EXPORTS = {
     "Segment": "rollout.episodes.segment",
     "SessionRecord": "rollout.gateway.result",
     "SessionLimits": "rollout.gateway.session",
+    "SharingEngine": "rollout.native.sharing",
     "StalenessController": "rollout.control.staleness",
     "StalenessSettings": "rollout.control.settings",
     "Task": "rollout.environments.task",
@@ -125,6 +128,7 @@ _EXPORTS = {
     "run_episode": "rollout.episodes.playing",
     "run_group": "rollout.episodes.playing",
     "simulate": "rollout.control.simulation",
+    "share_weights": "rollout.sync.transfer",
     "supports": "rollout.capability",
     "to_batch": "rollout.episodes.batch",
     "transfer_weights": "rollout.sync.transfer",

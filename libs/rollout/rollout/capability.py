@@ -17,6 +17,7 @@ NATIVE: dict[str, Yes | No] = {
     "two_phase_weights": Yes("sync/workers_test.py::test_all_workers_take_the_new_weights"),
     "weights_under_way": Yes("native/live_test.py::test_weights_are_swapped_under_way"),
     "in_process_weights": Yes("native/engine_test.py::test_update_weights_is_loading_the_state_dict"),
+    "shared_weights": Yes("native/sharing_test.py::test_a_trainers_steps_are_sampled_as_from_copies"),
     "streaming": Yes("native/streaming_test.py::test_streamed_tokens_are_the_completions_own"),
     "load": Yes("native/streaming_test.py::test_load_counts_who_runs_and_who_waits"),
     "seeded_requests": Yes("native/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),

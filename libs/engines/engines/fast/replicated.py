@@ -129,6 +129,11 @@ class ReplicatedExecutor(FSDP2Executor):
             one = by_parameter.get(tensor)
             yield name, tensor if one is None else one.spread(one.exact(), self.mesh).full_tensor()
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the weights that are computed with, whole, none of them on its way."""
+        self.exchange.settle()
+        return super().held()
+
     def state(self) -> dict[str, Any]:
         """Return shards in float32, as the FSDP2 executor does; `load_state` takes over what is read into them."""
         self.exchange.settle()

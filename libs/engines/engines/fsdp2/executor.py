@@ -245,6 +245,10 @@ class FSDP2Executor:
         for name, tensor in live_tensors(self.model).items():
             yield name, whole_shards(tensor)
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the live tensors by name, this rank's part of each in place (`engines.weights.shared`)."""
+        return live_tensors(self.model)
+
     def state(self) -> dict[str, Any]:
         """Return live shards by name (tied weights once); loading writes into them.
 

@@ -120,7 +120,7 @@ class ContinuousBatch:
         self.version = version
         self._epoch += 1
         self._park()
-        self.decoder.refresh()
+        self.decoder.refresh(always=True)
         self._prefixes.clear()
         self._kept.clear()
         if recompute and self.running:

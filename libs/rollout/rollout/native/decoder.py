@@ -27,9 +27,9 @@ class Decoder(Protocol, Generic[Cache]):
     vocab_size: int
     device: torch.device
 
-    def refresh(self) -> bool:
+    def refresh(self, always: bool = False) -> bool:
         """Take note that the module's weights may have changed, and tell whether they have. Slots and caches stay as
-        they are.
+        they are. `always`: they have, whatever they look like (an optimizer's kernels write without torch's notice).
         """
         ...
 

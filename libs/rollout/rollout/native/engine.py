@@ -270,10 +270,13 @@ class NativeEngine:
         """One step of the decoding thread; whether there is more to do."""
         with self._lock, self._sampling():
             self._thread.run_posted()
-            if self._batch.has_work:
-                self._batch.step()
+            self._step()
             self._tell()
             return self._batch.has_work
+
+    def _step(self) -> None:
+        if self._batch.has_work:
+            self._batch.step()
 
     def _failed(self, error: BaseException) -> None:
         """A step broke: everyone who waits hears of it, and the engine begins anew."""
@@ -358,7 +361,7 @@ class NativeEngine:
             while len(answers) < len(requests):
                 with self._lock, self._sampling():
                     self._thread.run_posted()
-                    self._batch.step()
+                    self._step()
                     self._tell()
             done = True
         finally:

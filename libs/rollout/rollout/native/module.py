@@ -40,10 +40,10 @@ class ModuleDecoder:
                     f"rows of a {type(layer).__name__} cannot be joined: add it to native/module_rows.py, with a test"
                 )
 
-    def refresh(self) -> bool:
+    def refresh(self, always: bool = False) -> bool:
         """The module's forward pass reads its weights itself; whether they have changed."""
         before, self._read = self._read, fingerprint(self._model)
-        return self._read is None or self._read != before
+        return always or self._read is None or self._read != before
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], pasts: Sequence[Past[Rows]] | None = None

@@ -19,6 +19,7 @@ OPENAI: dict[str, Yes | No] = {
     "two_phase_weights": No(NO_WEIGHTS),
     "weights_under_way": No(NO_WEIGHTS),
     "in_process_weights": No(NO_WEIGHTS),
+    "shared_weights": No(NO_WEIGHTS),
     "prefix_sharing": No(_SERVERS),
     "prefix_continuation": No(_SERVERS),
     "media": No(NO_MEDIA),

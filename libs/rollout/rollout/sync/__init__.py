@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollout.sync.pieces import buckets as buckets
     from rollout.sync.pieces import checksum as checksum
     from rollout.sync.staging import WeightStaging as WeightStaging
+    from rollout.sync.transfer import share_weights as share_weights
     from rollout.sync.transfer import transfer_weights as transfer_weights
 
 _EXPORTS = {
@@ -35,6 +36,7 @@ _EXPORTS = {
     "buckets": "rollout.sync.pieces",
     "checksum": "rollout.sync.pieces",
     "manifest_of": "rollout.sync.manifest",
+    "share_weights": "rollout.sync.transfer",
     "transfer_weights": "rollout.sync.transfer",
 }
 __all__ = sorted(_EXPORTS)

@@ -60,7 +60,7 @@ class WeightAssembler:
         if piece.offset < 0 or end > target.numel():
             raise ValueError(f"{piece.name}: elements {piece.offset}..{end} lie outside its {target.numel()}")
         run = piece.flat.to(dtype=target.dtype)  # where it is: a GPU looks through it sooner than a host
-        if not _is_good(run, infinities=name in self._optional):
+        if not is_good(run, infinities=name in self._optional):
             at = int((run.isnan() if name in self._optional else ~run.isfinite()).nonzero()[0])
             raise NotFiniteError(
                 f"{piece.name}: element {piece.offset + at} is {float(piece.flat[at])} ({float(run[at])} as "
@@ -99,7 +99,7 @@ class WeightAssembler:
             raise ValueError(f"weights never arrived: {', '.join(missing[:3])}{more}")
 
 
-def _is_good(run: Tensor, infinities: bool) -> bool:
+def is_good(run: Tensor, infinities: bool) -> bool:
     """Whether no element is NaN, nor infinite but where that is allowed. The extremes tell, in one pass without memory
     of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as long).
     """

@@ -129,8 +129,10 @@ class WeightStaging:
 
     def settle(self) -> None:
         """Let the old values go after a commit; there is no way back then. Nothing where there was no commit."""
-        if self._before is not None and self._whole:
-            self._adapted.forget()
+        if self._before is not None:
+            self._assembler = self._new_assembler()  # it holds what was swapped too
+            if self._whole:
+                self._adapted.forget()
         self._before = None
 
     def replace(self, version: int, pieces: Iterable[Piece]) -> None:

@@ -1,6 +1,8 @@
 """Staged weights: one version in use at any time, the old one back after an abort, and nothing that is not finite."""
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -236,3 +238,24 @@ def test_one_bad_element_is_found_wherever_it_is(dtype: torch.dtype, bad: float)
             wrong[place] = bad
             with pytest.raises(NotFiniteError, match=f"a: element {place} is "):
                 assembler.add(BucketPiece("a", (length,), dtype, 0, wrong))
+
+
+def test_nothing_of_the_second_set_is_held_after_it_is_settled() -> None:
+    """A transfer costs one more copy of the weights until then, and no longer."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate(name: str, target: torch.Tensor) -> torch.Tensor:
+        del name
+        memory = torch.empty(target.numel())
+        made.append(weakref.ref(memory))
+        return memory
+
+    tensors = values(0)
+    receiver = WeightStaging(tensors, allocate=allocate)
+    send(receiver, 1, values(1))
+    receiver.commit(1)
+    assert all(one() is not None for one in made)
+    receiver.settle()
+    gc.collect()
+    assert [one for one in made if one() is not None] == []
+    assert_holds(receiver, tensors, 1, 1)

@@ -12,7 +12,7 @@ A receiver that dies or hangs counts as one that failed: the others keep the old
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rollout.divergence import NotFiniteError
 from rollout.sync.manifest import Manifest
@@ -44,6 +44,26 @@ class Receiver(Protocol):
 
     async def resume(self) -> None:
         """Go on sampling; old weights that were kept are let go."""
+        ...
+
+
+class Borrower(Protocol):
+    """What is used of a sampler that computes with the trainer's own tensors (`rollout.native.sharing`)."""
+
+    async def offer(self, version: int, lent: Any) -> None:
+        """Look through new weights, or raise ValueError; nothing changes."""
+        ...
+
+    async def commit(self, version: int) -> None:
+        """Let what was offered be this version."""
+        ...
+
+    async def abort(self) -> None:
+        """Drop the offer; after a commit nothing is sampled before the next one."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling."""
         ...
 
 
@@ -85,6 +105,27 @@ async def transfer_weights(
         if not taken:
             await group.tell_living(lambda receiver: receiver.abort())
         await group.tell_living(lambda receiver: receiver.resume())
+
+
+async def share_weights(borrower: Borrower, version: int, lent: Any, *, agree: Agree | None = None) -> None:
+    """Let a sampler that computes with the trainer's tensors go on with their present values, as `version`.
+
+    Nothing is copied. `lent` is what the trainer lends now (`rollout.native.sharing.Lent`); `agree` as in
+    `transfer_weights`: each process has a sampler beside its own trainer, and all of them go on or none does.
+
+    Raises:
+        ValueError: the weights can't be taken here or on another process. Values that the trainer has changed are of no
+            version then, and the sampler refuses to sample until a hand-over succeeds.
+    """
+    taken = False
+    try:
+        await _together(borrower.offer(version, lent), agree, SHARED)
+        await _together(borrower.commit(version), agree, SHARED)
+        taken = True
+    finally:
+        if not taken:
+            await borrower.abort()
+        await borrower.resume()
 
 
 class _Group:
@@ -145,7 +186,11 @@ async def _commit(group: _Group, pause: Literal["finish", "abort"] | None) -> No
     await group.ask(lambda receiver: receiver.commit(group.version))
 
 
-async def _together(work: Awaitable[None], agree: Agree | None) -> None:
+COPIED = "the new weights are not taken, the old ones stay: another process could not take them"
+SHARED = "the new weights, in the trainer's memory, are of no version: another process could not take its own"
+
+
+async def _together(work: Awaitable[None], agree: Agree | None, otherwise: str = COPIED) -> None:
     """Do this process's part; raise if it failed, here or on another process."""
     mine, everyone = False, True
     try:
@@ -155,4 +200,4 @@ async def _together(work: Awaitable[None], agree: Agree | None) -> None:
         if agree is not None:
             everyone = agree(mine)
     if not everyone:
-        raise NotAgreed("the new weights are not taken, the old ones stay: another process could not take them")
+        raise NotAgreed(otherwise)

@@ -13,6 +13,7 @@ VLLM: dict[str, Yes | No] = {
     "streaming": Yes("vllm/engine_test.py::test_tokens_are_told_as_they_come"),
     "two_phase_weights": Yes("vllm/engine_weights_test.py::test_an_abort_after_the_commit_brings_the_old_weights_back"),
     "weights_under_way": Yes("vllm/engine_weights_test.py::test_weights_are_swapped_under_way"),
+    "shared_weights": No("vLLM is in a process of its own and lays weights out in its own way"),
     "in_process_weights": Yes("vllm/engine_weights_test.py::test_every_parameter_arrives"),
     "seeded_requests": Yes("vllm/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
     "prefix_sharing": Yes("vllm/engine_weights_test.py::test_the_prefix_cache_is_not_stale_after_an_update"),

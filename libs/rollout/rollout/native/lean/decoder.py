@@ -32,11 +32,11 @@ class LeanDecoder:
         self.vocab_size = self._weights.embed.shape[0]
         self.device = self._weights.embed.device
 
-    def refresh(self) -> bool:
-        """Read the weights again where they have changed."""
+    def refresh(self, always: bool = False) -> bool:
+        """Read the weights again where they have changed, or `always`."""
         family = family_of(self._model)
         now = fingerprint(self._model)
-        changed = now is None or now != self._read
+        changed = always or now is None or now != self._read
         if changed:
             self._weights = family.read(self._model)
             self._read = now

@@ -1,0 +1,193 @@
+"""A native engine whose module computes with a trainer's own tensors, so that one process holds the weights once.
+
+    borrowed --offer(version, lent)--> offered --commit--> borrowed, of the new version
+                                          |
+                                          +----abort-----> borrowed, of the version before
+
+A hand-over copies nothing: the trainer has written its update into the tensors already. So there is no way back to old
+values, and what two phases mean is this: `offer` looks through all of them (names, shapes, types, devices, finite
+values) and changes nothing, `commit` gives what is there its number and has all that was derived from the old values
+made anew. Until then nothing is sampled, for the values are of no version: who asks gets `StaleWeightsError`. `abort`
+drops an offer; after a commit it takes the number back, and again nothing is sampled before the next one. A step that
+made no update (its gradient was not finite) leaves values and version as they were, and sampling goes on.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from rollout.capability import NATIVE, feature_of
+from rollout.divergence import NotFiniteError
+from rollout.native.engine import NativeEngine
+from rollout.native.weights import named_tensors
+from rollout.sync.assembler import is_good
+from rollout.sync.manifest import Manifest, TensorSpec
+from rollout.sync.pieces import Piece
+from rollout.sync.staging import WeightStaging
+from seqpack.capability import No, Yes
+
+BORROWED = "this sampler computes with the trainer's own tensors, into which nothing is copied: use offer and commit"
+COPIES = ("two_phase_weights", "in_process_weights", "weights_under_way")
+
+
+class Lent(Protocol):
+    """A trainer's weights in place (`engines.SharedWeights`, or anything of this shape)."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Parameters (of tied ones one name is enough) and persistent buffers, by the names of the sampler's module."""
+        ...
+
+    @property
+    def updates(self) -> Callable[[], int]:
+        """Returns another number once the trainer has changed their values."""
+        ...
+
+
+class StaleWeightsError(RuntimeError):
+    """The trainer has changed the weights that a sampler borrows, and has not handed them over."""
+
+
+class SharingEngine(NativeEngine):
+    """A `NativeEngine` over a module that may be empty (on the meta device): it takes the lent tensors as its own.
+
+    Args:
+        model: the module. Its parameters and persistent buffers are replaced, tied ones stay tied; other buffers are
+            moved to the device of what is lent.
+        lent: the trainer's weights.
+        version: their number.
+        options: of `NativeEngine`.
+
+    ValueError for lent tensors that are not the module's: names what is missing, foreign, or of another shape, type or
+    device; `NotFiniteError` for values that are not finite. The module is then as it was.
+    """
+
+    def __init__(self, model: nn.Module, lent: Lent, version: int = 0, **options: Any) -> None:
+        borrowed = BorrowedWeights(model, lent, version)
+        super().__init__(model, version=version, **options)
+        self._weights: BorrowedWeights = borrowed
+
+    def supports(self, feature: str) -> Yes | No:
+        """See `NativeEngine`; weights are not copied here."""
+        answer = feature_of(NATIVE, feature)
+        return No(BORROWED) if feature in COPIES else answer
+
+    async def offer(self, version: int, lent: Lent) -> None:
+        """Look through new weights, and change nothing. ValueError as for the engine's own, or for a used number."""
+        self._weights.offer(version, lent)
+
+    def _step(self) -> None:
+        if self._batch.has_work:
+            self._weights.check()
+        super()._step()
+
+
+class BorrowedWeights(WeightStaging):
+    """The weights of a module that are another's tensors; see the module's text. It does not lock (`WeightStaging`)."""
+
+    def __init__(self, model: nn.Module, lent: Lent, version: int) -> None:
+        super().__init__(*named_tensors(model), version=version)
+        self._model = model
+        self._offered: tuple[int, Lent] | None = None
+        self._earlier: int | None = None
+        self._lost: str | None = None
+        self._look_through(lent.tensors)
+        self._take(lent)
+
+    def check(self) -> None:
+        """StaleWeightsError where what is there is not the version in use."""
+        if self._lost is not None:
+            raise StaleWeightsError(self._lost)
+        if self._updates() != self._at:
+            raise StaleWeightsError(
+                f"the trainer has changed the weights that this sampler shares since version {self.version} was handed "
+                "over: hand them over before anything is sampled"
+            )
+
+    def offer(self, version: int, lent: Lent) -> None:
+        """Look through new weights. ValueError, and nothing is offered: they can't be taken, or the number was used."""
+        self._offered = self._earlier = None
+        if version <= self._newest:
+            raise ValueError(f"weights {version} are not newer than {self._newest}, the newest so far; count upwards")
+        self._look_through(lent.tensors)
+        self._offered = version, lent
+
+    def commit(self, version: int) -> None:
+        """Let what was offered be `version`. ValueError where another version was, or none."""
+        if self._offered is None or self._offered[0] != version:
+            raise ValueError(f"cannot commit weights {version}: offer them first")
+        self._take(self._offered[1])
+        self._offered, self._earlier = None, self._version
+        self._version = self._newest = version
+
+    def abort(self) -> None:
+        """Drop an offer; after a commit that is not settled take its number back, and let nothing be sampled."""
+        self._offered = None
+        if self._earlier is not None:
+            self._lost = (
+                f"weights {self._version} were taken back, and those of version {self._earlier} are gone, for the "
+                "trainer's memory is shared: hand over again before anything is sampled"
+            )
+            self._version, self._earlier = self._earlier, None
+
+    def settle(self) -> None:
+        """A commit stands; nothing was kept."""
+        self._earlier = None
+
+    def prepare(self, manifest: Manifest) -> None:
+        """ValueError: copies would be written over the trainer's weights."""
+        raise ValueError(f"weights {manifest.version} are not taken: {BORROWED}")
+
+    def receive(self, pieces: Iterable[Piece]) -> int:
+        """ValueError: see `prepare`."""
+        del pieces
+        raise ValueError(BORROWED)
+
+    def _take(self, lent: Lent) -> None:
+        adopt(self._model, lent.tensors)
+        self._targets, _, _ = named_tensors(self._model)
+        self._expected, self._assembler = self._targets, self._new_assembler()  # they keep no earlier tensor
+        self._updates, self._at, self._lost = lent.updates, lent.updates(), None
+
+    def _look_through(self, tensors: Mapping[str, Tensor]) -> None:
+        """ValueError names the first tensor that the module can't have as its own."""
+        assembler, first = self._new_assembler(), next(iter(tensors.values()), None)
+        seen: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            assembler.check(TensorSpec(name, tuple(tensor.shape), tensor.dtype))
+            own = self._aliases.get(name, name)
+            target = self._targets[own]
+            if tensor.dtype != target.dtype:
+                raise ValueError(f"{name}: {tensor.dtype} can't be shared by a module that computes in {target.dtype}")
+            device = target.device if target.device.type != "meta" or first is None else first.device
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, and is to be shared on {device}")
+            if seen.setdefault(own, tensor).data_ptr() != tensor.data_ptr():
+                raise ValueError(f"{name} is tied to {own}, but two tensors are lent for them")
+            if not is_good(tensor, infinities=own in self._optional):
+                raise NotFiniteError(f"{name} has values that are not finite: such weights are not taken")
+        assembler.check_complete(tensors)
+
+
+def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Make tensors the parameters and buffers of a module, in place of those of their names; tied ones stay tied.
+
+    Where they are that already nothing changes. Other buffers are brought to their device.
+    """
+    targets, aliases, _ = named_tensors(model)
+    found = {name: (targets[aliases.get(name, name)], tensor.detach()) for name, tensor in tensors.items()}
+    if all(old.device == new.device and old.data_ptr() == new.data_ptr() for old, new in found.values()):
+        return
+    # By whether a matrix asks for a gradient torch chooses between products that differ in the last bit, even in
+    # no_grad: what the module's own would be asked stays.
+    new_of: dict[int, Tensor] = {
+        id(old): nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        for old, new in found.values()
+    }
+    device = next(iter(new_of.values())).device
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, new_of.get(id(parameter), parameter))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, new_of[id(buffer)] if id(buffer) in new_of else buffer.to(device))
