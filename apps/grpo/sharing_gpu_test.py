@@ -78,13 +78,13 @@ def test_replicated_weights_are_on_the_device_once(weights: Any, tmp_path: Path)
         assert seen[-1] == told(copies.generate_batch(PROMPTS, HOW))
         engine.train_batch(tiny_batch([700, 5, 333], seed=version, vocab=512), SFT())
         peaks = []
-        for hand_over in (
-            lambda: asyncio.run(share_weights(shared, version, lent(engine))),  # noqa: B023  called at once
-            lambda: copies.load_weights(version, engine.export_weights(live=True)),  # noqa: B023
-        ):
+        for sharer in (True, False):
             before = allocated()
             torch.cuda.reset_peak_memory_stats()
-            hand_over()
+            if sharer:
+                asyncio.run(share_weights(shared, version, lent(engine)))
+            else:
+                copies.load_weights(version, engine.export_weights(live=True))
             peaks.append(torch.cuda.max_memory_allocated() - before)
         print({"peak of a hand-over, shared and copied": peaks})
         assert peaks[1] - peaks[0] > sum(sizes)

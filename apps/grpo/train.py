@@ -91,7 +91,6 @@ def train(
             model = _warmed(config, model, run_dir, tokenizer, demonstrations, looks if not done else None)
         stack.enter_context(in_cluster(config))
         build = functools.partial(_engine, config, model, checkpoint)
-        # A sampler that may compute with the engine's weights comes after it, any other takes its device first.
         lender = build() if rollout_engine is None and kept_apart(config.engine, config.cluster) is None else None
         sampler = _sampler(config, tasks, model, tokenizer, max(0, done - 1), rollout_engine, runner, stack, lender)
         session = None if sampler is None else session_of(model, sampler)
@@ -187,7 +186,7 @@ def _sampler(
 ) -> RolloutEngine | RaySamplers | SamplerElsewhere | None:
     """What this process samples with, closed by the stack; None where the schedule starts a process that samples.
 
-    `lender`: the engine whose weights it may compute with.
+    `lender`: the engine whose weights it may compute with; any other sampler takes its device before the engine does.
     """
     if config.cluster.schedule.mode == "fully_async":
         return None
