@@ -106,7 +106,7 @@ def test_weights_that_are_broadcast_are_the_trainers(tmp_path: Path, schedule: S
     run(in_ray(tmp_path / "ray", schedule, 2, "gloo", **SHORT), RECIPE)
     logged = rows(tmp_path / "ray")
     assert [row["weights/version"] for row in logged[1:]] == [1, 2]
-    assert all(0 < proof < 1e-5 for proof in proofs(logged))
+    assert all(0 < proof < 1e-5 for proof in proofs(logged[1:]))
     if schedule is SYNC:
         run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
         assert same_weights(tmp_path / "plain", tmp_path / "ray")

@@ -194,7 +194,9 @@ class WeightGroup:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.default_stream())  # whose memory `data` was
             with torch.cuda.stream(stream):
-                self._group.broadcast([data], _from_sender()).wait()
+                work = self._group.broadcast([data], _from_sender())
+                if work is not None:  # None: it is in this stream already
+                    work.wait()
                 done = torch.cuda.Event()
                 done.record(stream)
             self._passed(done)
@@ -247,6 +249,7 @@ def _group_of(invitation: Invitation, rank: int, store: "dist.Store", host: str)
     if not dist.is_nccl_available():
         raise ValueError("this torch has no NCCL: use gloo or objects")
     nccl = dist.ProcessGroupNCCL.Options()
+    nccl.global_ranks_in_group, nccl.group_name = list(range(invitation.size)), f"weights {invitation.token}"
     nccl._timeout = timedelta(days=1)  # time is kept here: torch's way to keep it ends the process
     with _variables(_UNWATCHED):
         return dist.ProcessGroupNCCL(store, rank, invitation.size, nccl)

@@ -63,6 +63,10 @@ class _Sampler:
         """Its number on its node."""
         return os.getpid()
 
+    async def devices(self) -> str:
+        """The CUDA devices that it sees, by the names that Ray gave it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
     async def call(self, call: dict[str, Any], data: Any = None) -> Message:
         """Answer as `rollout.workers.serve` does; `data` are the bytes of a bucket."""
         return await answered(self._handlers, call if data is None else {**call, "data": data})
