@@ -29,7 +29,7 @@ from rollout.workers.ray_pool import RayPool
 from rollout.workers.weights import bucket_message, plain_bytes
 
 SYNC = Schedule("sync")
-SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -76,8 +76,7 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[
 FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
     rollout=RolloutLayout(
-        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0),
-        *("head:6379", "gloo", "any_step"),
+        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0, "head:6379", "gloo", "any_step"),
         *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True, "cpu"),
     ),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),

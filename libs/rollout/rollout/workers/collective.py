@@ -248,7 +248,7 @@ def _group_of(invitation: Invitation, rank: int, store: "dist.Store", host: str)
         return dist.ProcessGroupGloo(store, rank, invitation.size, gloo)
     if not dist.is_nccl_available():
         raise ValueError("this torch has no NCCL: use gloo or objects")
-    nccl = dist.ProcessGroupNCCL.Options()
+    nccl: Any = dist.ProcessGroupNCCL.Options()
     nccl.global_ranks_in_group, nccl.group_name = list(range(invitation.size)), f"weights {invitation.token}"
     nccl._timeout = timedelta(days=1)  # time is kept here: torch's way to keep it ends the process
     with _variables(_UNWATCHED):

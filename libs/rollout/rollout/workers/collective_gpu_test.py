@@ -63,7 +63,7 @@ def sampling(connection: "Connection[Any, Any]") -> None:
 
 
 def engine_device(model: Any) -> torch.device:
-    return next(iter(model.parameters())).device
+    return torch.device(next(iter(model.parameters())).device)
 
 
 def whole_of(model: Any) -> bytes:
@@ -159,6 +159,19 @@ def changed(seed: int) -> Any:
     return tiny_model(24, layers=2, seed=seed).to("cuda:0")
 
 
+def test_all_of_it_listens_on_loopback_alone(pool: Pool) -> None:
+    """NCCL's sockets too. It looks for an interface once in a process's life: this test is the first one here."""
+    asyncio.run(pool.broadcast.meet())
+    me = psutil.Process()
+    found = {
+        one.laddr.ip.removeprefix("::ffff:")
+        for process in (me, *me.children(recursive=True))
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert found <= {"127.0.0.1", "::1"}, found
+
+
 def test_weights_arrive_bit_for_bit_beside_a_default_group_of_nccl(pool: Pool) -> None:
     """The trainer's own group works before, meanwhile and after."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -206,19 +219,6 @@ def test_a_damaged_bucket_is_refused_and_the_next_one_taken(pool: Pool) -> None:
     asyncio.run(damaged())
     assert asyncio.run(pool.all("weights")) == [whole_of(model)] * len(pool.workers)
     assert not pool.broadcast.broken
-
-
-def test_all_of_it_listens_on_loopback_alone(pool: Pool) -> None:
-    """NCCL's sockets too, which are made with the first group of a process."""
-    asyncio.run(pool.broadcast.meet())
-    me = psutil.Process()
-    found = {
-        one.laddr.ip.removeprefix("::ffff:")
-        for process in (me, *me.children(recursive=True))
-        for one in process.net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
-    }
-    assert found <= {"127.0.0.1", "::1"}, found
 
 
 def large() -> Bucket:
