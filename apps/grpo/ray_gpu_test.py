@@ -54,7 +54,7 @@ def in_ray(run_dir: Path, schedule: Schedule, layout: RolloutLayout, **changes: 
     config = small(
         run_dir, schedule, **{"steps": 3, "save_every": 3, "eval_every": 3, "keep_checkpoints": 0, **changes}
     )
-    engine = EngineConfig(device="cuda", lr=1e-3)
+    engine = EngineConfig(device="cuda", lr=1e-3, compile="off")
     return replace(config, engine=engine, cluster=replace(config.cluster, rollout=layout))
 
 
