@@ -76,7 +76,7 @@ class Meeting:
     """The sender's: a store on `host` alone, where `receivers` samplers find it.
 
     `host`: an address of this machine that they reach, loopback where all are on it. Beyond loopback nothing but the
-    network's walls keeps strangers from the store and from gloo's sockets, as from Ray's own.
+    network's walls keeps strangers from the store and from the group's own sockets.
     """
 
     def __init__(self, backend: Backend, receivers: int, host: str = LOOPBACK, seconds: float = SECONDS) -> None:
