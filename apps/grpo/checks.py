@@ -16,6 +16,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.own import template_options
 from apps.grpo.samplers import rollout_config, samples_on_a_cpu
 from apps.grpo.samplers_ray import ray_module
+from apps.grpo.samplers_ray_devices import check_ray_devices
 from apps.grpo.session import chat_of, tool_format_of
 from apps.grpo.tasks import Tasks
 from chat_tools import formats
@@ -40,12 +41,7 @@ def check_machine(config: GrpoConfig) -> None:
     device = resolve_device(config.engine)
     if config.cluster.rollout.ray_workers:
         ray_module("rollout.workers.ray_pool")
-        beside = device.type == "npu" and config.cluster.rollout.device == "cpu"  # shrink_npu_pools_test
-        if device.type != "cpu" and not beside:
-            raise ValueError(
-                f"--cluster.rollout.ray-workers on {device.type}: no test has run Ray's samplers there; set "
-                "--engine.device cpu, or beside NPUs --cluster.rollout.device cpu with engine vllm, or leave it at 0"
-            )
+        check_ray_devices(config, device)
     if config.cluster.rollout.engine == "vllm":
         if config.cluster.rollout.weights_on_device and device.type != "cuda":
             raise ValueError(

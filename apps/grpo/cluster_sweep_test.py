@@ -53,6 +53,8 @@ OBEYED = {
     "rollout.admit": Change("any_step"),
     "rollout.ray_workers": Change(1),
     "rollout.ray_cpus": Change(2.0, RAY),
+    "rollout.ray_gpus": Change(1.0, RAY),
+    "rollout.weight_transport": Change("gloo", RAY),
     "rollout.ray_address": Change("127.0.0.1:6379", RAY),
 }
 """Beside what else they act."""

@@ -23,6 +23,7 @@ from apps.common.interrupts import Runner
 from apps.common.ranks import rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.samplers import Media, plain_shown
+from apps.grpo.samplers_ray_devices import cluster_address, devices_handed_out, gpus_each, transport_of
 from apps.grpo.samplers_ray_ranks import Order, told
 from apps.grpo.schedule_generator import generate, generating_handlers, sampling_handlers
 from apps.grpo.session import Session, hand_over
@@ -62,7 +63,8 @@ def ray_module(name: str) -> Any:
 def in_cluster(config: GrpoConfig) -> Iterator[None]:
     """Be connected to the run's cluster; nothing where it asks for none. Who is connected already stays so.
 
-    A cluster that is started here lives on loopback, without a dashboard and without usage statistics.
+    A cluster that is started here lives on loopback, without a dashboard and without usage statistics. Of this
+    machine's CUDA devices it hands out those that no rank trains on.
     """
     layout = config.cluster.rollout
     if not layout.ray_workers or rank_and_world()[0] > 0:  # the first rank has the samplers
@@ -73,9 +75,9 @@ def in_cluster(config: GrpoConfig) -> Iterator[None]:
         yield
         return
     local = ray_module("rollout.workers.ray_local")
-    address = layout.ray_address or os.environ.get("RAY_ADDRESS")
+    address = cluster_address(config)
     if address is None:
-        with paths_of_children(), local.local_ray():
+        with paths_of_children(), local.local_ray(cuda=devices_handed_out(config, rank_and_world()[1])):
             yield
         return
     local.connect(address)
@@ -101,12 +103,20 @@ def open_pool(
     variables |= {"PYTHONPATH": _paths(), "OMP_NUM_THREADS": str(config.threads)}
     if VARIABLE in os.environ:
         variables[VARIABLE] = os.environ[VARIABLE]
-    demand = Demand(layout.ray_workers, cpus=layout.ray_cpus)
+    demand = Demand(layout.ray_workers, cpus=layout.ray_cpus, gpus=gpus_each(config))
     pools = config.cluster.pools
     apart = pools.rollout_nodes if pools.placement == "separate" else None
     module = ray_module("rollout.workers.ray_pool")
     strategy = "PACK" if apart is None else "SPREAD"  # over all of the pool's nodes
-    pool: Workers = module.RayPool(target, args, demand, strategy=strategy, apart=apart, environment=variables)
+    pool: Workers = module.RayPool(
+        target,
+        args,
+        demand,
+        strategy=strategy,
+        apart=apart,
+        environment=variables,
+        transport=transport_of(config),
+    )
     begun = False
     try:
         wait([pool.ready])

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import ray
 
-from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.common.plan.cluster import RolloutLayout, Schedule, WeightTransport
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, rows, same_weights, small, watched
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, proofs, rows, same_weights, small, watched
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
 from rollout import Episode
@@ -29,7 +29,7 @@ from rollout.workers.ray_pool import RayPool
 from rollout.workers.weights import bucket_message, plain_bytes
 
 SYNC = Schedule("sync")
-SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,9 +39,11 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def in_ray(run_dir: Path, schedule: Schedule, workers: int = 2, cpus: float = 1.0, **changes: Any) -> GrpoConfig:
+def in_ray(
+    run_dir: Path, schedule: Schedule, workers: int = 2, transport: WeightTransport = "auto", **changes: Any
+) -> GrpoConfig:
     config = small(run_dir, schedule, **changes)
-    layout = RolloutLayout(ray_workers=workers, ray_cpus=cpus)
+    layout = RolloutLayout(ray_workers=workers, weight_transport=transport)
     return replace(config, cluster=replace(config.cluster, rollout=layout))
 
 
@@ -96,6 +98,30 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path:
     run(in_ray(tmp_path / "run", SYNC, save_every=2, eval_every=4, resume=True), RECIPE)
     assert same_weights(tmp_path / "plain", tmp_path / "run")
     assert [row["weights/version"] for row in rows(tmp_path / "run")[1:]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
+def test_weights_that_are_broadcast_are_the_trainers(tmp_path: Path, schedule: Schedule) -> None:
+    """Through gloo to two samplers, in every schedule; in turn the run ends with the bits of one without Ray."""
+    run(in_ray(tmp_path / "ray", schedule, 2, "gloo", **SHORT), RECIPE)
+    logged = rows(tmp_path / "ray")
+    assert [row["weights/version"] for row in logged[1:]] == [1, 2]
+    assert all(0 < proof < 1e-5 for proof in proofs(logged[1:]))
+    if schedule is SYNC:
+        run(small(tmp_path / "plain", schedule, **SHORT), RECIPE)
+        assert same_weights(tmp_path / "plain", tmp_path / "ray")
+
+
+def test_a_sampler_that_is_killed_while_weights_are_broadcast_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next pool makes a group of its own; what comes out is what would have."""
+    pools = kill_one(monkeypatch, "receive", 2)
+    run(in_ray(tmp_path / "run", SYNC, 2, "gloo", **SHORT, keep_checkpoints=0), RECIPE)
+    assert len(pools) == 2
+    monkeypatch.undo()
+    run(small(tmp_path / "plain", SYNC, **SHORT), RECIPE)
+    assert same_weights(tmp_path / "plain", tmp_path / "run")
 
 
 def kill_one(monkeypatch: pytest.MonkeyPatch, name: str, which: int) -> list[RayPool]:

@@ -14,6 +14,7 @@ Sampler = Literal["native", "vllm", "openai"]
 Admit = Literal["rounds", "any_step"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SamplerDevice = Literal["auto", "cpu"]
+WeightTransport = Literal["auto", "objects", "gloo", "nccl", "hccl"]
 Mode = Literal["sync", "one_step_off", "fully_async"]
 
 
@@ -76,8 +77,16 @@ class RolloutLayout:
     """Samplers in actors of a Ray cluster, in place of the run's own process; 0 leaves Ray alone."""
     ray_cpus: float = 1.0
     """Processors that each of them has to itself."""
+    ray_gpus: float | None = None
+    """CUDA devices that each of them has to itself. Without it, where samplers compute on CUDA, as many as its engine
+    spans: 1, or vLLM's tp x dp; on a CPU none. A cluster that the run starts hands out those that no rank trains on."""
     ray_address: str | None = None
     """The cluster's HOST:PORT; without it $RAY_ADDRESS, else one of this machine that lives as long as the run."""
+    weight_transport: WeightTransport = "auto"
+    """What new weights reach Ray's samplers through. "objects": Ray's store, in host memory, once a machine. "gloo": a
+    broadcast over sockets, from host memory to host memory. "nccl": a broadcast from the trainer's CUDA device to that
+    of each sampler. "auto": "nccl" where all of them have CUDA devices of their own on this machine, else "objects".
+    Beyond this machine a broadcast's sockets have no secret, unlike Ray's. "hccl" (NPUs): nobody has run it."""
     admit: Admit | None = None
     """When the native engine lets a request begin: beside whatever runs ("any_step"), or with all that were asked while
     the last ones ran ("rounds"), in which equal runs give equal bits. Without it in rounds, fully_async at any step."""
@@ -119,6 +128,11 @@ class RolloutLayout:
             yield str(error)
         if not 0 < self.ray_cpus < float("inf"):
             yield f"ray_cpus must be above 0 and finite, got {self.ray_cpus}"
+        if self.ray_gpus is not None and not 0 <= self.ray_gpus < float("inf"):
+            yield f"ray_gpus must be at least 0 and finite, got {self.ray_gpus}"
+        yield from _other(self, "weight_transport", WeightTransport)
+        if self.weight_transport == "hccl":
+            yield 'weight_transport "hccl": nobody has run weights between NPUs; use "objects" or "gloo"'
         if self.ray_address is not None and not self.ray_address.strip():
             yield "ray_address is empty: leave it out"
         if not 0 <= self.memory_share < 1:
@@ -130,8 +144,11 @@ class RolloutLayout:
         """Fields that can't have their values together."""
         if self.vllm and self.engine != "vllm":
             yield f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'"
-        if not self.ray_workers and (self.ray_cpus, self.ray_address) != (1.0, None):
-            yield "ray_cpus and ray_address have no effect without ray_workers: say how many"
+        idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_address": None, "weight_transport": "auto"}
+        if not self.ray_workers and (said := [name for name, usual in idle.items() if getattr(self, name) != usual]):
+            yield f"{', '.join(said)}: no effect without ray_workers, say how many"
+        if self.weight_transport == "nccl" and self.ray_gpus is not None and self.ray_gpus < 1:
+            yield f'weight_transport "nccl" needs a whole device for each sampler, and ray_gpus is {self.ray_gpus}'
         if self.ep not in (1, self.tp, self.tp * self.dp):
             sizes = f"1, tp = {self.tp} or tp x dp = {self.tp * self.dp}"
             yield f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}"

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -38,6 +38,18 @@ from rollout.vllm.arguments import OWNED
         (lambda: RolloutLayout(ray_workers=1, ray_address=" "), "ray_address is empty"),
         (lambda: RolloutLayout(ray_address="head:6379"), "no effect without ray_workers"),
         (lambda: RolloutLayout(ray_cpus=0.5), "no effect without ray_workers"),
+        (lambda: RolloutLayout(ray_gpus=1), "ray_gpus: no effect without ray_workers"),
+        (lambda: RolloutLayout(weight_transport="gloo"), "weight_transport: no effect without ray_workers"),
+        (lambda: RolloutLayout(ray_workers=1, ray_gpus=-1), "ray_gpus must be at least 0"),
+        (lambda: RolloutLayout(ray_workers=1, weight_transport="hccl"), "nobody has run weights between NPUs"),
+        (
+            lambda: RolloutLayout(ray_workers=1, weight_transport=cast(Any, "tcp")),
+            "weight_transport must be one of 'auto', 'objects', 'gloo', 'nccl', 'hccl', got 'tcp'",
+        ),
+        (
+            lambda: RolloutLayout(ray_workers=2, ray_gpus=0.5, weight_transport="nccl"),
+            "needs a whole device for each sampler, and ray_gpus is 0.5",
+        ),
         (lambda: RolloutLayout(dtype="float8"), "dtype must be one of 'auto'"),  # type: ignore[arg-type]
         (lambda: RolloutLayout(max_requests=0), "max_requests must be at least 1"),
         (lambda: RolloutLayout(vllm=("block_size=32",)), "no effect with engine 'native'"),
@@ -64,7 +76,7 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[
 FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
     rollout=RolloutLayout(
-        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, "head:6379", "any_step"),
+        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0, "head:6379", "gloo", "any_step"),
         *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True, "cpu"),
     ),
     schedule=Schedule("fully_async", 0.5, 2, 2, True),
@@ -112,4 +124,4 @@ def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_
     assert [reason.split()[0] for reason in reasons] == ["tp", "dp", "memory_share"]
     with pytest.raises(ValueError, match="ep must be 1, tp = 2") as refusal:
         RolloutLayout(tp=2, ep=3, ray_cpus=2.0)
-    assert "ray_cpus and ray_address have no effect" in str(refusal.value)
+    assert "ray_cpus: no effect without ray_workers" in str(refusal.value)

@@ -54,9 +54,12 @@ OVERLAP = No(
 )
 REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
+RAY_GPUS = Yes("apps/grpo/ray_gpu_test.py")
 RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
 RAY_SLEEP = No("vLLM in Ray's workers never slept between two rounds: set --cluster.rollout.no-sleep")
 RAY_APART = Yes("apps/grpo/ray_pools_test.py")
+RAYS = ("rollout.ray_", "rollout.weight_transport")
+"""Beginnings of the fields that Ray's samplers alone obey."""
 APART = ("pools.placement", "pools.rollout_nodes")
 RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
 ADMIT = Yes("apps/grpo/native_sampler_test.py")
@@ -144,7 +147,7 @@ def _cluster_need(work: Work, path: str) -> Need:
         return Need(feature, UNSAMPLED)
     if path == "offload":
         return Need(feature, OFFLOAD if work.cluster.schedule.mode == "sync" else OVERLAP)
-    if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith("rollout.ray_"):
+    if work.cluster.rollout.engine == "vllm" and path.startswith("rollout.") and not path.startswith(RAYS):
         layout = work.cluster.rollout
         if path == "rollout.sleep" and layout.ray_workers:
             return Need(feature, RAY_SLEEP)
@@ -155,7 +158,9 @@ def _cluster_need(work: Work, path: str) -> Need:
         return Need(feature, _vllm_experts(work) if path == "rollout.ep" else _vllm(path))
     if work.cluster.rollout.engine == "openai" and path.startswith("rollout."):
         return Need(feature, sampler_supports(RolloutConfig(backend="openai"), "two_phase_weights"))
-    if path.startswith("rollout.ray_"):
+    if path == "rollout.ray_gpus" or (path, work.cluster.rollout.weight_transport) == (RAYS[1], "nccl"):
+        return Need(feature, RAY_GPUS)
+    if path.startswith(RAYS):
         return Need(feature, RAY_VLLM if work.cluster.rollout.engine == "vllm" else RAY_SAMPLERS)
     if path == "rollout.admit":
         ahead = work.cluster.schedule.mode == "fully_async" and work.cluster.rollout.admit == "rounds"

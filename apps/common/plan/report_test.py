@@ -179,6 +179,9 @@ def test_one_process_samples_beside_all_ranks_where_nobody_waits(mode: Mode, rep
 RAY = {
     "--cluster.rollout.ray-workers 2": RolloutLayout(ray_workers=2),
     "--cluster.rollout.ray-cpus 0.5": RolloutLayout(ray_workers=1, ray_cpus=0.5),
+    "--cluster.rollout.ray-gpus 1": RolloutLayout(ray_workers=1, ray_gpus=1),
+    "--cluster.rollout.weight-transport gloo": RolloutLayout(ray_workers=1, weight_transport="gloo"),
+    "--cluster.rollout.weight-transport nccl": RolloutLayout(ray_workers=1, weight_transport="nccl"),
     "--cluster.rollout.ray-address head:1": RolloutLayout(ray_workers=1, ray_address="head:1"),
 }
 

@@ -213,6 +213,8 @@ def _cluster_changes(cluster: Cluster) -> list[Change]:
         Change("cluster.pools.rollout_nodes", "ranks", min(1, pools.rollout_nodes)),
         Change("cluster.pools.device_memory_gib", "device", None),
         Change("cluster.rollout.ray_workers", "ranks", min(2, rollout.ray_workers)),
+        Change("cluster.rollout.ray_gpus", "device", None),
+        Change("cluster.rollout.weight_transport", "device", "auto"),
         Change("cluster.rollout.tp", "ranks", tp),
         Change("cluster.rollout.dp", "ranks", dp),
         Change("cluster.rollout.ep", "ranks", _spread_experts(rollout, tp, dp)),

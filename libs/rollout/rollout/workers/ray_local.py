@@ -18,6 +18,7 @@ except ImportError as error:
     raise ImportError("a Ray cluster needs ray: pip install 'tessera-rollout[ray]'") from error
 
 LOOPBACK = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SMALL_STORE = 80 << 20
 """Bytes of a node's object store: little more than the least that Ray takes."""
 
@@ -44,19 +45,23 @@ def on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def local_ray(cpus: int | None = None, store_bytes: int | None = None) -> Iterator[str]:
+def local_ray(
+    cpus: int | None = None, store_bytes: int | None = None, cuda: Sequence[str] | None = None
+) -> Iterator[str]:
     """Be connected to a cluster of one node that begins here and ends with this; its HOST:PORT.
 
-    `cpus`: that it counts; without it the machine's. No dashboard, no usage statistics.
+    `cpus`: that it counts; without it the machine's. `cuda`: the CUDA devices that it hands out, as
+    CUDA_VISIBLE_DEVICES names them; without it all that Ray finds. No dashboard, no usage statistics.
 
     Raises:
         RuntimeError: it listens elsewhere than on loopback.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with on_loopback():
+    with on_loopback(), _seen(cuda):
         ray.init(
             address="local",
             num_cpus=cpus,
+            num_gpus=None if cuda is None else len(cuda),
             object_store_memory=store_bytes,
             include_dashboard=False,
             _node_ip_address=LOOPBACK,
@@ -91,6 +96,21 @@ def local_nodes(cpus: Sequence[float], store_bytes: int = SMALL_STORE) -> Iterat
         yield _held(cluster.address)
     finally:
         cluster.shutdown()
+
+
+@contextmanager
+def _seen(cuda: Sequence[str] | None) -> Iterator[None]:
+    """Let daemons that are started inside see these devices alone; this process's own are as they were."""
+    before = os.environ.get(VISIBLE)
+    if cuda is not None:
+        os.environ[VISIBLE] = ",".join(cuda)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[VISIBLE] = before
+        elif cuda is not None:
+            del os.environ[VISIBLE]
 
 
 def connect(address: str) -> None:

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import ray
 
 from rollout.testing.listening import listening
-from rollout.workers.ray_local import is_loopback, local_nodes, local_ray, on_loopback
+from rollout.workers.demand import Demand, refusal
+from rollout.workers.ray_local import VISIBLE, is_loopback, local_nodes, local_ray, on_loopback
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ASK = """
@@ -30,6 +32,29 @@ def test_a_cluster_of_one_node_stays_on_loopback() -> None:
     assert {"gcs_server", "raylet"} <= found.keys()
     assert set().union(*found.values()) == {"127.0.0.1"}
     assert VARIABLE not in os.environ
+
+
+def test_it_hands_out_the_devices_that_it_is_told_of_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, whether they are there or not; this process's own are as they were."""
+    monkeypatch.setenv(VISIBLE, "3,5,7")
+    with local_ray(cpus=2, store_bytes=80 << 20, cuda=("5", "7")):
+        assert os.environ[VISIBLE] == "3,5,7"
+        assert ray.cluster_resources()["GPU"] == 2
+
+        def seen(held: float) -> str:
+            time.sleep(held)
+            return os.environ[VISIBLE]
+
+        task = ray.remote(seen).options(num_gpus=1)
+        assert set(ray.get([task.remote(3.0), task.remote(3.0)], timeout=60)) == {"5", "7"}
+        demand = Demand(3, cpus=0.1, gpus=1)
+        why = refusal(demand, [ray.cluster_resources()])
+        assert why is not None
+        assert "3 samplers of 0.1 CPU and 1 GPU each find 2 places on 1 nodes (2 CPU, 2 GPU on node 0)" in why
+    monkeypatch.delenv(VISIBLE)
+    with local_ray(cpus=1, store_bytes=80 << 20, cuda=()):
+        assert VISIBLE not in os.environ
+        assert "GPU" not in ray.cluster_resources()
 
 
 def test_several_nodes_stay_on_loopback_and_another_process_finds_them() -> None:

@@ -3,9 +3,11 @@
 1. A placement group holds a bundle a sampler. What the cluster could never hold is refused before Ray is asked, which
    would wait for ever without a word; what it could hold and others have is refused after `patience` seconds.
 2. A call goes to the sampler with the fewest open calls; weights go to all of them, in two phases, so that all have the
-   new ones or all keep the old (`rollout.sync.transfer_weights`). A bucket is put into Ray's object store once.
+   new ones or all keep the old (`rollout.sync.transfer_weights`). A bucket is put into Ray's object store once, or is
+   broadcast once in a process group of the pool's own (`transport`, `rollout.workers.collective`).
 3. When one sampler dies the pool counts as dead: who waits hears a `WorkerDied`, or a `NodeLost` where its machine is
-   gone. Whoever owns the pool closes it and starts another; what was being sampled begins again.
+   gone. Whoever owns the pool closes it and starts another; what was being sampled begins again. So it does where a
+   broadcast does not reach all of them in time.
 
 Actors answer in JSON and bytes. Ray itself pickles between its processes: a cluster is one circle of trust.
 """
@@ -14,9 +16,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 try:
     import ray
@@ -29,14 +31,18 @@ except ImportError as error:
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
 from rollout.workers.channel import Message
+from rollout.workers.collective import SECONDS
+from rollout.workers.collective_pool import PoolBroadcast
 from rollout.workers.demand import Demand, nodes_apart, refusal
 from rollout.workers.process import WorkerDied
 from rollout.workers.serve import Handler, answered, settle_answer, settle_error
 from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
 
+T = TypeVar("T")
 NODE_SECONDS = 60.0
 """Until a sampler that does not answer, on a node that seems to live, counts as dead."""
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+Transport = Literal["objects", "gloo", "nccl"]
 
 
 class NodeLost(WorkerDied):
@@ -57,6 +63,10 @@ class _Sampler:
         """Its number on its node."""
         return os.getpid()
 
+    async def devices(self) -> str:
+        """The CUDA devices that it sees, by the names that Ray gave it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
     async def call(self, call: dict[str, Any], data: Any = None) -> Message:
         """Answer as `rollout.workers.serve` does; `data` are the bytes of a bucket."""
         return await answered(self._handlers, call if data is None else {**call, "data": data})
@@ -73,6 +83,9 @@ class RayPool:
         patience: seconds until a place that others have counts as refused.
         apart: on so many nodes that are not this process's; None: on any, this one's too.
         environment: environment variables of the actors.
+        transport: what buckets of weights pass through: Ray's object store, or a process group of this process and the
+            samplers, with gloo through host memory or with NCCL between CUDA devices that each has to itself.
+        seconds: that one bucket may take through a process group, or the making of the group.
 
     Raises:
         ValueError: this process is in no cluster, or there is no place; the text has the numbers.
@@ -88,7 +101,14 @@ class RayPool:
         patience: float = 30.0,
         apart: int | None = None,
         environment: Mapping[str, str] | None = None,
+        transport: Transport = "objects",
+        seconds: float = SECONDS,
     ) -> None:
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
+        self._broadcast = (
+            None if transport == "objects" else PoolBroadcast(transport, self._ask, demand.workers, seconds)
+        )
         self._group = _placed(demand, strategy, patience, apart)
         self._lock = threading.Lock()
         self._dead = False
@@ -142,11 +162,15 @@ class RayPool:
         return [head.get("answer") for head, _ in found]  # type: ignore[misc]
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Begin to receive weights."""
+        """Begin to receive weights; the pool's process group, where it has one, is made with the first of them."""
+        if self._broadcast is not None and not self._broadcast.met:
+            await self._dying(self._broadcast.meet(*self._hosts()))
         await self.ask_all("prepare", **manifest_message(manifest))
 
     async def receive(self, bucket: Bucket) -> int:
         """Have a bucket staged everywhere; the most elements that one of them still lacks."""
+        if self._broadcast is not None:
+            return await self._dying(self._broadcast.send(bucket))
         data = plain_bytes(bucket)
         found = await self.ask_all("receive", ray.put(data.numpy()), **bucket_message(bucket, data))
         return max(int(answer["missing"]) for answer in found)
@@ -170,9 +194,28 @@ class RayPool:
     def close(self) -> None:
         """End the actors and give their places back; what they still sample is lost."""
         self._bury(WorkerDied("the pool of samplers was closed"))
+        if self._broadcast is not None:
+            self._broadcast.close()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)
+
+    async def _dying(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the pool's process group does; where it breaks, the pool is dead."""
+        assert self._broadcast is not None
+        try:
+            return await work
+        finally:
+            if self._broadcast.broken:
+                self._bury(WorkerDied("the pool of samplers lost its process group"))
+
+    def _hosts(self) -> tuple[str, list[str]]:
+        """Addresses of this process's node and of each sampler's, by which Ray's own processes reach them."""
+        places = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        gone = [index for index, node in enumerate(self._nodes) if node not in places]
+        if gone:
+            raise NodeLost(f"sampler {gone[0]} is on no node of the Ray cluster any more, or has not begun")
+        return places[ray.get_runtime_context().get_node_id()], [places[str(node)] for node in self._nodes]
 
     def _ask(self, index: int, name: str, arguments: Mapping[str, Any], data: Any = None) -> "Future[Message]":
         future: Future[Message] = Future()

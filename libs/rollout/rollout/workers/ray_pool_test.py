@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any, Never
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -13,8 +16,9 @@ from transformers import PreTrainedModel
 from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
-from rollout.sync.pieces import buckets
+from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
+from rollout.testing.listening import listening
 from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
 from rollout.workers.demand import Demand
@@ -141,6 +145,76 @@ def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster) ->
             pool.call("echo", seconds=0, text="").result(1)
     finally:
         pool.close()
+
+
+def test_two_samplers_on_two_nodes_take_weights_that_are_broadcast_to_them(cluster: Cluster) -> None:
+    """Through gloo, in a group that the pool makes; all of it on loopback, where this cluster is."""
+    pool = pool_of(Demand(2, cpus=0.5), strategy="STRICT_SPREAD", transport="gloo")
+    try:
+        pool.ready.result(120)
+        for version in (1, 2):
+            new = small(5 + version)
+            stream = buckets(pieces_of(new.named_parameters()), 1 << 14)
+            asyncio.run(transfer_weights([pool], Manifest(version), stream))
+            expected = asyncio.run(NativeEngine(new).generate(PROMPT, GREEDY))
+            for future in pool.call_all("say", prompt=PROMPT):
+                answer = future.result(60)[0]["answer"]
+                assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {version})
+        own = {
+            one.laddr.ip.removeprefix("::ffff:")
+            for one in psutil.Process().net_connections("inet")
+            if one.status == psutil.CONN_LISTEN
+        }
+        assert own.union(*listening().values()) == {LOOPBACK}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "hanging"])
+def test_a_sampler_that_breaks_the_group_ends_the_pool(cluster: Cluster, killed: bool) -> None:
+    """Stopped before a bucket comes: who waits for it is told in bounded time, and the next pool takes the weights."""
+    pool = pool_of(Demand(2, cpus=0.5), transport="gloo", seconds=3.0)
+    new = small(9)
+    try:
+        pool.ready.result(120)
+        asyncio.run(transfer_weights([pool], Manifest(1), buckets(pieces_of(new.named_parameters()), 1 << 14)))
+        pid = ray.get(pool._actors[1].process.remote())
+
+        def late() -> Iterator[Bucket]:
+            for at, bucket in enumerate(buckets(pieces_of(new.named_parameters()), 1 << 14)):
+                if at == 1:
+                    os.kill(pid, signal.SIGKILL if killed else signal.SIGSTOP)
+                yield bucket
+
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="weights 2 are not taken"):
+            asyncio.run(transfer_weights([pool], Manifest(2), late()))
+        assert time.monotonic() - begun < 20
+        assert not pool.alive
+        with pytest.raises(WorkerDied):
+            pool.call("say", prompt=PROMPT).result(1)
+    finally:
+        pool.close()
+    again = pool_of(Demand(2, cpus=0.5), transport="gloo")
+    try:
+        again.ready.result(120)
+        asyncio.run(transfer_weights([again], Manifest(2), buckets(pieces_of(new.named_parameters()), 1 << 14)))
+        assert again.alive
+    finally:
+        again.close()
+
+
+def test_nccl_without_a_device_is_refused(cluster: Cluster) -> None:
+    pool = pool_of(Demand(1, cpus=0.5), transport="nccl")
+    try:
+        pool.ready.result(120)
+        stream = buckets(pieces_of(small(5).named_parameters()), 1 << 14)
+        with pytest.raises(ValueError, match="this process sees none"):
+            asyncio.run(transfer_weights([pool], Manifest(1), stream))
+    finally:
+        pool.close()
+    with pytest.raises(ValueError, match="transport must be one of objects, gloo, nccl, got 'hccl'"):
+        pool_of(Demand(1, cpus=0.5), transport="hccl")
 
 
 def test_a_lost_node_is_named(cluster: Cluster) -> None:

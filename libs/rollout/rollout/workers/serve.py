@@ -12,22 +12,32 @@ from typing import Any
 from rollout.divergence import NotFiniteError
 from rollout.engine import RolloutEngine
 from rollout.workers.channel import Channel, Message
+from rollout.workers.collective import BrokenGroup
+from rollout.workers.collective_taken import GroupBuckets
 from rollout.workers.weights import TakenBuckets, manifest_from
 
 Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
 """Takes a call's arguments; answers with a payload, with JSON, or with nothing."""
-ERRORS: dict[str, type[Exception]] = {"NotFiniteError": NotFiniteError, "ValueError": ValueError}
+ERRORS: dict[str, type[Exception]] = {
+    "NotFiniteError": NotFiniteError,
+    "ValueError": ValueError,
+    "BrokenGroup": BrokenGroup,
+}
 
 
 def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
     """The receiver's side of `rollout.sync`, in two phases, for an engine in this process."""
-    taken = TakenBuckets()
+    taken, grouped = TakenBuckets(), GroupBuckets()
+
+    async def join(call: dict[str, Any]) -> None:
+        await grouped.join(call)
 
     async def prepare(call: dict[str, Any]) -> None:
         await engine.prepare(manifest_from(call))
 
     async def receive(call: dict[str, Any]) -> dict[str, Any]:
-        return {"missing": await engine.receive(taken.take(call))}
+        bucket = await grouped.take(call) if grouped.brings(call) else taken.take(call)
+        return {"missing": await engine.receive(bucket)}
 
     async def commit(call: dict[str, Any]) -> None:
         await engine.commit(int(call["version"]))
@@ -44,6 +54,7 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
         await engine.resume()
 
     return {
+        "join": join,
         "prepare": prepare,
         "receive": receive,
         "commit": commit,

@@ -1,7 +1,11 @@
-"""Buckets of weights through shared memory, or with the message itself; each is checked by its checksum."""
+"""Buckets of weights through shared memory, or with the message itself; each is checked by its checksum.
+
+A bucket in host memory has the CRC of its bytes, one in a device's the digest that a device is fast at
+(`rollout.vllm.digest`).
+"""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -12,6 +16,7 @@ from torch import Tensor
 from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest, TensorSpec
 from rollout.sync.pieces import Bucket, Header
+from rollout.vllm.digest import digest_of
 
 DTYPES = {
     str(dtype): dtype
@@ -54,12 +59,12 @@ class TakenBuckets:
     def take(self, message: Mapping[str, Any]) -> Bucket:
         """The bucket of a message, copied out. ValueError: its bytes are not those that were sent."""
         if "data" in message:
-            return _bucket(message, bytearray(message["data"]))
+            return bucket_from(message, _tensor(bytearray(message["data"])))
         if self._segment is None or self._segment.name != message["segment"]:
             self.close()
             self._segment = SharedMemory(name=message["segment"])
         assert self._segment.buf is not None
-        return _bucket(message, bytearray(self._segment.buf[: message["bytes"]]))
+        return bucket_from(message, _tensor(bytearray(self._segment.buf[: message["bytes"]])))
 
     def close(self) -> None:
         """Let go of the segment, which is the sender's."""
@@ -74,20 +79,34 @@ def plain_bytes(bucket: Bucket) -> Tensor:
 
 
 def bucket_message(bucket: Bucket, data: Tensor) -> dict[str, Any]:
-    """What a bucket of these bytes holds, and their checksum."""
+    """What a bucket of these bytes, uint8, holds, and their checksum."""
     headers = [[h.name, list(h.shape), _name(h.dtype), h.offset, h.numel, h.start] for h in bucket.headers]
-    return {"bytes": data.numel(), "crc": zlib.crc32(data.numpy().data), "headers": headers}
+    kind = "crc" if data.device.type == "cpu" else "digest"
+    return {"bytes": data.numel(), kind: CHECKSUMS[kind](data), "headers": headers}
 
 
-def _bucket(message: Mapping[str, Any], data: bytearray) -> Bucket:
-    if len(data) != message["bytes"] or zlib.crc32(data) != message["crc"]:
+def bucket_from(message: Mapping[str, Any], data: Tensor) -> Bucket:
+    """The bucket of a message whose bytes, uint8, came as `data`. ValueError: they are not those that were sent."""
+    kind = next(kind for kind in CHECKSUMS if kind in message)
+    if data.numel() != message["bytes"] or CHECKSUMS[kind](data) != message[kind]:
         raise ValueError("a bucket of weights came damaged: its checksum differs")
     headers = tuple(
         Header(name, tuple(shape), DTYPES[dtype], offset, numel, start)
         for name, shape, dtype, offset, numel, start in message["headers"]
     )
-    buffer = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return Bucket(headers, buffer)
+    return Bucket(headers, data)
+
+
+def _crc(data: Tensor) -> int:
+    return zlib.crc32(data.cpu().numpy().data)
+
+
+def _tensor(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+CHECKSUMS: Mapping[str, Callable[[Tensor], int]] = {"crc": _crc, "digest": digest_of}
+"""By their names on the wire."""
 
 
 def manifest_message(manifest: Manifest) -> dict[str, Any]:

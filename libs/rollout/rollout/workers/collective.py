@@ -1,0 +1,286 @@
+"""A process group of a sender's and its samplers' own, over which each bucket of weights is broadcast once.
+
+1. The sender holds a `Meeting`: a store that listens on one address and nowhere else. Its `Invitation` reaches the
+   samplers by the calls that they answer anyway, and with it all of them `join`: the sender as rank 0.
+2. `WeightGroup.send` and `take` are the two ends of a broadcast, of plain bytes: gloo's through host memory, NCCL's
+   from device to device. What the bytes are, and their checksum, travels with the call (`rollout.workers.weights`).
+3. Whatever lasts longer than `seconds` ends as a `BrokenGroup`, and so does the death of one of them: a group has no
+   second try, whoever owns it closes it and has its samplers replaced. `abort` ends what waits, from any thread.
+
+torch's default process group is neither used nor changed: a trainer's ranks may have one of their own.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+Backend = Literal["gloo", "nccl"]
+LOOPBACK = "127.0.0.1"
+SECONDS = 60.0
+"""Until a broadcast of one bucket, or the making of a group, counts as hanging."""
+_UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch would end the whole process, the trainer's, where one of NCCL's broadcasts fails or hangs: here `abort` ends
+the broadcast, and the pool is replaced."""
+_changing = threading.Lock()
+
+
+class BrokenGroup(RuntimeError):  # noqa: N818  what happened, in the words of a log
+    """A broadcast or the making of a group failed or hung: nothing more can pass through this group."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the processes of a group meet, and how long each of them waits for the others at most."""
+
+    backend: Backend
+    host: str
+    port: int
+    size: int
+    """Processes: the sender and its samplers."""
+    token: str
+    """The first thing that the sender broadcasts: who gets another one is in somebody else's group."""
+    seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}")
+        if self.size < 2:
+            raise ValueError(f"a group has a sender and at least one sampler, got {self.size} processes")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds must be above 0 and finite, got {self.seconds}")
+
+    def message(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def read(message: Mapping[str, Any]) -> "Invitation":
+        """What `message` gave."""
+        return Invitation(**message)
+
+
+class Meeting:
+    """The sender's: a store on `host` alone, where `receivers` samplers find it.
+
+    `host`: an address of this machine that they reach, loopback where all are on it. Beyond loopback nothing but the
+    network's walls keeps strangers from the store and from the group's own sockets.
+    """
+
+    def __init__(self, backend: Backend, receivers: int, host: str = LOOPBACK, seconds: float = SECONDS) -> None:
+        listening = socket.create_server((host, 0))  # torch's own store would listen on all interfaces
+        port = listening.getsockname()[1]
+        self.invitation = Invitation(backend, host, port, receivers + 1, secrets.token_hex(16), seconds)
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # it is torch's now
+        )
+
+    def join(self, device: torch.device | None = None) -> "WeightGroup":
+        """Meet all others, as rank 0; returns once all are there. `device`: of NCCL. BrokenGroup: somebody isn't."""
+        return WeightGroup(self.invitation, 0, self._store, self.invitation.host, device)
+
+
+def join(invitation: Invitation, rank: int, host: str = LOOPBACK, device: torch.device | None = None) -> "WeightGroup":
+    """Meet all others, as sampler number `rank` (from 1).
+
+    `host`: an address of this process's machine that the others reach. `device`: of NCCL, each process's its own.
+
+    Raises:
+        BrokenGroup: nobody is there, or not everybody in time.
+    """
+    try:
+        store = dist.TCPStore(
+            invitation.host,
+            invitation.port,
+            is_master=False,
+            timeout=timedelta(seconds=invitation.seconds),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise BrokenGroup(f"no sender of weights at {invitation.host}:{invitation.port}: {_first(error)}") from error
+    return WeightGroup(invitation, rank, store, host, device)
+
+
+class WeightGroup:
+    """One process's end of a group; `Meeting.join` and `join` make it. Its calls wait: an event loop uses `waited`."""
+
+    def __init__(
+        self, invitation: Invitation, rank: int, store: "dist.Store", host: str, device: torch.device | None
+    ) -> None:
+        if invitation.backend == "nccl" and (device is None or device.type != "cuda"):
+            raise ValueError(f"NCCL passes weights between CUDA devices, and this process gave {device}")
+        self.device = device if invitation.backend == "nccl" and device is not None else torch.device("cpu")
+        self._seconds = invitation.seconds
+        self._aborted = threading.Event()
+        self._store = store  # of the sender it is the server
+        prefixed = dist.PrefixStore(invitation.token, store)
+        try:
+            self._group = _group_of(invitation, rank, prefixed, host)
+            told = self._greeting(invitation.token, rank)
+        except RuntimeError as error:
+            if isinstance(error, BrokenGroup):
+                raise
+            raise BrokenGroup(f"{invitation.size} processes did not all meet: {_first(error)}") from error
+        if told != invitation.token:
+            raise BrokenGroup("the group is not the one that was meant: its sender told another token")
+
+    def send(self, data: Tensor) -> None:
+        """Broadcast bytes, uint8, contiguous, where `device` is. BrokenGroup: they did not pass in time."""
+        self._broadcast(data)
+
+    def take(self, nbytes: int) -> Tensor:
+        """The bytes that the sender broadcasts, uint8, where `device` is. BrokenGroup: they did not come in time."""
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._broadcast(data)
+        return data
+
+    def abort(self) -> None:
+        """End what waits, from any thread, twice too; nothing passes any more."""
+        if not self._aborted.is_set():
+            self._aborted.set()
+            waited(self._group.abort, "weights: abort")
+
+    def _greeting(self, token: str, rank: int) -> str:
+        """The token, from the sender; NCCL makes its connections with this first broadcast."""
+        mine = torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8).to(self.device)
+        data = mine if rank == 0 else torch.zeros_like(mine)
+        # A hanging one can't be aborted before NCCL has made its connections: whoever waits for it goes on without it.
+        limit = None if self.device.type == "cpu" else self._seconds
+        with _nccl_of(self.device, self._store):
+            try:
+                waited(lambda: self._broadcast(data), "weights: meet").result(limit)
+            except TimeoutError as error:
+                raise BrokenGroup(f"NCCL did not connect the group of weights in {limit:g} s") from error
+        return bytes(data.cpu().tolist()).decode(errors="replace")
+
+    def _broadcast(self, data: Tensor) -> None:
+        if not data.numel():
+            return
+        if self._aborted.is_set():
+            raise BrokenGroup("the group of weights was ended")
+        try:
+            if self.device.type == "cpu":
+                self._group.broadcast([data], _from_sender()).wait(timedelta(seconds=self._seconds))
+            else:
+                self._broadcast_on_device(data)
+        except BrokenGroup:
+            raise
+        except RuntimeError as error:
+            raise BrokenGroup(f"a broadcast of weights failed: {_first(error)}") from error
+
+    def _broadcast_on_device(self, data: Tensor) -> None:
+        """Wait, on the host, until the device has done a broadcast; NCCL's own wait has a stream alone wait.
+
+        It is in a stream of its own: where it hangs, no other work of the process waits for it.
+        """
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.default_stream())  # whose memory `data` was
+            with torch.cuda.stream(stream):
+                work = self._group.broadcast([data], _from_sender())
+                if work is not None:  # None: it is in this stream already
+                    work.wait()
+                done = torch.cuda.Event()
+                done.record(stream)
+            self._passed(done)
+
+    def _passed(self, done: "torch.cuda.Event") -> None:
+        limit = time.monotonic() + self._seconds
+        while not done.query():
+            if time.monotonic() > limit:
+                self.abort()
+                raise BrokenGroup(f"a broadcast of weights did not end in {self._seconds:g} s")
+            if self._aborted.is_set():
+                break
+            time.sleep(2e-4)
+        if self._aborted.is_set():  # which ends what the device does, too
+            raise BrokenGroup("a broadcast of weights was ended")
+
+
+def _from_sender() -> "dist.BroadcastOptions":
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
+
+
+def waited(work: Callable[[], T], name: str) -> "Future[T]":
+    """Do something that waits in a thread of its own, for whom no process waits at its end."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # nobody cancels it: who does not wait any more lets it be
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except (RuntimeError, ValueError, OSError) as error:
+            future.set_exception(error)
+        finally:
+            if not future.done():
+                future.set_exception(RuntimeError(f"{name}: ended without an answer"))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _group_of(invitation: Invitation, rank: int, store: "dist.Store", host: str) -> Any:
+    """torch's process group, unknown to `torch.distributed` itself. gloo's is connected, NCCL's connects later."""
+    limit = timedelta(seconds=invitation.seconds)
+    if invitation.backend == "gloo":
+        gloo = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's stubs lack the class
+        gloo._timeout = limit
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens on that address alone
+        return dist.ProcessGroupGloo(store, rank, invitation.size, gloo)
+    if not dist.is_nccl_available():
+        raise ValueError("this torch has no NCCL: use gloo or objects")
+    nccl: Any = dist.ProcessGroupNCCL.Options()
+    nccl.global_ranks_in_group, nccl.group_name = list(range(invitation.size)), f"weights {invitation.token}"
+    nccl._timeout = timedelta(days=1)  # time is kept here: torch's way to keep it ends the process
+    with _variables(_UNWATCHED):
+        return dist.ProcessGroupNCCL(store, rank, invitation.size, nccl)
+
+
+def _nccl_of(device: torch.device, store: "dist.Store") -> Any:
+    """Where NCCL's own sockets are when it makes its connections: with a meeting on loopback they are there too.
+
+    NCCL reads this once in a process's life. Who has said an interface keeps it.
+    """
+    on_loopback = isinstance(store, dist.TCPStore) and store.host == LOOPBACK
+    if device.type == "cpu" or not on_loopback or "NCCL_SOCKET_IFNAME" in os.environ:
+        return nullcontext()
+    return _variables({"NCCL_SOCKET_IFNAME": "lo"})
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for as long as this lasts, for libraries that can be told in no other way."""
+    with _changing:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,312 @@
+"""Weights through a process group of a pool's own, gloo's, between real processes: bits, damage, deaths, hangs."""
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollout.engine import Sampling
+from rollout.native.engine import NativeEngine
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket, Header, buckets
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
+from rollout.workers.channel import Message
+from rollout.workers.collective import BrokenGroup, Invitation, Meeting, join, waited
+from rollout.workers.collective_pool import SLACK, PoolBroadcast
+from rollout.workers.collective_taken import MARK
+from rollout.workers.process import WorkerDied, WorkerProcess
+from rollout.workers.serve import serve, weight_handlers
+from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
+
+SECONDS = 3.0
+VERSIONS = itertools.count(1)
+PROMPT = [3, 5, 7]
+GREEDY = Sampling(greedy=True, max_new_tokens=8)
+
+
+def sampling(connection: "Connection[Any, Any]") -> None:
+    """The process: an engine that says what it samples."""
+    torch.set_num_threads(1)
+    model = tiny_model(24, layers=2, seed=0)
+    engine = NativeEngine(model)
+
+    async def say(call: dict[str, Any]) -> dict[str, Any]:
+        done = await engine.generate(call["prompt"], GREEDY)
+        return {"ids": list(done.ids), "versions": list(done.policy_versions)}
+
+    async def weights(call: dict[str, Any]) -> bytes:
+        """All parameters, end to end."""
+        del call
+        return b"".join(p.detach().numpy().tobytes() for _, p in model.named_parameters())
+
+    serve(connection, {**weight_handlers(engine), "say": say, "weights": weights})
+
+
+class Pool:
+    """Two samplers behind a broadcast, as a Ray pool has them."""
+
+    def __init__(self) -> None:
+        self.workers = [WorkerProcess(sampling, ()) for _ in range(2)]
+        self.broadcast = PoolBroadcast("gloo", self.ask, 2, SECONDS)
+        for worker in self.workers:
+            worker.ready.result(120)
+
+    def ask(self, index: int, name: str, arguments: Mapping[str, Any]) -> "Future[Message]":
+        return self.workers[index].call(name, **arguments)
+
+    async def all(self, name: str, **arguments: Any) -> list[Any]:
+        asked = [asyncio.wrap_future(worker.call(name, **arguments)) for worker in self.workers]
+        return [payload or head.get("answer") for head, payload in await asyncio.gather(*asked)]
+
+    def close(self) -> None:
+        self.broadcast.close()
+        for worker in self.workers:
+            worker.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Pool]:
+    found = Pool()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def pool(processes: Pool) -> Iterator[Pool]:
+    """Samplers that live, and join a group of each test's own."""
+    processes.broadcast = PoolBroadcast("gloo", processes.ask, 2, SECONDS)
+    yield processes
+    processes.broadcast.close()
+
+
+@pytest.fixture
+def doomed() -> Iterator[Pool]:
+    """Samplers of which one will end."""
+    found = Pool()
+    yield found
+    found.close()
+
+
+def large(nbytes: int = 1 << 26) -> Bucket:
+    """More than sockets hold: who does not read it holds its sender up."""
+    return Bucket((Header("large", (nbytes,), torch.uint8, 0, nbytes, 0),), torch.ones(nbytes, dtype=torch.uint8))
+
+
+async def handed_over(pool: Pool, version: int, model: Any) -> None:
+    await pool.all("prepare", **manifest_message(Manifest(version)))
+    missing = 1
+    for bucket in buckets(pieces_of(model.named_parameters()), 1 << 14):
+        missing = await pool.broadcast.send(bucket)
+    assert missing == 0
+    await pool.all("pause", mode="finish")
+    await pool.all("commit", version=version)
+    await pool.all("resume")
+
+
+def test_weights_arrive_bit_for_bit_and_the_default_group_is_left_alone(pool: Pool, tmp_path: Path) -> None:
+    """That of a trainer of one rank, made before; the samplers have none."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = dist.group.WORLD
+        asyncio.run(pool.broadcast.meet())
+        for version in (next(VERSIONS), next(VERSIONS)):
+            model = tiny_model(24, layers=2, seed=version)
+            asyncio.run(handed_over(pool, version, model))
+            whole = b"".join(p.detach().numpy().tobytes() for _, p in model.named_parameters())
+            assert asyncio.run(pool.all("weights")) == [whole, whole]
+            expected = asyncio.run(NativeEngine(model).generate(PROMPT, GREEDY))
+            for answer in asyncio.run(pool.all("say", prompt=PROMPT)):
+                assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {version})
+        assert dist.group.WORLD is before
+        assert dist.get_world_size() == 1
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_damaged_bucket_is_refused_and_the_next_one_taken(pool: Pool) -> None:
+    """Altered after its checksum: both refuse it, and the group goes on."""
+    model = tiny_model(24, layers=2, seed=3)
+
+    async def damaged() -> None:
+        await pool.broadcast.meet()
+        await pool.all("prepare", **manifest_message(Manifest(next(VERSIONS))))
+        bucket = next(buckets(pieces_of(model.named_parameters()), 1 << 14))
+        data = plain_bytes(bucket).clone()
+        head = {**bucket_message(bucket, data), MARK: True}
+        data[7] ^= 1
+        group = pool.broadcast._group
+        assert group is not None
+        sent = waited(lambda: group.send(data), "send")
+        asked = [worker.call("receive", **head) for worker in pool.workers]
+        sent.result(10)
+        for one in asked:
+            with pytest.raises(ValueError, match="came damaged"):
+                one.result(10)
+        await pool.all("abort")
+        await handed_over(pool, next(VERSIONS), model)
+
+    asyncio.run(damaged())
+    assert not pool.broadcast.broken
+
+
+def test_what_a_sampler_refuses_is_raised_once_all_have_it(pool: Pool) -> None:
+    async def refused() -> None:
+        await pool.broadcast.meet()
+        await pool.all("prepare", **manifest_message(Manifest(next(VERSIONS))))
+        with pytest.raises(ValueError, match="unknown weight 'large'"):
+            await pool.broadcast.send(large(1 << 10))
+        await pool.all("abort")
+        await handed_over(pool, next(VERSIONS), tiny_model(24, layers=2, seed=4))
+
+    asyncio.run(refused())
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "hanging"])
+def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_time(doomed: Pool, killed: bool) -> None:
+    """It stops reading while the bytes pass; then it is killed, or nothing more is heard of it."""
+
+    async def broken() -> float:
+        await doomed.broadcast.meet()
+        await doomed.all("prepare", **manifest_message(Manifest(next(VERSIONS))))
+        pid = doomed.workers[1].process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        sent = asyncio.create_task(doomed.broadcast.send(large()))
+        await asyncio.sleep(0.5)
+        assert not sent.done()
+        if killed:
+            os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(WorkerDied, match="process ended" if killed else "take a bucket of weights"):
+            await sent
+        return time.monotonic() - begun
+
+    took = asyncio.run(broken())
+    assert took < (SECONDS if killed else SECONDS + 2 * SLACK + 1)
+    assert doomed.broadcast.broken
+    pid = doomed.workers[1].process.pid
+    if not killed and pid is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_sampler_that_does_not_come_is_an_error_in_bounded_time(doomed: Pool) -> None:
+    pid = doomed.workers[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(WorkerDied, match="did not all meet"):
+        asyncio.run(doomed.broadcast.meet())
+    assert time.monotonic() - begun < SECONDS + 2 * SLACK + 1
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_all_of_it_listens_on_loopback_alone(pool: Pool) -> None:
+    asyncio.run(pool.broadcast.meet())
+    me = psutil.Process()
+    found = {
+        one.laddr.ip.removeprefix("::ffff:")
+        for process in (me, *me.children(recursive=True))
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert found == {"127.0.0.1"}
+
+
+def sending(there: "Connection[Any, Any]", sends: int, hangs: bool) -> None:
+    """A sender: so many bytes of 1, and then it ends or does nothing."""
+    meeting = Meeting("gloo", 1, seconds=SECONDS)
+    there.send(meeting.invitation.message())
+    group = meeting.join()
+    for _ in range(sends):
+        group.send(torch.ones(1 << 10, dtype=torch.uint8))
+    if hangs:
+        time.sleep(60)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["dead", "hanging"])
+def test_a_sender_that_ends_or_hangs_is_an_error_in_bounded_time(hangs: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    sender = context.Process(target=sending, args=(there, 1, hangs), daemon=True)
+    sender.start()
+    group = join(Invitation.read(here.recv()), 1)
+    assert group.take(1 << 10).eq(1).all()
+    begun = time.monotonic()
+    with pytest.raises(BrokenGroup, match="a broadcast of weights failed"):
+        group.take(1 << 10)
+    assert time.monotonic() - begun < SECONDS + 1
+    sender.kill()
+    sender.join()
+
+
+def test_nobody_at_the_place_of_the_sender_is_an_error_in_bounded_time() -> None:
+    with pytest.raises(BrokenGroup, match="no sender of weights at 127"):
+        join(Invitation("gloo", "127.0.0.1", 9, 2, "token", seconds=1.0), 1)
+
+
+def two_ends(token: str | None = None) -> list[Any]:
+    """Both ends of a group in this process, or what each of them raised; `token`: that the sampler expects."""
+    meeting = Meeting("gloo", 1, seconds=SECONDS)
+    plain = meeting.invitation.message()
+    mine = waited(meeting.join, "mine")
+    theirs = waited(lambda: join(Invitation.read(plain | ({"token": token} if token else {})), 1), "theirs")
+    return [found.exception(20) or found.result() for found in (mine, theirs)]
+
+
+def test_who_was_invited_elsewhere_does_not_meet() -> None:
+    assert {type(end) for end in two_ends("another")} == {BrokenGroup}
+
+
+def test_an_abort_ends_what_waits_and_nothing_passes_after_it() -> None:
+    mine, theirs = two_ends()
+    threading.Timer(0.3, theirs.abort).start()
+    begun = time.monotonic()
+    with pytest.raises(BrokenGroup):
+        theirs.take(8)
+    assert time.monotonic() - begun < SECONDS + 1
+    with pytest.raises(BrokenGroup, match="was ended"):
+        theirs.take(8)
+    mine.abort()
+
+
+def test_no_bytes_need_no_broadcast() -> None:
+    mine, theirs = two_ends()
+    mine.send(torch.empty(0, dtype=torch.uint8))
+    assert not theirs.take(0).numel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"backend": "hccl"}, "backend must be one of gloo, nccl, got 'hccl'"),
+        ({"size": 1}, "at least one sampler"),
+        ({"seconds": 0.0}, "seconds must be above 0"),
+    ],
+)
+def test_what_an_invitation_can_not_say(changes: dict[str, Any], problem: str) -> None:
+    plain = {"backend": "gloo", "host": "127.0.0.1", "port": 1, "size": 2, "token": "", "seconds": 1.0}
+    with pytest.raises(ValueError, match=problem):
+        Invitation.read(plain | changes)
+
+
+def test_nccl_without_a_cuda_device_is_refused() -> None:
+    meeting = Meeting("nccl", 1, seconds=SECONDS)
+    with pytest.raises(ValueError, match="between CUDA devices"):
+        meeting.join(torch.device("cpu"))
