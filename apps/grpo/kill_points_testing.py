@@ -1,0 +1,103 @@
+"""The named points at which tests kill a run, by the role of the process that ends there.
+
+Whoever decides and records (the driver: rank 0), whoever samples outside of it (the rollout worker: the process of a
+fully asynchronous run, or one of Ray's actors in any schedule), and whoever trains beside it (a training rank that is
+not the first). A role arms its points in its own process: see `schedule_testing.Arriving`.
+"""
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+from apps.common.kills import KillPoint
+from apps.grpo.schedule_testing import Prepare
+
+Role = Literal["driver", "rollout worker", "training rank"]
+
+_LEDGER = "rollout.ledger.ledger:RolloutLedger"
+_SENDER = "rollout.workers.process:WorkerProcess"
+_RECEIVER = "rollout.native.engine:NativeEngine"
+_GENERATOR = "apps.grpo.schedule_generator"
+_FOLLOWING = "apps.grpo.schedule_async_ranks"
+_CHECKPOINT = "engines.storage.checkpoint:_write_own"
+
+DRIVER = {
+    "a group before it is recorded as issued": KillPoint(f"{_LEDGER}.begun", "before", 6),
+    "a group after it is recorded as issued": KillPoint(f"{_LEDGER}.begun", "after", 6),
+    "a group before it is recorded": KillPoint(f"{_LEDGER}.finished", "before", 7),
+    "a group after it is recorded": KillPoint(f"{_LEDGER}.finished", "after", 10),
+    "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
+    "a step after it is recorded": KillPoint(f"{_LEDGER}.train", "after", 3),
+    "a step before it is trained": KillPoint("apps.grpo.schedule_async:train_on", "before", 3),
+    "a step after it is trained": KillPoint("apps.grpo.schedule_async:train_on", "after", 3),
+    "a checkpoint before the place of its tasks is": KillPoint("apps.grpo.schedule_async:save_cursor", "before"),
+    "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
+    "a checkpoint before it is recorded": KillPoint(f"{_LEDGER}.saved", "before"),
+    "a checkpoint after it is recorded": KillPoint(f"{_LEDGER}.saved", "after"),
+    "weights before they are announced": KillPoint(f"{_SENDER}.prepare", "before", 2),
+    "amid a transfer of weights": KillPoint(f"{_SENDER}.receive", "before", 2),
+    "weights between prepare and commit": KillPoint(f"{_SENDER}.commit", "before", 2),
+    "weights after the commit": KillPoint(f"{_SENDER}.commit", "after", 2),
+    "weights before it knows of the proof": KillPoint(f"{_FOLLOWING}:hold_samplers", "before", 2),
+}
+"""Of a fully asynchronous run with a process that samples."""
+
+WORKER = {
+    "while it begins": KillPoint(f"{_GENERATOR}:_players"),
+    "amid the held-out answers": KillPoint(f"{_GENERATOR}:encode_episodes"),
+    "a group before it is sampled": KillPoint("apps.grpo.session:Session.playing", "before", 6),
+    "amid generation": KillPoint("rollout.native.batch:ContinuousBatch.step", "before", 24),
+    "a group before it is written down": KillPoint(f"{_GENERATOR}:encode_episodes", "before", 6),
+    "a group before it is sent": KillPoint("rollout.workers.channel:Channel.send", "before", 8),
+    "a group after it is sent": KillPoint("rollout.workers.channel:Channel.send", "after", 8),
+    "weights before they are announced": KillPoint(f"{_RECEIVER}.prepare", "before"),
+    "weights before a bucket is taken": KillPoint(f"{_RECEIVER}.receive", "before"),
+    "weights between prepare and commit": KillPoint(f"{_RECEIVER}.receive", "after"),
+    "weights before the commit": KillPoint(f"{_RECEIVER}.commit", "before"),
+    "weights after the commit": KillPoint(f"{_RECEIVER}.commit", "after"),
+    "weights before the old ones are let go": KillPoint(f"{_RECEIVER}.resume", "before"),
+    "weights after the old ones are let go": KillPoint(f"{_RECEIVER}.resume", "after"),
+    "weights before they are proven": KillPoint(f"{_GENERATOR}:probe", "before"),
+    "weights after they are proven": KillPoint(f"{_GENERATOR}:probe", "after"),
+}
+"""Of the process that samples for a fully asynchronous run, by the native engine. `begins_the_run` says which of them
+the run can't outlive."""
+
+RANK = {
+    "a step before it is trained": KillPoint(f"{_FOLLOWING}:train_on", "before", 3),
+    "a step after it is trained": KillPoint(f"{_FOLLOWING}:train_on", "after", 3),
+    "weights before they are exported": KillPoint(f"{_FOLLOWING}:hand_over", "before", 2),
+    "weights after they are exported": KillPoint(f"{_FOLLOWING}:hand_over", "after", 2),
+    "weights before they are proven": KillPoint(f"{_FOLLOWING}:hold_samplers", "before", 2),
+    "weights after they are proven": KillPoint(f"{_FOLLOWING}:hold_samplers", "after", 2),
+    "a checkpoint before it begins": KillPoint("apps.common.saves:Saves.begin", "before"),
+    "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
+    "a checkpoint after its part is written": KillPoint(_CHECKPOINT, "after"),
+    "held-out answers before they are heard": KillPoint(f"{_FOLLOWING}:evaluation_of", "before", 2),
+}
+"""Of a rank of a fully asynchronous run that is not the first."""
+
+POINTS: dict[Role, dict[str, KillPoint]] = {"driver": DRIVER, "rollout worker": WORKER, "training rank": RANK}
+
+
+def marker(run_dir: Path, role: Role, name: str) -> Path:
+    """The file that says that a process of this role has ended at this point."""
+    return run_dir.parent / f"{run_dir.name}-{role}-{name}".replace(" ", "-")
+
+
+def killing(run_dir: Path, role: Role, *names: str) -> Prepare:
+    """What a process of this role is prepared with: it ends at the first of these points that it comes to, and whoever
+    comes after it at the others. Picklable.
+    """
+    points = POINTS[role]
+    return functools.partial(_arm, [(points[name], marker(run_dir, role, name)) for name in names])
+
+
+def _arm(points: list[tuple[KillPoint, Path]]) -> None:
+    for point, once in points:
+        point.arm(once)
+
+
+def killed_at(run_dir: Path, role: Role, *names: str) -> list[str]:
+    """Those of the points at which a process has ended."""
+    return [name for name in names if marker(run_dir, role, name).exists()]
