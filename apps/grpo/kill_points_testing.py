@@ -2,17 +2,18 @@
 
 Whoever decides and records (the driver: rank 0), whoever samples outside of it (the rollout worker: the process of a
 fully asynchronous run, or one of Ray's actors in any schedule), and whoever trains beside it (a training rank that is
-not the first). A role arms its points in its own process: see `schedule_testing.Arriving`.
+not the first). A role arms its points in its own process, where the run's tasks come with what is to be done there
+(`schedule_testing.SampledTasks`, `schedule_ranks_testing.ArrivingTasks`).
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from apps.common.kills import KillPoint
 from apps.grpo.schedule_testing import Prepare
 
-Role = Literal["driver", "rollout worker", "training rank"]
+Points = Mapping[str, KillPoint]
 
 _LEDGER = "rollout.ledger.ledger:RolloutLedger"
 _SENDER = "rollout.workers.process:WorkerProcess"
@@ -43,7 +44,7 @@ DRIVER = {
 """Of a fully asynchronous run with a process that samples."""
 
 WORKER = {
-    "while it begins": KillPoint(f"{_GENERATOR}:_players"),
+    "while it begins": KillPoint(f"{_GENERATOR}:_ending_with"),
     "amid the held-out answers": KillPoint(f"{_GENERATOR}:encode_episodes"),
     "a group before it is sampled": KillPoint("apps.grpo.session:Session.playing", "before", 6),
     "amid generation": KillPoint("rollout.native.batch:ContinuousBatch.step", "before", 24),
@@ -60,8 +61,10 @@ WORKER = {
     "weights before they are proven": KillPoint(f"{_GENERATOR}:probe", "before"),
     "weights after they are proven": KillPoint(f"{_GENERATOR}:probe", "after"),
 }
-"""Of the process that samples for a fully asynchronous run, by the native engine. `begins_the_run` says which of them
-the run can't outlive."""
+"""Of the process that samples for a fully asynchronous run, by the native engine."""
+
+ACTOR = {name: point for name, point in WORKER.items() if "Channel" not in point.function}
+"""Of one of Ray's actors, in any schedule: it answers by Ray's own way."""
 
 RANK = {
     "a step before it is trained": KillPoint(f"{_FOLLOWING}:train_on", "before", 3),
@@ -77,27 +80,53 @@ RANK = {
 }
 """Of a rank of a fully asynchronous run that is not the first."""
 
-POINTS: dict[Role, dict[str, KillPoint]] = {"driver": DRIVER, "rollout worker": WORKER, "training rank": RANK}
+RANK_AHEAD = {
+    "answers before they are recorded as asked for": KillPoint(f"{_LEDGER}.begun", "before", 3),
+    "answers before they are recorded": KillPoint(f"{_LEDGER}.finished", "before", 3),
+    "answers after they are recorded": KillPoint(f"{_LEDGER}.finished", "after", 3),
+    "a step before it is recorded": KillPoint(f"{_LEDGER}.train", "before", 3),
+    "a step before it is trained": KillPoint("apps.grpo.schedule_one_step:train_on", "before", 3),
+    "a step after it is trained": KillPoint("apps.grpo.schedule_one_step:train_on", "after", 3),
+    "weights before they are handed over": KillPoint("apps.grpo.session:hand_over", "before", 3),
+    "weights after they are handed over": KillPoint("apps.grpo.session:hand_over", "after", 3),
+    "a checkpoint amid its writing": KillPoint(_CHECKPOINT, "before"),
+    "a checkpoint after its part is written": KillPoint(_CHECKPOINT, "after"),
+    "a checkpoint before it is recorded": KillPoint(f"{_LEDGER}.saved", "before"),
+    "a checkpoint after it is recorded": KillPoint(f"{_LEDGER}.saved", "after"),
+}
+"""Of a rank that is not the first, one step behind: it samples too, and has a ledger of its own."""
+
+RANK_IN_TURN = {
+    "amid generation": KillPoint("rollout.native.batch:ContinuousBatch.step", "before", 40),
+    "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
+    "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
+} | {
+    name: point for name, point in RANK_AHEAD.items() if "hand_over" in point.function or point.function == _CHECKPOINT
+}
+"""The same in turn."""
+
+RANK_POINTS: dict[str, Points] = {"sync": RANK_IN_TURN, "one_step_off": RANK_AHEAD, "fully_async": RANK}
+"""Of a rank that is not the first, by schedule."""
 
 
-def marker(run_dir: Path, role: Role, name: str) -> Path:
-    """The file that says that a process of this role has ended at this point."""
-    return run_dir.parent / f"{run_dir.name}-{role}-{name}".replace(" ", "-")
-
-
-def killing(run_dir: Path, role: Role, *names: str) -> Prepare:
-    """What a process of this role is prepared with: it ends at the first of these points that it comes to, and whoever
-    comes after it at the others. Picklable.
+def killing(run_dir: Path, points: Points, *names: str) -> Prepare:
+    """What the processes of a role are prepared with: one ends at the first of these points, whoever takes over at the
+    second, and so on. Picklable.
     """
-    points = POINTS[role]
-    return functools.partial(_arm, [(points[name], marker(run_dir, role, name)) for name in names])
+    return functools.partial(_arm, [(points[name], _told(run_dir, name)) for name in names])
+
+
+def killed_at(run_dir: Path, *names: str) -> list[str]:
+    """Those of the points at which a process has ended."""
+    return [name for name in names if _told(run_dir, name).exists()]
 
 
 def _arm(points: list[tuple[KillPoint, Path]]) -> None:
     for point, once in points:
-        point.arm(once)
+        if not once.exists():
+            point.arm(once)
+            return
 
 
-def killed_at(run_dir: Path, role: Role, *names: str) -> list[str]:
-    """Those of the points at which a process has ended."""
-    return [name for name in names if marker(run_dir, role, name).exists()]
+def _told(run_dir: Path, name: str) -> Path:
+    return run_dir.parent / f"{run_dir.name} {name}".replace(" ", "-")

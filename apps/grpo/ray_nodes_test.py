@@ -26,9 +26,6 @@ from apps.common.config_file import CONFIG_NAME
 from apps.common.plan.cluster import Pools, RolloutLayout, Schedule
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.schedule import InTurn
-from apps.grpo.schedule_async import FullyAsync
-from apps.grpo.schedule_one_step import OneStepOff
 from apps.grpo.schedule_testing import (
     ASYNC,
     ONE,
@@ -40,6 +37,7 @@ from apps.grpo.schedule_testing import (
     same_weights,
     sampled_recipe,
     small,
+    unwatched,
     watched,
 )
 from apps.grpo.testing import RECIPE
@@ -98,11 +96,9 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(autouse=True)
-def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`watched` replaces these in this process; afterwards they are what they were."""
-    monkeypatch.setattr(FullyAsync, "_train", FullyAsync._train)
-    for kind in (InTurn, OneStepOff):
-        monkeypatch.setattr(kind, "step", kind.step)
+def unwatched_after() -> Iterator[None]:
+    with unwatched():
+        yield
 
 
 def apart(run_dir: Path, schedule: Schedule, workers: int = 1, **changes: Any) -> GrpoConfig:

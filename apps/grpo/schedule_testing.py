@@ -3,7 +3,8 @@
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,16 @@ def watched(run_dir: Path) -> None:
     schedule_async.FullyAsync._train = told_ahead  # type: ignore[method-assign]
     for kind in (InTurn, OneStepOff):
         kind.step = _telling(run_dir, kind.step)  # type: ignore[attr-defined, method-assign]
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let this process be watched by nobody afterwards, as before."""
+    ahead, steps = FullyAsync._train, [(kind, kind.step) for kind in (InTurn, OneStepOff)]
+    yield
+    schedule_async.FullyAsync._train = ahead  # type: ignore[method-assign]
+    for kind, step in steps:
+        kind.step = step  # type: ignore[attr-defined, method-assign]
 
 
 def _telling(run_dir: Path, step: Callable[[Any, int], StepResult]) -> Callable[[Any, int], StepResult]:
