@@ -110,7 +110,7 @@ def watched(run_dir: Path) -> None:
 
     schedule_async.FullyAsync._train = told_ahead  # type: ignore[method-assign]
     for kind in (InTurn, OneStepOff):
-        kind.step = _telling(run_dir, kind.step)  # type: ignore[attr-defined, method-assign]
+        kind.step = _telling(run_dir, kind.step)  # type: ignore[assignment, method-assign]
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def unwatched() -> Iterator[None]:
     yield
     schedule_async.FullyAsync._train = ahead  # type: ignore[method-assign]
     for kind, step in steps:
-        kind.step = step  # type: ignore[attr-defined, method-assign]
+        kind.step = step  # type: ignore[method-assign]
 
 
 def _telling(run_dir: Path, step: Callable[[Any, int], StepResult]) -> Callable[[Any, int], StepResult]:
