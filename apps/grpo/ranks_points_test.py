@@ -9,11 +9,11 @@ import pytest
 
 from apps.common.plan.cluster import Schedule
 from apps.grpo.kill_points_testing import RANK_POINTS, killed_at, killing
-from apps.grpo.schedule_ranks_testing import digests, go_on_ranks, nothing
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, same_weights, small
+from apps.grpo.schedule_ranks_testing import digests, go_on_ranks
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, nothing, same_weights, small
 from engines.launch import RankError
 
-SCHEDULES = {schedule.mode: schedule for schedule in (Schedule("sync"), ONE, ASYNC)}
+SCHEDULES: dict[str, Schedule] = {schedule.mode: schedule for schedule in (Schedule("sync"), ONE, ASYNC)}
 CASES = [(mode, point) for mode, points in RANK_POINTS.items() for point in points]
 
 

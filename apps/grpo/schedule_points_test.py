@@ -7,14 +7,15 @@ Random moments are `schedule_kills_test`'s, which is run by hand; Ray's actors a
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from apps.common.kills import in_child
 from apps.common.plan.cluster import Schedule
 from apps.grpo.kill_points_testing import DRIVER, RANK_POINTS, WORKER, killed_at, killing
-from apps.grpo.schedule_ranks_testing import digests, go_on_ranks, nothing
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, same_weights, small
+from apps.grpo.schedule_ranks_testing import digests, go_on_ranks
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, nothing, same_weights, small
 from engines.launch import RankError
 
 
@@ -46,7 +47,8 @@ def test_a_training_rank_killed_at_all_points_loses_nothing(tmp_path: Path, sche
     point. Where a run ends with the same bits, it does with those of one that nobody killed.
     """
     points = RANK_POINTS[schedule.mode]
-    run_dir, changes = tmp_path / "run", {"schedule": schedule, "steps": 28, "eval_every": 2}
+    run_dir = tmp_path / "run"
+    changes: dict[str, Any] = {"schedule": schedule, "steps": 28, "eval_every": 2}
     for number in range(len(points)):
         assert len(killed_at(run_dir, *points)) == number
         with pytest.raises(RankError, match="rank 1 died with exit code -9"):

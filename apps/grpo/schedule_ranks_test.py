@@ -14,8 +14,8 @@ from apps.common.kills import kill_at_call
 from apps.common.plan.cluster import Schedule
 from apps.grpo import schedule_async_ranks
 from apps.grpo.schedule_async_ranks import Done, Lead, Wait
-from apps.grpo.schedule_ranks_testing import go_on_ranks, nothing, on_ranks, sound, trained_by
-from apps.grpo.schedule_testing import proofs, rows
+from apps.grpo.schedule_ranks_testing import go_on_ranks, on_ranks, sound, trained_by
+from apps.grpo.schedule_testing import nothing, proofs, rows
 from apps.grpo.testing import RECIPE
 from engines.launch import RankError
 from rollout import RolloutLedger
@@ -49,7 +49,7 @@ def test_no_token_is_older_than_the_bound(whole: Path) -> None:
 
 def test_ranks_that_share_the_weights_train_on_nothing_old_where_nothing_may_be(tmp_path: Path) -> None:
     """Shards of FSDP2, and no slack: each step is sampled by the weights that it trains."""
-    changes = {"schedule": Schedule("fully_async"), "engine": RECIPE.config.engine}
+    changes: dict[str, Any] = {"schedule": Schedule("fully_async"), "engine": RECIPE.config.engine}
     go_on_ranks(tmp_path / "run", **changes)
     sound(tmp_path / "run", on_ranks(tmp_path / "run", **changes))
     assert [line["oldest"] for line in trained_by(tmp_path / "run", 0).values()] == [0, 1, 2, 3]

@@ -9,8 +9,8 @@ import pytest
 
 from apps.common.kills import in_child
 from apps.grpo.kill_points_testing import RANK, WORKER, killed_at, killing
-from apps.grpo.schedule_ranks_testing import go_on_ranks, nothing, on_ranks, sound
-from apps.grpo.schedule_testing import ASYNC, assert_nothing_lost, go, rows, small
+from apps.grpo.schedule_ranks_testing import go_on_ranks, on_ranks, sound
+from apps.grpo.schedule_testing import ASYNC, assert_nothing_lost, go, nothing, rows, small
 from engines.launch import RankError
 
 ENDS = (

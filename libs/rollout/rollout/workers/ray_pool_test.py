@@ -9,6 +9,7 @@ from typing import Any, Never
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import PreTrainedModel
 
 from rollout.engine import Sampling
@@ -179,14 +180,14 @@ def test_a_node_that_is_lost_before_its_places_are_taken_is_not_waited_for(clust
     """Those that are chosen anew are of the nodes that are left; there are none, which is said with the numbers."""
     ask = {"num_cpus": 1, "node_ip_address": LOOPBACK, "object_store_memory": SMALL_STORE}
     node = cluster.add_node(resources={"near": 1}, **ask)
-    holder = ray_pool.placement_group([{"near": 1.0}])
+    holder = placement_group([{"near": 1.0}])
     assert holder.wait(30)
     later = threading.Timer(2, lambda: cluster.remove_node(node, allow_graceful=False))
     later.start()
     with pytest.raises(NoPlace, match=r"1 samplers of 0.5 CPU and 1 near each find 0 places"):
         pool_of(Demand(1, cpus=0.5, resources={"near": 1}), patience=120)
     later.join()
-    ray_pool.remove_placement_group(holder)
+    remove_placement_group(holder)
 
 
 def test_a_lost_node_is_named(cluster: Cluster) -> None:
