@@ -15,8 +15,8 @@ from engines.launch import RankError
 
 ENDS = (
     "amid generation",
-    "a group before it is sent",
     "weights between prepare and commit",
+    "a group before it is written down",
     "weights after the commit",
 )
 RANK_ENDS = ("a step before it is trained", "a checkpoint amid its writing")
@@ -25,10 +25,10 @@ RANK_ENDS = ("a step before it is trained", "a checkpoint amid its writing")
 def test_a_rollout_worker_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
     """The run goes on by itself: with its present weights, each process that takes over ends at the next point."""
     run_dir = tmp_path / "run"
-    assert in_child(go, run_dir, ASYNC, sampler=killing(run_dir, WORKER, *ENDS)) == 0
+    assert in_child(go, run_dir, ASYNC, sampler=killing(run_dir, WORKER, *ENDS), steps=8) == 0
     assert killed_at(run_dir, *ENDS) == list(ENDS)
-    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
-    assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC, steps=8))
+    assert [row["weights/version"] for row in rows(run_dir)[1:]] == list(range(1, 9))
 
 
 def test_a_killed_training_rank_ends_the_run_which_goes_on(tmp_path: Path) -> None:
