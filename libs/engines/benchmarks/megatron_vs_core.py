@@ -65,7 +65,7 @@ def ours(run: Run) -> None:
     engine.executor.train(engine._micro_batches(work.batch, work.plan), loss, Scoring())
     parameters = [(one.held.name, one.parameter) for one in engine.executor.parameters]
     gradients = {name: p.main_grad.float().cpu().reshape(p.shape) for name, p in parameters}
-    keep(run, "ours", loss.reduce(engine.groups.plan)["loss"], gradients)
+    keep(run, "ours", loss.start(engine.groups.plan)()["loss"], gradients)
     del gradients, loss, work
 
     def step() -> dict[str, float]:

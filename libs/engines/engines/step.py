@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -110,9 +110,10 @@ class Engine:
         scoring = Scoring(self.config.temperature, objective.needs_entropy)
         self.executor.train(micro_batches, loss, scoring)
         rate = learning_rate(self.config, self.step)
-        update = self.executor.optimizer_step(rate, loss.share(self.device))  # the host goes on, the device is at work
+        found = loss.start(self.groups.plan)  # before the update, which the host does not wait for then
+        update = self.executor.optimizer_step(rate, loss.share(self.device))
         self._ahead.run()
-        metrics = self.groups.from_last_stage(loss.reduce(self.groups.plan))
+        metrics = self.groups.from_last_stage(found())
         try:
             norm = self._take_update(metrics["loss"], update)
         except NonFiniteError as error:
@@ -217,7 +218,7 @@ class Engine:
         parts = plan.ranks[self.groups.plan_index]
         return MicroBatches(batch, parts, self.planner.group, self.device, keys)
 
-    def _take_update(self, loss: float, update: Tensor) -> float:
+    def _take_update(self, loss: float, update: SupportsFloat) -> float:
         """Return the gradient's norm; where it or the loss is not finite the executor has made no update."""
         norm = float(update) if math.isfinite(loss) else math.nan
         self.guard.check(self.step + 1, loss, norm)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +86,8 @@ class Executor(Protocol):
         """Score every micro-batch without gradients."""
         ...
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
-        """Clip the gradient, update at this rate, and return the norm before clipping, a scalar on any device.
+    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
+        """Clip the gradient, update at this rate, and return the norm before clipping, read once it is asked for.
 
         `loss` is this rank's share of the step's, a scalar. Where the loss of any rank or the norm is not finite,
         a norm that is not finite is returned with weights and optimizer as they were, on all ranks alike. Best

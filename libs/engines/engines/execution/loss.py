@@ -1,9 +1,12 @@
 """The loss of a step as executors see it: an objective with its totals, and the metrics that it gave."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.execution.early import EarlyRead
 from engines.execution.executor import Scores
 from engines.execution.metrics import MetricSum
 from engines.execution.micro_batches import MicroBatch
@@ -37,12 +40,13 @@ class StepLoss:
         """Return what this rank's micro-batches have given so far, f64[]: 0 on a rank that is given none."""
         return self.metrics.sum_of("loss", device)
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Collective: the metrics over all ranks, and how even the load of experts was."""
-        found = self.metrics.reduce(group)
+    def start(self, group: dist.ProcessGroup | None = None) -> Callable[[], dict[str, float]]:
+        """Collective: the metrics over all ranks, and how even the load of experts was, once it is called."""
+        found = self.metrics.start(group)
         if self._load is None:
             return found
-        return {**found, **load_metrics(reduce_float64(self._load, group).cpu())}
+        load = EarlyRead(reduce_float64(self._load, group))
+        return lambda: {**found(), **load_metrics(load.read())}
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
         """Return the micro-batch's share of the loss, connected to its scores; ValueError where it is no scalar."""

@@ -1,11 +1,13 @@
 """Add metrics up over micro-batches and ranks. What a key means follows from its shape and name alone, see protocol."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.execution.early import EarlyRead
 from engines.execution.reductions import reduce_float64
 
 
@@ -40,26 +42,41 @@ class MetricSum:
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Collective: the values over all ranks. A pair becomes sum / count, 0 where nothing was counted."""
-        keys = sorted(self._sums)
+        return self.start(group)()
+
+    def start(self, group: dist.ProcessGroup | None = None) -> Callable[[], dict[str, float]]:
+        """Collective: what `reduce` returns, once called; what the device is given meanwhile is not waited for."""
+        sums, keys = self._sums, sorted(self._sums)
         added = [key for key in keys if not key.endswith("/max")]
         largest = [key for key in keys if key.endswith("/max")]
-        out: dict[str, float] = {}
+        totals = maxima = None
         if added:
-            flat = torch.cat([self._sums[key].reshape(-1) for key in added])
-            values = iter(reduce_float64(flat, group).tolist())
-            for key in added:
-                first = next(values)
-                out[key] = first if self._sums[key].ndim == 0 else first / (next(values) or 1.0)
+            totals = EarlyRead(reduce_float64(torch.cat([sums[key].reshape(-1) for key in added]), group))
         if largest:
-            flat = torch.stack([self._sums[key] for key in largest])
-            out |= dict(zip(largest, reduce_float64(flat, group, largest=True).tolist(), strict=True))
-        return out
+            maxima = EarlyRead(reduce_float64(torch.stack([sums[key] for key in largest]), group, largest=True))
+
+        def values() -> dict[str, float]:
+            out: dict[str, float] = {}
+            numbers = iter([] if totals is None else totals.read().tolist())
+            for key in added:
+                first = next(numbers)
+                out[key] = first if sums[key].ndim == 0 else first / (next(numbers) or 1.0)
+            if maxima is not None:
+                out |= dict(zip(largest, maxima.read().tolist(), strict=True))
+            return out
+
+        return values
 
 
 def check_agreement(number: int, what: str, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """RuntimeError on every rank unless all ranks hold the same number: an error instead of a hang."""
+    """RuntimeError on every rank unless all ranks hold the same number: an error instead of a hang.
+
+    Sent from host memory where the group can (`engines.launch` makes it so), as a rank would wait for its device else.
+    """
     if dist.get_world_size(group) == 1:
         return
+    if "cpu:" in dist.get_backend_config(group):
+        device = torch.device("cpu")
     # Maximum and minimum in one exchange; 52 bits are exact in float64.
     pair = torch.tensor([float(number), -float(number)], dtype=torch.float64, device=device)
     high, low = reduce_float64(pair, group, largest=True).tolist()

@@ -111,6 +111,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[float]], list[
         values.copy_(values + brought if op == torch.distributed.ReduceOp.SUM else torch.maximum(values, brought))
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2 if group == BOTH else 1)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group=None: "cpu:gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     return other, calls
 
@@ -144,7 +145,12 @@ def test_ranks_that_disagree_raise(two_ranks: tuple[list[list[float]], list[Any]
     assert len(calls) == 2
 
 
-def test_the_number_is_exchanged_where_the_group_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "place"), [("cuda:nccl", "meta"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu")]
+)
+def test_the_number_is_exchanged_by_the_host_where_the_group_can(
+    monkeypatch: pytest.MonkeyPatch, backend: str, place: str
+) -> None:
     class ExchangedError(Exception):
         pass
 
@@ -152,10 +158,11 @@ def test_the_number_is_exchanged_where_the_group_is(monkeypatch: pytest.MonkeyPa
         raise ExchangedError(values.device.type, values.dtype)
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group=None: backend)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     with pytest.raises(ExchangedError) as raised:
         check_agreement(7, "the plan", torch.device("meta"), BOTH)
-    assert raised.value.args == ("meta", torch.float64)
+    assert raised.value.args == (place, torch.float64)
 
 
 def test_facts_become_the_same_number_everywhere() -> None:

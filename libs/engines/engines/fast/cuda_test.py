@@ -1,5 +1,6 @@
 """On one Hopper GPU: compiled layers, fused head and replicated weights against the plain path and float32."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.cuda import set_sync_debug_mode
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
+from engines.execution.early import EarlyRead
 from engines.execution.executor import Scoring
 from engines.execution.loss import StepLoss
 from engines.fast.adamw import AdamW, control, join, split, update, update_plain
@@ -121,7 +123,20 @@ def test_the_host_never_waits_in_forward_backward_and_update() -> None:
         norm = built.executor.optimizer_step(1e-3, loss.share(built.device))
     finally:
         set_sync_debug_mode("default")
-    assert bool(norm.isfinite())
+    assert math.isfinite(norm)
+
+
+def test_a_number_is_read_before_what_the_device_does_after_it() -> None:
+    """The host has it while work enqueued after it goes on, and the value is that of its place in the stream."""
+    value = torch.full((2,), 3.0, device="cuda")
+    early = EarlyRead(value)
+    value.fill_(7.0)
+    torch.cuda._sleep(2_000_000_000)  # a second of the device's clock, about
+    after = torch.cuda.Event()
+    after.record()
+    assert early.read().tolist() == [3.0, 3.0]
+    assert not after.query()
+    torch.cuda.synchronize()
 
 
 def test_a_prefetched_batch_gives_the_same_step() -> None:

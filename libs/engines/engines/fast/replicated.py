@@ -7,13 +7,14 @@ weights in two parts). Clipping and skipping are inside the update, which the ho
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engines.devices.choice import devices_of
+from engines.execution.early import EarlyRead
 from engines.execution.executor import LossFunction, Scoring
 from engines.execution.micro_batches import MicroBatches
 from engines.families.registry import family_of
@@ -89,10 +90,11 @@ class ReplicatedExecutor(FSDP2Executor):
             loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
             self.exchange.end_micro_batch()
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
         """See `Executor`: nothing here waits for the device."""
         gradients = self.exchange.gradients()
         norm = self._norm([grad for bucket in gradients for grad in bucket], loss)
+        known = EarlyRead(norm)
         controls = control(norm, self.config.grad_clip, self.updates + 1, self.config.betas)
         self.updates += norm.isfinite()
         settings = {
@@ -106,7 +108,7 @@ class ReplicatedExecutor(FSDP2Executor):
             if not self.exchange.alone:
                 bucket.gather()
         self.exchange.forget()
-        return norm
+        return known
 
     def _norm(self, grads: list[Tensor], loss: Tensor) -> Tensor:
         """The global norm, f64[]; NaN on every rank where the loss of any is not finite."""

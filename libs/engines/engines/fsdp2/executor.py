@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from engines.config import EngineConfig
 from engines.devices.choice import devices_of
 from engines.devices.npu_layers import asked_for, use_npu_operators
 from engines.execution.ahead import MicroBatchesAhead
+from engines.execution.early import EarlyRead
 from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
 from engines.execution.inputs import InputBuilder, ModelInputs
 from engines.execution.micro_batches import MicroBatch, MicroBatches
@@ -228,12 +229,13 @@ class FSDP2Executor:
             found.load,
         )
 
-    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
         """Clip, and let AdamW update where the norm is finite."""
         norm = gradient_norm(self.scorer, loss, self.groups.world, self.copies)
+        known = EarlyRead(norm)
         clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
         self._optimizer.zero_grad(set_to_none=True)
-        return norm
+        return known
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather one tensor after another, adapters added to what they are for."""

@@ -91,17 +91,19 @@ def test_resume_and_export(tmp_path: Path, shared: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("shared", [False, True], ids=["plain", "distributed optimizer"])
-def test_offload_frees_the_device(shared: bool) -> None:
-    """Weights and gradients (bfloat16 and float32), masters and two moments (float32): 18 bytes a parameter."""
-    built = engine(distributed_optimizer=shared)
+def test_offload_frees_the_device(shared: bool, model: str) -> None:
+    """Weights and gradients (bfloat16 and float32), masters and two moments (float32): 18 bytes a parameter, of experts
+    too, whose buffers are their own."""
+    built = engine(model, distributed_optimizer=shared)
     built.train_batch(batch(), SFT())
     size = sum(p.numel() for stage in inside(built).stages for p in stage.parameters())
     held, before = torch.cuda.memory_allocated(), exported(built)
     before = {name: value.cpu() for name, value in before.items()}
     built.offload()
     freed = (held - torch.cuda.memory_allocated()) / size
-    print(f"{freed:.2f} bytes a parameter freed, {size} parameters")
+    print(f"{model}: {freed:.2f} bytes a parameter freed, {size} parameters")
     assert freed > 0.95 * 18
     built.onload()
     assert all(torch.equal(value.cpu(), before[name]) for name, value in exported(built).items())

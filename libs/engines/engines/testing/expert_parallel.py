@@ -125,9 +125,9 @@ def run(case: Case, ranks: int = 1) -> Found:
     built = build(case, ranks)
     scores = built.forward(batch_of(case, 0))["log_probs"].values()
     seen: dict[str, Tensor] = {}
-    step: Callable[..., Tensor] = built.executor.optimizer_step
+    step: Callable[..., Any] = built.executor.optimizer_step
 
-    def looked(*args: Any) -> Tensor:
+    def looked(*args: Any) -> Any:
         seen.update(seen or gradients(built))
         return step(*args)
 

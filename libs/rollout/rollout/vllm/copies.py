@@ -107,6 +107,7 @@ class Copies:
                 answer = self._first(process)
                 if "refused" in answer:
                     raise ValueError(answer["refused"])
+                process.has_workers(answer["ready"]["workers"])
                 facts = facts or answer["ready"]
                 experts += answer["ready"].get("experts", ())
         return facts | {"experts": experts} if self._joined else facts

@@ -25,7 +25,11 @@ class PlayedProcess:
         ours, theirs = socket.socketpair()
         self.wire, self.far, self.copy = Wire(ours), Wire(theirs), copy
         self.pid = 100 + copy
+        self.workers: list[int] = []
         self.made.append(self)
+
+    def has_workers(self, pids: Sequence[int]) -> None:
+        self.workers += pids
 
     def last_words(self) -> str:
         return f"words of {self.copy}"
@@ -222,14 +226,15 @@ def test_copies_on_a_device_start_one_after_another(monkeypatch: pytest.MonkeyPa
             others = [process for process in PlayedProcess.made if process.copy not in turn]
             told.append([process.copy for process in others if _has_mail(process)])
             for copy in turn:
-                PlayedProcess.made[copy].far.send({"ready": {"copy": copy}})
+                PlayedProcess.made[copy].far.send({"ready": {"copy": copy, "workers": [7 + copy]}})
 
     player = threading.Thread(target=play)
     player.start()
     facts = copies.start({"engine": {"seed": 7}, "tied": {}}, lambda: None)
     player.join(5)
     copies.close()
-    assert (facts, told) == ({"copy": 0}, [[], []])
+    assert (facts, told) == ({"copy": 0, "workers": [7]}, [[], []])
+    assert [process.workers for process in PlayedProcess.made] == [[7], [8], [9], [10]]
 
 
 def _has_mail(process: PlayedProcess) -> bool:

@@ -1,8 +1,10 @@
 """vLLM's process: started with one end of a socket pair and the files of weights, ended by closing the other end."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -60,6 +62,13 @@ class VllmProcess:
         )
         theirs.close()
         self.wire = Wire(ours)
+        self._workers: list[int] = []
+
+    def has_workers(self, pids: Sequence[int]) -> None:
+        """Hold on to the processes that it started: they hold devices, and `close` waits for their ends too."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # gone by now, as it will say itself
+                self._workers.append(os.pidfd_open(pid))
 
     @property
     def pid(self) -> int:
@@ -80,13 +89,19 @@ class VllmProcess:
         return "\n".join([f"vLLM's process ({self.pid}) {how}; its last words:", *told, *late])
 
     def close(self) -> None:
-        """End it: it leaves when its socket does."""
+        """End it: it leaves when its socket does, and its workers when it does."""
         self.wire.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for worker in self._workers:
+            ended = select.poll()
+            ended.register(worker, select.POLLIN)
+            ended.poll(10_000)
+            os.close(worker)
+        self._workers = []
         self._log.close()
 
 

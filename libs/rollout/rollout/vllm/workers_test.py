@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.testing.processes import assert_ends, left_behind
+from rollout.testing.processes import assert_ends, left_behind, living
 from rollout.testing.served import (
     ANSWER,
     MEAN,
@@ -150,6 +150,15 @@ async def killed(engine: VllmEngine, process: int, problem: str) -> None:
         await engine.generate(PROMPTS[0], ANSWER)
     assert_ends(session)
     assert not engine.alive
+
+
+def test_a_closed_engine_has_no_worker_left(tmp_path: Path) -> None:
+    """Whoever opens the next one finds their devices free."""
+    dense().save_pretrained(tmp_path)
+    with VllmEngine(tmp_path, config(tensor_parallel=2)) as engine:
+        session, workers = os.getsid(engine.pid), {str(pid) for pid in engine.facts["workers"]}
+        assert workers <= set(living(session))
+    assert not workers & set(living(session))
 
 
 def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine: VllmEngine, files: set[str]) -> None:

@@ -1,0 +1,29 @@
+"""Numbers that the host reads as soon as they are there, whatever the device was given to do after them."""
+
+import torch
+from torch import Tensor
+
+
+class EarlyRead:
+    """A tensor on its way to the host. On CUDA it is copied now, in the order of the stream, and reading it waits for
+    that copy alone; elsewhere reading is what it is on any tensor.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.detach()
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values.detach(), non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """Return the values in host memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.cpu()
+
+    def __float__(self) -> float:
+        """Return the one value."""
+        return float(self.read())
