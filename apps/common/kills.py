@@ -1,10 +1,14 @@
 """Processes that are killed at a chosen moment, by a real SIGKILL: for the kill tests of the apps.
 
 Runs are forked children: they share what was imported and nothing else. In a child, `watch_renames` or `kill_at_call`
-says where it ends; what a run leaves on disk changes at renames, so those are the moments that matter.
+says where it ends; what a run leaves on disk changes at renames, so those are the moments that matter. A process that
+was started in another way gets a `KillPoint`, which can be pickled, and arms it itself.
 """
 
+import functools
 import gc
+import importlib
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -13,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -79,21 +84,69 @@ def watch_renames(folder: Path, kill_at: int | None = None, when: When = "before
     return seen
 
 
-def kill_at_call(owner: Any, name: str, number: int = 1, when: When = "before") -> None:
-    """End this process at call `number`, from 1, of the function that `owner` has under `name`."""
-    real, calls = getattr(owner, name), 0
+def kill_at_call(owner: Any, name: str, number: int = 1, when: When = "before", once: Path | None = None) -> None:
+    """End this process at call `number`, from 1, of the function that `owner` has under `name`.
 
+    "after" a coroutine function is when what it was asked for is done. `once`: a file that says that it has happened:
+    the process that makes it ends, those that come after it go on.
+    """
+    real, calls = getattr(owner, name), itertools.count(1)  # calls of two threads have two numbers
+
+    def end() -> None:
+        if once is None or _made(once):
+            kill_self()
+
+    @functools.wraps(real)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number and when == "before":
-            kill_self()
+        call = next(calls)
+        if call == number and when == "before":
+            end()
         result = real(*args, **kwargs)
-        if calls == number:
-            kill_self()
+        if call == number and when == "after":
+            end()
         return result
 
-    setattr(owner, name, counted)
+    @functools.wraps(real)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        call = next(calls)
+        if call == number and when == "before":
+            end()
+        result = await real(*args, **kwargs)
+        if call == number and when == "after":
+            end()
+        return result
+
+    setattr(owner, name, awaited if inspect.iscoroutinefunction(real) else counted)
+
+
+def _made(path: Path) -> bool:
+    """Make a file, on disk; whether it was not there, whoever else tries at the same moment."""
+    try:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    os.close(file)
+    return True
+
+
+@dataclass(frozen=True)
+class KillPoint:
+    """A moment in the life of a process: before or after its call number `number`, from 1, of `function`.
+
+    `function` is written PACKAGE.MODULE:NAME or PACKAGE.MODULE:CLASS.NAME, where whoever calls it looks it up.
+    """
+
+    function: str
+    when: When = "before"
+    number: int = 1
+
+    def arm(self, once: Path | None = None) -> None:
+        """End this process there; see `kill_at_call`."""
+        module, _, path = self.function.partition(":")
+        *owners, name = path.split(".")
+        kill_at_call(
+            functools.reduce(getattr, owners, importlib.import_module(module)), name, self.number, self.when, once
+        )
 
 
 def stand_still(owner: Any, name: str) -> None:

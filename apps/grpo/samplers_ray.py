@@ -26,6 +26,7 @@ from apps.grpo.samplers import Media, plain_shown
 from apps.grpo.samplers_ray_devices import cluster_address, devices_handed_out, gpus_each, transport_of
 from apps.grpo.samplers_ray_ranks import Order, told
 from apps.grpo.schedule_generator import generate, generating_handlers, sampling_handlers
+from apps.grpo.schedule_process import in_place_of
 from apps.grpo.session import Session, hand_over
 from apps.grpo.tasks import Tasks
 from engines import TrainEngine
@@ -236,23 +237,27 @@ class RaySamplers:
 
         Raises:
             WorkerDied: pool after pool has died.
+            NoPlace: the cluster has no room for another one; see `in_place_of`.
         """
         ahead = trained and self._engine is not None
         if ahead and self._ahead is None:
             self.version += 1
+        version = self.version if self._engine is None else self.version - 1
+        lost = self._pool.why
         while True:
             self._deaths += 1
             if self._deaths > RESTARTS:
                 raise WorkerDied(f"Ray's samplers died {self._deaths} times in a row: see their messages above")
             self._pool.close()
-            self._pool = self._open(self.version if self._engine is None else self.version - 1)
-            if self._engine is None:
-                return 0
             try:
+                self._pool = in_place_of(lost, lambda: self._open(version))
+                if self._engine is None:
+                    return 0
                 size = self._push(runner)
-            except RuntimeError:
+            except RuntimeError as error:  # also where it dies before it has begun
                 if self._pool.alive:
                     raise
+                lost = self._pool.why or error
                 continue
             if ahead:
                 self._ahead = size

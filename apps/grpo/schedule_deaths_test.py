@@ -70,7 +70,7 @@ def test_fully_async_trains_every_task_once_within_the_bound(asynchronous: Path)
 
 
 def test_a_kill_of_the_driver_loses_nothing(tmp_path: Path) -> None:
-    """Before a finished group is recorded; more moments are `schedule_kills_test`'s. Its sampler ends with it."""
+    """Before a finished group is recorded; more moments are `schedule_points_test`'s. Its sampler ends with it."""
     run_dir = tmp_path / "run"
     kill = lambda: kill_at_call(RolloutLedger, "finished", 7, "before")  # noqa: E731
     assert in_child(go, run_dir, ASYNC, prepare=kill) == -signal.SIGKILL

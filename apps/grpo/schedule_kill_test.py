@@ -1,5 +1,5 @@
 """An asynchronous run that loses its disk, its driver, or its sampler amid a transfer: no task is lost. Kills at every
-named point and at random moments are `schedule_kills_test`'s, which is run by hand.
+named point are `schedule_points_test`'s, at random moments `schedule_kills_test`'s, which is run by hand.
 """
 
 import errno

@@ -2,11 +2,27 @@
 
 from collections.abc import Callable
 
+from rollout.workers.demand import NoPlace
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
 
 RESTARTS = 3
 """Deaths that may follow one another without a group between them."""
+
+
+def in_place_of(lost: BaseException | None, start: Callable[[], Workers]) -> Workers:
+    """What `start` starts, in place of samplers of which `lost` says what became of them.
+
+    Raises:
+        NoPlace: there is none, as the cluster has lost their node; the text names it and how the run goes on.
+    """
+    try:
+        return start()
+    except NoPlace as error:
+        raise NoPlace(
+            f"{lost or 'the samplers died'}, and no others can take over: {error}; then the run goes on from its "
+            "last checkpoint with --resume"
+        ) from error
 
 
 class SamplingProcess:
@@ -49,7 +65,9 @@ class SamplingProcess:
 
         Raises:
             RuntimeError: more than `RESTARTS` died in a row.
+            NoPlace: see `in_place_of`.
         """
+        lost = self.worker.why
         while not self.worker.alive:
             self._deaths += 1
             if self._deaths > RESTARTS:
@@ -57,10 +75,10 @@ class SamplingProcess:
             self.close()
             died()
             try:
-                self._worker = self._start(max(0, self.version - 1))
+                self._worker = in_place_of(lost, lambda: self._start(max(0, self.version - 1)))
                 self._handed()
-            except WorkerDied:
-                continue
+            except WorkerDied as error:
+                lost = error
         return self.worker
 
     def works(self) -> None:

@@ -6,7 +6,6 @@ so in each rank, where they arrive.
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,37 +21,35 @@ from apps.grpo import train
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.schedule_async_ranks import TrainOn
-from apps.grpo.schedule_testing import ASYNC, note, small, watched
+from apps.grpo.schedule_testing import ASYNC, Prepare, assert_nothing_lost, note, nothing, small, watched
 from apps.grpo.testing import RECIPE, BabbleTasks
 from engines import TrainEngine
 from rollout import Episode
 
-Prepare = Callable[[], object]
-
-
-def nothing() -> None:
-    """Leave the ranks alone."""
-
 
 @dataclass(frozen=True)
 class ArrivingTasks(BabbleTasks):
-    """Tasks that have rank 0 note its steps and each rank its weights, and rank r prepare by entry r of `prepare`."""
+    """Tasks that have rank 0 note its steps and each rank its weights, and rank r prepare by entry r of `prepare`; a
+    process that samples does by `sampler`."""
 
     run_dir: Path = field(kw_only=True)
     prepare: tuple[Prepare, ...] = field(kw_only=True)
+    sampler: Prepare = field(kw_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self.eval_prompts, self.run_dir, self.prepare)
+        return _arrived, (self.eval_prompts, self.run_dir, self.prepare, self.sampler)
 
 
-def _arrived(eval_prompts: int, run_dir: Path, prepare: tuple[Prepare, ...]) -> ArrivingTasks:
-    if dist.is_initialized():  # a rank, and not the process that samples
+def _arrived(eval_prompts: int, run_dir: Path, prepare: tuple[Prepare, ...], sampler: Prepare) -> ArrivingTasks:
+    if not dist.is_initialized():  # no rank: the process that samples
+        sampler()
+    else:
         if dist.get_rank() == 0:
             watched(run_dir)
         _tell_batches(run_dir)
         _tell_weights(run_dir)
         (prepare[dist.get_rank() : dist.get_rank() + 1] or (nothing,))[0]()
-    return ArrivingTasks(eval_prompts, run_dir=run_dir, prepare=prepare)
+    return ArrivingTasks(eval_prompts, run_dir=run_dir, prepare=prepare, sampler=sampler)
 
 
 def _tell_weights(run_dir: Path) -> None:
@@ -82,7 +79,7 @@ def on_ranks(run_dir: Path, **changes: Any) -> GrpoConfig:
     return small(run_dir, **settings)
 
 
-def go_on_ranks(run_dir: Path, *prepare: Prepare, **changes: Any) -> None:
+def go_on_ranks(run_dir: Path, *prepare: Prepare, sampler: Prepare = nothing, **changes: Any) -> None:
     """A run from the start, or from where the folder stands; see `on_ranks` and `ArrivingTasks`."""
     resume = (run_dir / CONFIG_NAME).is_file()
     run_dir.mkdir(exist_ok=True)
@@ -90,7 +87,7 @@ def go_on_ranks(run_dir: Path, *prepare: Prepare, **changes: Any) -> None:
 
     def make_tasks(config: GrpoConfig, tokenizer: object) -> ArrivingTasks:
         del tokenizer
-        return ArrivingTasks(config.data.eval_prompts, run_dir=run_dir, prepare=prepare)
+        return ArrivingTasks(config.data.eval_prompts, run_dir=run_dir, prepare=prepare, sampler=sampler)
 
     run(on_ranks(run_dir, resume=resume, **changes), replace(RECIPE, make_tasks=make_tasks))
 
@@ -99,6 +96,13 @@ def trained_by(run_dir: Path, rank: int) -> dict[int, dict[str, Any]]:
     """What a rank trained, by step, as it last did: the tasks, and the oldest version that sampled a token."""
     lines = map(json.loads, _log_of(run_dir, rank).read_text().splitlines())
     return {line["step"]: {"tasks": line["tasks"], "oldest": line["oldest"]} for line in lines}
+
+
+def sound(run_dir: Path, config: GrpoConfig) -> None:
+    """Nothing is lost or repeated, and both ranks trained the same and ended with the same weights."""
+    assert_nothing_lost(run_dir, config)
+    assert trained_by(run_dir, 0) == trained_by(run_dir, 1)
+    assert len(set(digests(run_dir))) == 1
 
 
 def _log_of(run_dir: Path, rank: int) -> Path:

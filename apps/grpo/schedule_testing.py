@@ -3,8 +3,9 @@
 import functools
 import json
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,18 @@ from apps.common.trained import assert_trained
 from apps.grpo import schedule_async
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
+from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes
+from apps.grpo.schedule import InTurn
 from apps.grpo.schedule_async import FullyAsync
+from apps.grpo.schedule_one_step import OneStepOff
 from apps.grpo.step import StepResult
-from apps.grpo.testing import RECIPE
+from apps.grpo.testing import RECIPE, BabbleTasks
 from apps.quickstart.model import ensure_tiny_model, served_config
 from rollout.control.staleness import Train
+
+Prepare = Callable[[], object]
+"""What a process does before a run begins in it."""
 
 ONE = Schedule("one_step_off")
 ASYNC = Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)
@@ -96,14 +103,33 @@ def log_of(run_dir: Path) -> Path:
 
 def watched(run_dir: Path) -> None:
     """From now on every step that is trained in this process is noted in a file of its own, synced to disk."""
-    real = FullyAsync._train
+    ahead = FullyAsync._train
 
-    def told(self: FullyAsync, decision: Train, begun: float) -> StepResult:
-        result = real(self, decision, begun)
-        note(run_dir, {"step": decision.step, "tasks": sorted({episode.task_id for episode in result.episodes})})
-        return result
+    def told_ahead(self: FullyAsync, decision: Train, begun: float) -> StepResult:
+        return _told(run_dir, decision.step, ahead(self, decision, begun))
 
-    schedule_async.FullyAsync._train = told  # type: ignore[method-assign]
+    schedule_async.FullyAsync._train = told_ahead  # type: ignore[method-assign]
+    for kind in (InTurn, OneStepOff):
+        kind.step = _telling(run_dir, kind.step)  # type: ignore[assignment, method-assign]
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let this process be watched by nobody afterwards, as before."""
+    ahead, steps = FullyAsync._train, [(kind, kind.step) for kind in (InTurn, OneStepOff)]
+    yield
+    schedule_async.FullyAsync._train = ahead  # type: ignore[method-assign]
+    for kind, step in steps:
+        kind.step = step  # type: ignore[method-assign]
+
+
+def _telling(run_dir: Path, step: Callable[[Any, int], StepResult]) -> Callable[[Any, int], StepResult]:
+    return lambda schedule, number: _told(run_dir, number + 1, step(schedule, number))
+
+
+def _told(run_dir: Path, step: int, result: StepResult) -> StepResult:
+    note(run_dir, {"step": step, "tasks": sorted({episode.task_id for episode in result.episodes})})
+    return result
 
 
 def note(run_dir: Path, line: dict[str, Any]) -> None:
@@ -137,13 +163,44 @@ def assert_nothing_lost(run_dir: Path, config: GrpoConfig) -> None:
     assert_trained(run_dir)
 
 
-def go(run_dir: Path, schedule: Schedule, prepare: Callable[[], object] | None = None, **changes: Any) -> None:
-    """The child: a run from the start, or from where the folder stands."""
+def nothing() -> None:
+    """Leave the process alone."""
+
+
+@dataclass(frozen=True)
+class SampledTasks(BabbleTasks):
+    """Tasks that prepare the process that samples, by `sampler`, where they arrive: it is spawned, or an actor, and
+    knows nothing of what a test has changed in its own."""
+
+    sampler: Prepare = field(kw_only=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sampled, (self.eval_prompts, self.sampler)
+
+
+def _sampled(eval_prompts: int, sampler: Prepare) -> SampledTasks:
+    sampler()
+    return SampledTasks(eval_prompts, sampler=sampler)
+
+
+def sampled_recipe(sampler: Prepare) -> Recipe:
+    """The recipe of these tests, whose sampling processes are prepared so."""
+
+    def make_tasks(config: GrpoConfig, tokenizer: object) -> SampledTasks:
+        del tokenizer
+        return SampledTasks(config.data.eval_prompts, sampler=sampler)
+
+    return replace(RECIPE, make_tasks=make_tasks)
+
+
+def go(
+    run_dir: Path, schedule: Schedule, prepare: Prepare = nothing, sampler: Prepare = nothing, **changes: Any
+) -> None:
+    """The child: a run from the start, or from where the folder stands; it and its sampling processes are prepared."""
     os.setpgid(0, 0)
     silence(run_dir.parent / f"{run_dir.name}.err")
     resume = (run_dir / CONFIG_NAME).is_file()
     watched(run_dir)
     note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
-    if prepare is not None:
-        prepare()
-    run(small(run_dir, schedule, resume=resume, **changes), RECIPE)
+    prepare()
+    run(small(run_dir, schedule, resume=resume, **changes), sampled_recipe(sampler))

@@ -4,6 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
+class NoPlace(ValueError):  # noqa: N818  what happened, in the words of a log
+    """A cluster can't hold the workers; the text has the numbers."""
+
+
 @dataclass(frozen=True)
 class Demand:
     """So many workers, each with all of its resources on one node."""
@@ -45,20 +49,21 @@ def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: s
     `nodes`: what each has, by its id.
 
     Raises:
-        ValueError: there are not so many, they can't hold the workers, or are more than those; it has the numbers.
+        ValueError: they are more than the workers.
+        NoPlace: there are not so many, or they can't hold the workers.
     """
     if count > demand.workers:
         raise ValueError(f"{demand.workers} samplers can't fill {count} nodes: ask for as many nodes at most")
     others = sorted((name for name in nodes if name != own), key=lambda name: -room(demand, [nodes[name]]))
     if len(others) < count:
-        raise ValueError(
+        raise NoPlace(
             f"a pool of {count} nodes apart from training's: the cluster has {len(others)} besides this one; add nodes "
             "to the Ray cluster, or let both share the present ones"
         )
     chosen = others[:count]
     why = refusal(demand, [nodes[name] for name in chosen])
     if why is not None:
-        raise ValueError(f"apart from training's node, {why}")
+        raise NoPlace(f"apart from training's node, {why}")
     return tuple(chosen)
 
 

@@ -38,6 +38,7 @@ class WorkerProcess:
         self._waiting: dict[int, Future[Message]] = {}
         self._next = 0
         self._dead = False
+        self.why: BaseException | None = None
         self.ready: Future[Message] = Future()
         self._waiting[-1] = self.ready
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -124,6 +125,7 @@ class WorkerProcess:
         with self._lock:
             self._dead = True
             waiting, self._waiting = self._waiting, {}
-        code = self.process.exitcode
+        died = WorkerDied(f"the sampling process ended (exit code {self.process.exitcode}) before it answered")
+        self.why = self.why or died
         for future in waiting.values():
-            settle_error(future, WorkerDied(f"the sampling process ended (exit code {code}) before it answered"))
+            settle_error(future, died)

@@ -12,6 +12,8 @@ class Workers(Receiver, Protocol):
 
     ready: "Future[Message]"
     """Done when all of it can be asked; raises why it can't."""
+    why: BaseException | None
+    """What became of it, once it is dead."""
 
     @property
     def alive(self) -> bool:

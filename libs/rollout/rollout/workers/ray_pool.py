@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, get_args
 try:
     import ray
     from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise ImportError("samplers on a Ray cluster need ray: pip install 'tessera-rollout[ray]'") from error
@@ -33,7 +33,7 @@ from rollout.sync.pieces import Bucket
 from rollout.workers.channel import Message
 from rollout.workers.collective import SECONDS
 from rollout.workers.collective_pool import PoolBroadcast
-from rollout.workers.demand import Demand, nodes_apart, refusal
+from rollout.workers.demand import Demand, NoPlace, nodes_apart, refusal
 from rollout.workers.process import WorkerDied
 from rollout.workers.serve import Handler, answered, settle_answer, settle_error
 from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
@@ -41,6 +41,8 @@ from rollout.workers.weights import bucket_message, manifest_message, plain_byte
 T = TypeVar("T")
 NODE_SECONDS = 60.0
 """Until a sampler that does not answer, on a node that seems to live, counts as dead."""
+LOOK_SECONDS = 0.5
+"""Between two looks at whether the nodes that were chosen for a pool are still there."""
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Transport = Literal["objects", "gloo", "nccl"]
 
@@ -110,8 +112,10 @@ class RayPool:
             None if transport == "objects" else PoolBroadcast(transport, self._ask, demand.workers, seconds)
         )
         self._group = _placed(demand, strategy, patience, apart)
+        self._places: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         self._lock = threading.Lock()
         self._dead = False
+        self.why: BaseException | None = None
         self._waiting: set[Future[Message]] = set()
         kind = ray.remote(_Sampler)
         self._actors = [
@@ -131,6 +135,7 @@ class RayPool:
         self._lacking = demand.workers
         for index, actor in enumerate(self._actors):
             actor.node.remote().future().add_done_callback(lambda found, index=index: self._came(index, found))
+        threading.Thread(target=self._see_places, daemon=True).start()
 
     @property
     def alive(self) -> bool:
@@ -244,6 +249,16 @@ class RayPool:
         else:
             settle_error(future, error)
 
+    def _see_places(self) -> None:
+        """Until all have begun: Ray waits without a word for a node that goes before a sampler has taken its place."""
+        while not self.ready.done() and not self._dead and ray.is_initialized():
+            living = _living_nodes()
+            for index, node in self._places.items():
+                if node not in living:
+                    self._bury(_lost(index, node))
+                    settle_error(self.ready, _lost(index, node))
+            time.sleep(LOOK_SECONDS)
+
     def _came(self, index: int, found: "Future[str]") -> None:
         """A sampler is there, or could not begin."""
         error = found.exception()
@@ -255,10 +270,11 @@ class RayPool:
         if self.ready.done():
             return
         if error is not None:
-            self._dead = True
-            self.ready.set_exception(self._death(index, error))
+            death = self._death(index, error)
+            self._bury(death)
+            settle_error(self.ready, death)
         elif whole:
-            self.ready.set_result(({}, b""))
+            settle_answer(self.ready, {}, b"")
 
     def _buried(self, index: int, future: "Future[Message]", error: RayError) -> None:
         """Tell who asked what became of the sampler. Ray hears of a closed socket first, and of a lost node later."""
@@ -272,22 +288,22 @@ class RayPool:
 
     def _death(self, index: int, error: BaseException) -> WorkerDied:
         """What became of a sampler: its own end, or that of its machine."""
-        node = self._nodes[index]
-        if (
-            isinstance(error, RayActorError | ActorUnavailableError)
-            and node is not None
-            and node not in _living_nodes()
-        ):
-            return NodeLost(f"sampler {index} was on node {node[:12]}, which left the Ray cluster")
+        node = self._nodes[index] or self._places[index]
+        if isinstance(error, RayActorError | ActorUnavailableError) and node not in _living_nodes():
+            return _lost(index, node)
         return WorkerDied(f"sampler {index} ended before it answered: {str(error).strip().splitlines()[0]}")
 
     def _bury(self, why: WorkerDied) -> None:
         """One is gone: everyone who waits hears of it."""
         with self._lock:
-            self._dead = True
+            self._dead, self.why = True, self.why or why
             waiting, self._waiting = self._waiting, set()
         for future in waiting:
             settle_error(future, why)
+
+
+def _lost(index: int, node: str) -> NodeLost:
+    return NodeLost(f"sampler {index} was on node {node[:12]}, which left the Ray cluster")
 
 
 def _living_nodes() -> dict[str, dict[str, float]]:
@@ -295,24 +311,28 @@ def _living_nodes() -> dict[str, dict[str, float]]:
 
 
 def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None) -> Any:
-    """A placement group that has its places. ValueError: there are none, with the numbers."""
+    """A placement group that has its places. NoPlace: there are none, with the numbers."""
     if not ray.is_initialized():
         raise ValueError("this process is in no Ray cluster: call ray.init first")
-    nodes = _living_nodes()
-    if apart is None:
-        why = refusal(demand, list(nodes.values()))
-        if why is not None:
-            raise ValueError(why)
-        where = None
-    else:
-        chosen = nodes_apart(demand, nodes, ray.get_runtime_context().get_node_id(), apart)
-        where = [{"ray.io/node-id": f"in({','.join(chosen)})"}] * demand.workers
-    group = placement_group([demand.bundle] * demand.workers, strategy=strategy, bundle_label_selector=where)
-    if not group.wait(patience):
+    while True:
+        until = time.monotonic() + patience
+        nodes = _living_nodes()
+        where, chosen = None, frozenset(nodes)
+        if apart is not None:
+            chosen = frozenset(nodes_apart(demand, nodes, ray.get_runtime_context().get_node_id(), apart))
+            where = [{"ray.io/node-id": f"in({','.join(sorted(chosen))})"}] * demand.workers
+        elif (why := refusal(demand, list(nodes.values()))) is not None:
+            raise NoPlace(why)
+        group = placement_group([demand.bundle] * demand.workers, strategy=strategy, bundle_label_selector=where)
+        while not (placed := group.wait(LOOK_SECONDS)) and time.monotonic() < until and chosen <= set(_living_nodes()):
+            pass
+        if placed:
+            return group
         remove_placement_group(group)
-        free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)
-        raise ValueError(
-            f"{demand.workers} samplers of {demand.bundle} found no place in {patience:g} s under {strategy}: the "
-            f"cluster has {free} left; end what holds the rest, or ask for fewer"
-        )
-    return group
+        if chosen <= set(_living_nodes()):  # else one of them has gone meanwhile, and others are chosen
+            break
+    free = ", ".join(f"{ray.available_resources().get(name, 0.0):g} {name}" for name in demand.bundle)
+    raise NoPlace(
+        f"{demand.workers} samplers of {demand.bundle} found no place in {patience:g} s under {strategy}: the "
+        f"cluster has {free} left; end what holds the rest, or ask for fewer"
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Never
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import PreTrainedModel
 
 from rollout.engine import Sampling
@@ -21,7 +23,8 @@ from rollout.sync.transfer import transfer_weights
 from rollout.testing.listening import listening
 from rollout.testing.model import tiny_model
 from rollout.testing.pieces import pieces_of
-from rollout.workers.demand import Demand
+from rollout.workers import ray_pool
+from rollout.workers.demand import Demand, NoPlace
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import NodeLost, RayPool
@@ -215,6 +218,50 @@ def test_nccl_without_a_device_is_refused(cluster: Cluster) -> None:
         pool.close()
     with pytest.raises(ValueError, match="transport must be one of objects, gloo, nccl, got 'hccl'"):
         pool_of(Demand(1, cpus=0.5), transport="hccl")
+
+
+@pytest.mark.parametrize("when", ["before its sampler is asked for", "while its sampler begins"])
+def test_a_node_that_is_lost_while_the_pool_begins_is_named(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Within a bound: Ray would look for another place, which there is none, without a word."""
+    node = cluster.add_node(
+        num_cpus=1, resources={"near": 1}, node_ip_address=LOOPBACK, object_store_memory=SMALL_STORE
+    )
+    placed = ray_pool._placed
+
+    def lose(*arguments: Any) -> Any:
+        group = placed(*arguments)
+        cluster.remove_node(node, allow_graceful=False)
+        return group
+
+    if when.startswith("before"):
+        monkeypatch.setattr(ray_pool, "_placed", lose)
+    pool = pool_of(Demand(1, cpus=0.5, resources={"near": 1}))
+    try:
+        if when.startswith("while"):
+            cluster.remove_node(node, allow_graceful=False)
+        with pytest.raises(NodeLost, match=f"was on node {node.node_id[:12]}, which left the Ray cluster"):
+            pool.ready.result(90)
+        assert not pool.alive
+        assert isinstance(pool.why, NodeLost)
+    finally:
+        pool.close()
+        pool.close()  # nothing is left to close
+
+
+def test_a_node_that_is_lost_before_its_places_are_taken_is_not_waited_for(cluster: Cluster) -> None:
+    """Those that are chosen anew are of the nodes that are left; there are none, which is said with the numbers."""
+    ask = {"num_cpus": 1, "node_ip_address": LOOPBACK, "object_store_memory": SMALL_STORE}
+    node = cluster.add_node(resources={"near": 1}, **ask)
+    holder = placement_group([{"near": 1.0}])
+    assert holder.wait(30)
+    later = threading.Timer(2, lambda: cluster.remove_node(node, allow_graceful=False))
+    later.start()
+    with pytest.raises(NoPlace, match=r"1 samplers of 0.5 CPU and 1 near each find 0 places"):
+        pool_of(Demand(1, cpus=0.5, resources={"near": 1}), patience=120)
+    later.join()
+    remove_placement_group(holder)
 
 
 def test_a_lost_node_is_named(cluster: Cluster) -> None:

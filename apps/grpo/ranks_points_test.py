@@ -1,0 +1,40 @@
+"""A run on two ranks that loses the second one at a named point, each in a run of its own: nothing is skipped and
+nothing trained twice. By hand, as it takes ten minutes: `bazel test //apps/grpo:ranks_points_test`; one after the other
+in one run, the points are `schedule_points_test`'s.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from apps.common.plan.cluster import Schedule
+from apps.grpo.kill_points_testing import RANK_POINTS, killed_at, killing
+from apps.grpo.schedule_ranks_testing import digests, go_on_ranks
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, nothing, same_weights, small
+from engines.launch import RankError
+
+SCHEDULES: dict[str, Schedule] = {schedule.mode: schedule for schedule in (Schedule("sync"), ONE, ASYNC)}
+CASES = [(mode, point) for mode, points in RANK_POINTS.items() for point in points]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that nobody killed, in the schedules whose runs end with the same bits."""
+    found = {mode: tmp_path_factory.mktemp(mode) / "run" for mode in ("sync", "one_step_off")}
+    for mode, run_dir in found.items():
+        go_on_ranks(run_dir, schedule=SCHEDULES[mode])
+    return found
+
+
+@pytest.mark.parametrize(("mode", "point"), CASES)
+def test_a_killed_rank_loses_nothing(tmp_path: Path, whole: dict[str, Path], mode: str, point: str) -> None:
+    """All ranks end; gone on with, both have the same weights, and those of a run that nobody killed."""
+    run_dir, schedule = tmp_path / "run", SCHEDULES[mode]
+    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
+        go_on_ranks(run_dir, nothing, killing(run_dir, RANK_POINTS[mode], point), schedule=schedule)
+    assert killed_at(run_dir, point) == [point]
+    go_on_ranks(run_dir, schedule=schedule)
+    assert_nothing_lost(run_dir, small(run_dir, schedule))
+    assert len(set(digests(run_dir))) == 1
+    if mode in whole:
+        assert same_weights(whole[mode], run_dir)

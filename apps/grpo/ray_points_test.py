@@ -1,0 +1,103 @@
+"""A run whose samplers are actors of a real Ray cluster loses one at each named point of theirs, in every schedule: the
+pool is replaced, and nothing is skipped and nothing trained twice.
+
+By hand: `bazel test //apps/grpo:ray_points_test`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.grpo.kill_points_testing import ACTOR, killed_at, killing
+from apps.grpo.main import run
+from apps.grpo.schedule_testing import (
+    ASYNC,
+    ONE,
+    Prepare,
+    assert_nothing_lost,
+    note,
+    nothing,
+    rows,
+    same_weights,
+    sampled_recipe,
+    small,
+    unwatched,
+    watched,
+)
+from apps.grpo.testing import RECIPE
+from rollout.workers.process import WorkerDied
+from rollout.workers.ray_local import SMALL_STORE, local_ray
+
+SYNC = Schedule("sync")
+SCHEDULES = pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
+BEGINS = "while it begins"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One node with room for two samplers, on loopback; runs find this process connected."""
+    with local_ray(cpus=2, store_bytes=SMALL_STORE):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unwatched_after() -> Iterator[None]:
+    with unwatched():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in turn, without Ray, that nobody killed."""
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    run(small(run_dir, SYNC), RECIPE)
+    return run_dir
+
+
+def go(run_dir: Path, schedule: Schedule, sampler: Prepare, resume: bool = False) -> None:
+    """A run of two samplers, from the start or from where the folder stands."""
+    watched(run_dir)
+    note(run_dir, {"from": 0})
+    config = small(run_dir, schedule, resume=resume)
+    layout = RolloutLayout(ray_workers=2)
+    run(replace(config, cluster=replace(config.cluster, rollout=layout)), sampled_recipe(sampler))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("point", [name for name in ACTOR if name != BEGINS])
+def test_a_killed_actor_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, plain: Path, schedule: Schedule, point: str
+) -> None:
+    """In turn the weights are those of a run that nobody killed."""
+    run_dir = tmp_path / "run"
+    go(run_dir, schedule, killing(run_dir, ACTOR, point))
+    assert killed_at(run_dir, point) == [point]
+    assert_nothing_lost(run_dir, small(run_dir, schedule))
+    assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
+    if schedule is SYNC:
+        assert same_weights(plain, run_dir)
+
+
+@SCHEDULES
+def test_one_that_dies_while_the_first_pool_begins_ends_the_run_which_goes_on(
+    tmp_path: Path, schedule: Schedule
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(WorkerDied):
+        go(run_dir, schedule, killing(run_dir, ACTOR, BEGINS))
+    assert killed_at(run_dir, BEGINS) == [BEGINS]
+    go(run_dir, schedule, nothing, resume=True)
+    assert_nothing_lost(run_dir, small(run_dir, schedule))
+
+
+@SCHEDULES
+def test_one_that_dies_while_the_next_pool_begins_is_replaced_too(tmp_path: Path, schedule: Schedule) -> None:
+    """An actor is lost amid generation, and of those that take over one before it has begun."""
+    run_dir = tmp_path / "run"
+    points = ["amid generation", BEGINS]
+    go(run_dir, schedule, killing(run_dir, ACTOR, *points))
+    assert killed_at(run_dir, *points) == points
+    assert_nothing_lost(run_dir, small(run_dir, schedule))
