@@ -76,14 +76,15 @@ def before_image_token(ids: Sequence[int]) -> Sequence[int]:
 def forced_seeing(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
     """The log-probs of `ids` after the prompt, by the stock module's own forward pass, one sequence at a time."""
     tokens, media = prompt
-    row = torch.tensor([[*tokens, *ids[:-1]]])
+    row = torch.tensor([[*tokens, *ids[:-1]]], device=model.device)
     model.model.rope_deltas = None
     given: Mapping[str, Any] = {}
     if media:
         types = torch.zeros_like(row)
         types[0, : len(media["mm_token_type_ids"])] = torch.tensor(media["mm_token_type_ids"])
-        given = {k: v for k, v in media.items() if k != "mm_token_type_ids"} | {"mm_token_type_ids": types}
-    logits = model(input_ids=row, **given, use_cache=False).logits[0, len(tokens) - 1 :]
+        given = {k: v.to(model.device) for k, v in media.items() if k != "mm_token_type_ids"}
+        given |= {"mm_token_type_ids": types}
+    logits = model(input_ids=row, **given, use_cache=False).logits[0, len(tokens) - 1 :].cpu()
     result: Tensor = logits.float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     return result
 

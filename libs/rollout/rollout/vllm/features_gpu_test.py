@@ -31,6 +31,7 @@ SEEN = [shown(i, *grids) for i, grids in enumerate([[(1, 4, 6)], [(1, 2, 2), (1,
 TEXT: Prompt = ([5, 60, 70, 80, 90], {})
 AXES = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
 SEEING_SIZES = SIZES | {"rope_parameters": SIZES["rope_parameters"] | AXES}
+DEVICE = "cuda"  # of the modules too: where kernels of GPUs are installed, transformers calls them on any device
 ON_DEVICE: dict[str, Any] = {"memory_share": 0.2, "arguments": ARGUMENTS}
 
 
@@ -46,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
 def mixture(seed: int = 0) -> PreTrainedModel:
     """Experts that matter, in sizes for a GPU's kernels."""
     sizes = {**SERVED, **SIZES, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-    model = tiny_mixture(300, layers=LAYERS, seed=seed, **sizes)
+    model = tiny_mixture(300, layers=LAYERS, seed=seed, **sizes).to(DEVICE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -61,9 +62,9 @@ def share(model: PreTrainedModel, completions: Sequence[Completion]) -> float:
     """Of the tokens' choices, last tokens apart, that are the module's in float32."""
     same = []
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        row = torch.tensor([[*prompt, *completion.ids]])
+        row = torch.tensor([[*prompt, *completion.ids]], device=DEVICE)
         logits = model(input_ids=row, use_cache=False, output_router_logits=True).router_logits
-        chosen = torch.stack([layer.topk(CHOSEN).indices.sort(-1).values for layer in logits], dim=1)
+        chosen = torch.stack([layer.topk(CHOSEN).indices.sort(-1).values for layer in logits], dim=1).cpu()
         table = completion.extras[ROUTED_EXPERTS].tensor()
         assert table.shape == (row.shape[1], LAYERS, CHOSEN)
         assert bool((table[:-1] >= 0).all())
@@ -82,7 +83,7 @@ def test_a_cancelled_request_answers_with_what_it_has(engine: VllmEngine) -> Non
     done = asyncio.run(ask())
     assert done.stop_reason == "abort"
     assert 0 < len(done.ids) < 1000
-    assert distances(served(**SIZES), PROMPTS[:1], [done]).mean() < NEAR
+    assert distances(served(**SIZES).to(DEVICE), PROMPTS[:1], [done]).mean() < NEAR
 
 
 def test_a_deadline_ends_a_request(engine: VllmEngine) -> None:
@@ -127,7 +128,7 @@ def test_the_experts_told_are_those_of_the_module_before_and_after_an_update(tmp
 
 
 def test_images_are_seen_before_and_after_an_update(tmp_path: Path) -> None:
-    old = served_seeing(**SEEING_SIZES)
+    old = served_seeing(**SEEING_SIZES).to(DEVICE)
     old.save_pretrained(tmp_path)
     prompts = [*SEEN, TEXT]
     negative = [(ids, {**media, "pixel_values": -media["pixel_values"]}) for ids, media in SEEN]
@@ -139,7 +140,7 @@ def test_images_are_seen_before_and_after_an_update(tmp_path: Path) -> None:
 
     with VllmEngine(tmp_path, config(**ON_DEVICE)) as engine:
         before = asyncio.run(ask(engine))
-        new = changed(served_seeing(**SEEING_SIZES))
+        new = changed(served_seeing(**SEEING_SIZES).to(DEVICE))
         asyncio.run(engine.update_weights(next(VERSIONS), pieces(new)))
         after = asyncio.run(ask(engine))
     for answers, model in ((before, old), (after, new)):
