@@ -43,12 +43,6 @@ def cluster() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def unwatched_after() -> Iterator[None]:
-    with unwatched():
-        yield
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in turn, without Ray, that nobody killed."""
@@ -59,11 +53,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def go(run_dir: Path, schedule: Schedule, sampler: Prepare, resume: bool = False) -> None:
     """A run of two samplers, from the start or from where the folder stands."""
-    watched(run_dir)
-    note(run_dir, {"from": 0})
     config = small(run_dir, schedule, resume=resume)
     layout = RolloutLayout(ray_workers=2)
-    run(replace(config, cluster=replace(config.cluster, rollout=layout)), sampled_recipe(sampler))
+    note(run_dir, {"from": 0})
+    with unwatched():
+        watched(run_dir)
+        run(replace(config, cluster=replace(config.cluster, rollout=layout)), sampled_recipe(sampler))
 
 
 @SCHEDULES

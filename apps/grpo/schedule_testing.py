@@ -117,10 +117,12 @@ def watched(run_dir: Path) -> None:
 def unwatched() -> Iterator[None]:
     """Let this process be watched by nobody afterwards, as before."""
     ahead, steps = FullyAsync._train, [(kind, kind.step) for kind in (InTurn, OneStepOff)]
-    yield
-    schedule_async.FullyAsync._train = ahead  # type: ignore[method-assign]
-    for kind, step in steps:
-        kind.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        schedule_async.FullyAsync._train = ahead  # type: ignore[method-assign]
+        for kind, step in steps:
+            kind.step = step  # type: ignore[method-assign]
 
 
 def _telling(run_dir: Path, step: Callable[[Any, int], StepResult]) -> Callable[[Any, int], StepResult]:
