@@ -41,7 +41,7 @@ class Lent(Protocol):
 
     @property
     def updates(self) -> Callable[[], int]:
-        """Returns another number once the trainer has changed their values."""
+        """A count that is another one once the trainer has changed their values."""
         ...
 
 

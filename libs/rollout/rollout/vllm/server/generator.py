@@ -47,7 +47,8 @@ class Generator:
 
     def __init__(self, start: dict[str, Any]) -> None:
         arguments = start["engine"]
-        check_arguments(arguments, Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs))))
+        known = Known(vllm.__version__, tuple(field.name for field in fields(EngineArgs)))
+        check_arguments(arguments, known)
         together = start["together"]
         if why := _refusal(start["config"], arguments, together):
             raise ValueError(f"vLLM can't sample from {arguments['model']}: {why}")
@@ -62,7 +63,7 @@ class Generator:
 
             images.replace_processors()
             os.environ["TESSERA_VLLM_SEEING"] = "1"  # its workers do so too (`start`)
-            seeing = images.ARGUMENTS
+            seeing = images.arguments(known.names)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 **(seeing | arguments),

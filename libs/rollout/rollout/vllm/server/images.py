@@ -5,7 +5,7 @@ replaced by one that only says how large an image may be, and each prompt comes 
 would have left them. Nothing of this vLLM reads a picture, a tokenizer or a preprocessor's settings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,12 +59,11 @@ def replace_processors() -> None:
         MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummies)(model)
 
 
-ARGUMENTS: dict[str, Any] = {
-    "mm_device_do_normalize": False,  # where a preprocessor's settings lie beside the model, it is on: patches twice
-    "mm_processor_cache_gb": 0,
-    "skip_mm_profiling": True,
-}
-"""Engine arguments that go with it."""
+def arguments(known: Collection[str]) -> dict[str, Any]:
+    """Engine arguments that go with it, for a vLLM that has the `known` ones."""
+    found = {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+    normalises = "mm_device_do_normalize"  # on where a preprocessor's settings lie beside the model: patches twice
+    return found | ({normalises: False} if normalises in known else {})  # 0.26 does not do so on a device
 
 
 class Picture(NamedTuple):
