@@ -12,6 +12,12 @@ from rollout.testing.listening import listening
 from rollout.workers.demand import Demand, refusal
 from rollout.workers.ray_local import VISIBLE, is_loopback, local_nodes, local_ray, on_loopback
 
+COUNT = """
+import sys, ray
+from rollout.workers.ray_local import connect
+connect(sys.argv[1])
+print(len(ray.nodes()))
+"""
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ASK = """
 import sys, ray
@@ -68,6 +74,28 @@ def test_several_nodes_stay_on_loopback_and_another_process_finds_them() -> None
     assert {"gcs_server", "raylet"} <= found.keys()
     assert set().union(*found.values()) == {"127.0.0.1"}
     assert not ray.is_initialized()
+
+
+def test_a_stranger_is_turned_away() -> None:
+    """One with another token, or with none (Ray 2.59 and later ask for one; this process and its children have it)."""
+    with local_ray(cpus=1, store_bytes=80 << 20) as address:
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        given = [{"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}]
+        told = [
+            subprocess.run(
+                [sys.executable, "-c", COUNT, address],
+                env=paths | one,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            for one in [*given, {"RAY_AUTH_MODE": "disabled"}]
+        ]
+    assert told[0].stdout.split() == ["1"], told[0].stderr[-2000:]
+    for one in told[1:]:
+        assert one.returncode != 0
+        assert "Authentication token is missing or incorrect" in one.stderr
 
 
 def test_what_was_set_before_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
