@@ -201,13 +201,13 @@ def test_only_what_scoring_needs_is_packed() -> None:
 
 def test_metrics_are_summed_over_the_ranks_that_split_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[Any] = []
-    reduce = MetricSum.reduce
+    start = MetricSum.start
 
-    def recorded(self: MetricSum, group: Any = "none") -> dict[str, float]:
+    def recorded(self: MetricSum, group: Any = "none") -> Callable[[], dict[str, float]]:
         groups.append(group)
-        return reduce(self)
+        return start(self)
 
-    monkeypatch.setattr(MetricSum, "reduce", recorded)
+    monkeypatch.setattr(MetricSum, "start", recorded)
     built = bigram()
     built.groups = dataclasses.replace(built.groups, plan="those of the plan")
     built.train_batch(tiny_batch([5, 7]), SFT())
