@@ -100,9 +100,9 @@ RANK_IN_TURN = {
     "amid generation": KillPoint("rollout.native.batch:ContinuousBatch.step", "before", 40),
     "a step before it is trained": KillPoint("apps.grpo.step:train_on", "before", 3),
     "a step after it is trained": KillPoint("apps.grpo.step:train_on", "after", 3),
-} | {
-    name: point for name, point in RANK_AHEAD.items() if "hand_over" in point.function or point.function == _CHECKPOINT
-}
+    "weights before they are handed over": KillPoint("apps.grpo.session:Session.sync", "before", 3),
+    "weights after they are handed over": KillPoint("apps.grpo.session:Session.sync", "after", 3),
+} | {name: point for name, point in RANK_AHEAD.items() if point.function == _CHECKPOINT}
 """The same in turn."""
 
 RANK_POINTS: dict[str, Points] = {"sync": RANK_IN_TURN, "one_step_off": RANK_AHEAD, "fully_async": RANK}

@@ -1,9 +1,10 @@
-"""A run on two ranks that loses the second one at a named point, each in a run of its own: nothing is skipped and
-nothing trained twice. By hand, as it takes ten minutes: `bazel test //apps/grpo:ranks_points_test`; one after the other
-in one run, the points are `schedule_points_test`'s.
+"""A run on two ranks loses the second one at a named point, each in a run of its own and one after the other in one
+run: nothing is skipped and nothing trained twice. By hand, as it takes some twenty minutes:
+`bazel test //apps/grpo:ranks_points_test`.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +39,23 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path, whole: dict[str, Path], mod
     assert len(set(digests(run_dir))) == 1
     if mode in whole:
         assert same_weights(whole[mode], run_dir)
+
+
+@pytest.mark.parametrize("schedule", [Schedule("sync"), ONE, ASYNC], ids=lambda schedule: schedule.mode)
+def test_a_training_rank_killed_at_all_points_loses_nothing(tmp_path: Path, schedule: Schedule) -> None:
+    """One after the other: the run is gone on with from its last checkpoint, and its second rank ends at the next
+    point. Where a run ends with the same bits, it does with those of one that nobody killed.
+    """
+    points = RANK_POINTS[schedule.mode]
+    run_dir = tmp_path / "run"
+    changes: dict[str, Any] = {"schedule": schedule, "steps": 28, "eval_every": 2}
+    for number in range(len(points)):
+        assert len(killed_at(run_dir, *points)) == number
+        with pytest.raises(RankError, match="rank 1 died with exit code -9"):
+            go_on_ranks(run_dir, nothing, killing(run_dir, points, *points), **changes)
+    go_on_ranks(run_dir, nothing, killing(run_dir, points, *points), **changes)
+    assert_nothing_lost(run_dir, small(run_dir, **changes))
+    assert len(set(digests(run_dir))) == 1
+    if schedule is not ASYNC:
+        go_on_ranks(tmp_path / "whole", **changes)
+        assert same_weights(tmp_path / "whole", run_dir)
