@@ -16,9 +16,9 @@ from engines.launch import RankError
 ENDS = (
     "amid generation",
     "weights between prepare and commit",
-    "a group before it is written down",
     "weights after the commit",
 )
+"""No more than a run takes in a row: whether a group lies between two of them hangs on how fast the processes are."""
 RANK_ENDS = ("a step before it is trained", "a checkpoint amid its writing")
 
 
