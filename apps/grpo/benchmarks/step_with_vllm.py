@@ -1,12 +1,13 @@
-"""A whole GRPO step of the 0.67B hybrid on one GPU, sampled by vLLM beside it, in turn and one step behind.
+"""A whole GRPO step of the 0.67B hybrid on one GPU, sampled by vLLM beside it, in each schedule.
 
     PYTHONPATH=.:libs/seqpack:libs/dyncp:libs/chat_tools:libs/objectives:libs/engines:libs/rollout:libs/runlog \
-        TESSERA_VLLM_PYTHON=PYTHON python apps/grpo/benchmarks/step_with_vllm.py [--modes sync one_step_off] \
-        [--steps N] [--copies N] [--no-on-device]
+        TESSERA_VLLM_PYTHON=PYTHON python apps/grpo/benchmarks/step_with_vllm.py \
+        [--modes sync one_step_off fully_async] [--steps N] [--copies N] [--no-on-device] [--apart]
 
 64 prompts of 128 tokens, 8 answers of 256 tokens each (random weights seldom stop), through the app as it is: its
 flags are printed. Rewards differ within a group, so that every row trains. TRL 1.16 with vLLM colocated took 11.8 s
-for this step, 9.0 s without detokenising. Prints a JSON line a mode: medians after the first two steps, in seconds.
+for this step, 9.0 s without detokenising. With --apart vLLM is in an actor of Ray's on a second GPU, and weights come
+by NCCL. Prints a JSON line a mode: medians after the first two steps, in seconds.
 """
 
 import argparse
@@ -32,7 +33,17 @@ VLLM = ('additional_config={"gdn_prefill_backend": "triton"}',)
 GRAPHS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 SHARE = 0.36
 """Of the GPU's memory, for all copies of the model together."""
-SHOWN = ("step_s", "rollout_s", "train_s", "export_and_update_weights_s")
+APART = 0.8
+"""Of a GPU that vLLM has to itself."""
+SHOWN = (
+    "step_s",
+    "rollout_s",
+    "wait_for_rollout_s",
+    "train_s",
+    "wait_for_probes_s",
+    "wait_for_sync_s",
+    "export_and_update_weights_s",
+)
 
 
 def make_files(folder: Path, device: str) -> None:
@@ -60,25 +71,28 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def flags(folder: Path, mode: str, steps: int, device: str, graphs: bool, copies: int, on_device: bool) -> list[str]:
-    """The app's, for a run of so many steps."""
+def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
+    """The app's, for one run."""
+    copies, device = options.copies, options.device
     each = PROMPTS * GROUP // copies
     found = [
         "--recipe", "math", "--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"),
-        "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--steps", str(steps),
+        "--reward", f"{folder / 'reward.py'}:reward", "--run-dir", str(folder / mode), "--steps", str(options.steps),
         "--prompts", str(PROMPTS), "--group-size", str(GROUP), "--max-turns", "1",
         "--sampling.max-new-tokens", str(NEW_TOKENS), "--eval-every", "1000", "--eval-share", "0.02",
         "--save-every", "1000", "--engine.device", device, "--engine.lr", "1e-6",
         "--engine.max-tokens-per-rank", "32768",
         "--cluster.rollout.engine", "vllm", "--cluster.rollout.max-requests", str(each),
         "--cluster.rollout.dp", str(copies), "--cluster.rollout.copies-per-device", str(copies),
-        *(["--cluster.rollout.weights-on-device"] if on_device else []),
+        *(["--cluster.rollout.weights-on-device"] if options.on_device and not options.apart else []),
+        *(["--cluster.rollout.ray-workers", "1"] if options.apart else []),
         "--cluster.schedule.mode", mode,
     ]  # fmt: skip
     if device == "cuda":
-        found += ["--cluster.rollout.vllm", *VLLM, "--cluster.rollout.memory-share", f"{SHARE / copies:.3g}"]
+        share = APART if options.apart else SHARE
+        found += ["--cluster.rollout.vllm", *VLLM, "--cluster.rollout.memory-share", f"{share / copies:.3g}"]
         sizes = [str(size) for size in GRAPHS if size <= each]
-        found += ["--cluster.rollout.cuda-graph-sizes", *sizes] if graphs else []
+        found += ["--cluster.rollout.cuda-graph-sizes", *sizes] if options.graphs else []
     if mode != "sync":
         found += ["--objective.off-policy", "truncate"]
     return found
@@ -93,7 +107,13 @@ def medians(run_dir: Path) -> dict[str, float]:
     }
     ends = [row["time"] for row in steps]
     found["between_steps_s"] = statistics.median(b - a for a, b in pairwise(ends))
-    for name in ("log_prob_difference", "rollout/sampled_tokens", "weights/pause_ms", "memory/peak_gib"):
+    for name in (
+        "schedule/token_staleness",
+        "log_prob_difference",
+        "rollout/sampled_tokens",
+        "weights/pause_ms",
+        "memory/peak_gib",
+    ):
         if name in steps[-1]:
             found[name] = steps[-1][name]
     return found
@@ -105,6 +125,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["sync", "one_step_off"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--copies", type=int, default=4, help="of the model in vLLM, all on the device")
+    parser.add_argument("--apart", action="store_true", help="vLLM has the second GPU, in an actor of Ray's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--on-device", action=argparse.BooleanOptionalAction, default=True, help="weights pass there")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="replay decoding steps")
@@ -115,18 +136,14 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         make_files(folder, options.device)
         for mode in options.modes:
-            command = [
-                sys.executable,
-                "-m",
-                "apps.grpo.main",
-                *flags(folder, mode, options.steps, options.device, options.graphs, options.copies, options.on_device),
-            ]
+            command = [sys.executable, "-m", "apps.grpo.main", *flags(folder, mode, options)]
             print(" ".join(command), flush=True)
             begun = time.monotonic()
             subprocess.run(command, check=True)
             facts = {
                 "mode": mode,
                 "copies": options.copies,
+                "apart": options.apart,
                 "on_device": options.on_device,
                 "whole_run_s": time.monotonic() - begun,
                 **medians(folder / mode),

@@ -1,9 +1,9 @@
 """Step times and memory of every kind of training: full, adapters, experts, images; beside stock transformers.
 
     PYTHONPATH=libs/seqpack:libs/dyncp:libs/objectives:libs/engines python libs/engines/benchmarks/step_kinds.py
-        [--device cuda|cpu] [--cases full lora ...] [--out FILE]
+        [--device cuda|cpu] [--ranks N] [--cases full lora ...] [--out FILE]
 
-On a GPU 8,192 packed tokens a step, in the lengths and with the text part of `step_gpu.py` (0.67 B parameters);
+On each GPU 8,192 packed tokens a step, in the lengths and with the text part of `step_gpu.py` (0.67 B parameters);
 experts: 1.0 B parameters, 16 experts of 768 a layer, 4 of them a token; images: a tower of 12 layers of 1,024 features
 (0.2 B) and 8 rows with an image of 1,024 patches (256 tokens) each. Adapters have rank 16 and lie on all linear layers.
 On a CPU tiny sizes, to see that it runs. Stock transformers: under FSDP2 with the same fused kernels, sequence numbers
@@ -41,7 +41,12 @@ LORA = LoraConfig(rank=16, alpha=32.0)
 
 def say(**facts: Any) -> None:
     OUT.append(facts)
-    print(json.dumps(facts), flush=True)
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(facts), flush=True)
+
+
+def world() -> int:
+    return torch.distributed.get_world_size()
 
 
 def config_of(kind: str, device: str) -> Any:
@@ -71,13 +76,13 @@ def model_of(kind: str, device: str, **options: Any) -> Any:
 
 
 def rows_of(kind: str, device: str) -> Any:
-    """The batch of every step, 8,192 tokens on a GPU."""
+    """The batch of every step, 8,192 tokens for each GPU."""
     if kind == "vision":
         settings = VisionSettings.of(config_of(kind, device))
         grid, texts = ((1, 32, 32), [100, 668]) if device == "cuda" else ((1, 4, 4), [3, 9])
         vocab = 40 if device == "cpu" else 65000
-        return make_batch([media_sample(settings, texts, [grid], seed=i, vocab=vocab) for i in range(8)])
-    return batch_of(lengths_of(8192, 8192)) if device == "cuda" else tiny_batch([60, 5, 33, 20])
+        return make_batch([media_sample(settings, texts, [grid], seed=i, vocab=vocab) for i in range(8 * world())])
+    return batch_of(lengths_of(8192, 8192) * world()) if device == "cuda" else tiny_batch([60, 5, 33, 20] * world())
 
 
 def measure(what: str, step: Any, tokens: int, device: str, before: int, **facts: Any) -> None:
@@ -123,7 +128,8 @@ def ours(what: str, kind: str, device: Literal["cuda", "cpu"], **options: Any) -
     """A step of our engine, with the next batch packed meanwhile."""
     before, batch, objective = clear(device), rows_of(kind, device), SFT()
     tokens = sum(len(ids) for ids in batch["input_ids"].unbind())
-    config = EngineConfig(device=device, lr=1e-5, max_tokens_per_rank=tokens, **options)
+    room = tokens // world() + (256 if world() > 1 else 0)  # rows of several ranks are not cut to fit
+    config = EngineConfig(device=device, lr=1e-5, max_tokens_per_rank=room, **options)
     engine: Any = build_engine(config, model_of(kind, device))
     seen: dict[str, float] = {}
 
@@ -184,7 +190,7 @@ def stock(what: str, kind: str, device: str, adapters: bool = False) -> None:
         from peft import get_peft_model
 
         net = get_peft_model(net, PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear"))
-    mesh = torch.distributed.device_mesh.init_device_mesh(device, (1,))
+    mesh = torch.distributed.device_mesh.init_device_mesh(device, (world(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None, reduce_dtype=torch.float32)
     decoder = (net.base_model.model if adapters else net).model
     for layer in decoder.layers:
@@ -208,7 +214,7 @@ def stock(what: str, kind: str, device: str, adapters: bool = False) -> None:
         return float(loss.detach())
 
     counts = {"parameters": sum(p.numel() for p in net.parameters()), "trained": sum(p.numel() for p in trained)}
-    measure(what, step, sum(lengths), device, before, **counts)
+    measure(what, step, sum(lengths) * world(), device, before, **counts)
 
 
 def inputs_of(lengths: list[int], device: str) -> dict[str, Any]:
@@ -232,6 +238,7 @@ CASES: dict[str, Any] = {
     "lora": lambda device: ours("adapters of rank 16", "dense", device, lora=LORA),
     "stock_lora": lambda device: stock("stock, adapters by peft", "dense", device, adapters=True),
     "experts": lambda device: ours("experts", "moe", device),
+    "shared": lambda device: ours("experts, shared out", "moe", device, expert_parallel=world()),
     "stock_experts": lambda device: stock("stock, experts", "moe", device),
     "frozen": lambda device: ours("images, tower frozen", "vision", device, vision="frozen"),
     "trained": lambda device: ours("images, tower trained", "vision", device, vision="trained"),
@@ -240,17 +247,18 @@ CASES: dict[str, Any] = {
 
 def main(device: str, cases: list[str], out: str | None) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    say(what="machine", device=name, torch=torch.__version__, steps=STEPS)
+    say(what="machine", device=name, ranks=world(), torch=torch.__version__, steps=STEPS)
     for case in cases:
         CASES[case](device)
-        if out:
+        if out and torch.distributed.get_rank() == 0:
             Path(out).write_text("\n".join(json.dumps(row) for row in OUT) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--out")
     given = parser.parse_args()
-    launch(main, (given.device, given.cases, given.out), device=given.device)
+    launch(main, (given.device, given.cases, given.out), world_size=given.ranks, device=given.device)
