@@ -6,7 +6,6 @@ that has vLLM for them in TESSERA_VLLM_PYTHON, vLLM samples in the actor too.
     python -m pytest apps/grpo/ray_gpu_test.py
 """
 
-import functools
 import os
 import signal
 from collections.abc import Mapping
@@ -17,16 +16,14 @@ from typing import Any
 import pytest
 import ray
 import torch
-from transformers import Qwen3_5TextConfig
 
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.config import GrpoConfig
+from apps.grpo.gpu_testing import TRITON, gpu_served
 from apps.grpo.main import run
 from apps.grpo.schedule_testing import ASYNC, proofs, rows, small
 from apps.grpo.testing import RECIPE
-from apps.quickstart.model import ensure_tiny_model, tiny_config
 from engines import EngineConfig
-from rollout.testing.gpu_served import HEADS, SIZES
 from rollout.workers.ray_pool import RayPool
 
 DEVICES = torch.cuda.device_count()
@@ -40,14 +37,6 @@ VLLM = pytest.mark.skipif(
 )
 BOUND = 0.05
 """Mean distance of log-probs in bfloat16, as `apps.grpo.samplers.BOUNDS` has it."""
-
-
-def served_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
-    """The tiny hybrid with heads of sizes that vLLM's kernels for GPUs take."""
-    config = tiny_config(vocab_size, pad_token_id, eos_token_id)
-    for name, value in (SIZES | HEADS | {"intermediate_size": 256, "initializer_range": 0.02}).items():
-        setattr(config, name, value)
-    return config
 
 
 def in_ray(run_dir: Path, schedule: Schedule, layout: RolloutLayout, **changes: Any) -> GrpoConfig:
@@ -131,15 +120,8 @@ def test_a_sampler_that_is_killed_as_weights_come_is_replaced(
 def test_vllm_in_an_actor_takes_each_steps_weights(
     tmp_path: Path, pools: list[tuple[bool, list[str]]], schedule: Schedule
 ) -> None:
-    recipe = replace(RECIPE, make_model=functools.partial(ensure_tiny_model, make_config=served_config))
-    layout = RolloutLayout(
-        "vllm",
-        ray_workers=1,
-        memory_share=0.2,
-        max_requests=32,
-        vllm=('additional_config={"gdn_prefill_backend":"triton"}',),
-    )
-    run(in_ray(tmp_path, schedule, layout, steps=2, save_every=2, eval_every=2), recipe)
+    layout = RolloutLayout("vllm", ray_workers=1, memory_share=0.2, max_requests=32, vllm=TRITON)
+    run(in_ray(tmp_path, schedule, layout, steps=2, save_every=2, eval_every=2), gpu_served())
     assert_handed_over(tmp_path, 2)
     ((grouped, devices),) = pools
     assert grouped

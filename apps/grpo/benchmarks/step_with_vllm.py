@@ -95,6 +95,10 @@ def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
         found += ["--cluster.rollout.cuda-graph-sizes", *sizes] if options.graphs else []
     if mode != "sync":
         found += ["--objective.off-policy", "truncate"]
+    if mode == "fully_async":
+        found += [
+            "--cluster.schedule.staleness-threshold", str(options.staleness), "--cluster.schedule.partial-rollout",
+        ]  # fmt: skip
     return found
 
 
@@ -125,6 +129,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["sync", "one_step_off"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--copies", type=int, default=4, help="of the model in vLLM, all on the device")
+    parser.add_argument("--staleness", type=float, default=1.0, help="of fully_async: windows that sampling is ahead")
     parser.add_argument("--apart", action="store_true", help="vLLM has the second GPU, in an actor of Ray's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--on-device", action=argparse.BooleanOptionalAction, default=True, help="weights pass there")

@@ -6,7 +6,8 @@
 One CUDA device, the hybrid of `step_gpu.py` (0.67 B parameters with a vocabulary of 65,536, 1.04 B with 248,320),
 bfloat16 over float32 weights. A row is one way to train: the median of its steps and of a scoring pass with entropy,
 and the peak of the device's memory in each over what was there before the engine. `kept_gib` is what lies there between
-steps. Stock transformers make the logits of the same rows. On a CPU tiny sizes, to see that it runs.
+steps. The inputs of layers grow with layers and tokens: those rows have 32 narrow layers (0.63 B) and 65,536 tokens.
+Stock transformers make the logits of the same rows. On a CPU tiny sizes, to see that it runs.
 """
 
 import argparse
@@ -28,7 +29,15 @@ from objectives import SFT
 
 VOCABULARY = 248_320
 """Of Qwen3.5."""
-SMALLER: int = SHAPE["vocab_size"]
+WIDE: dict[str, Any] = {"vocab_size": VOCABULARY}
+DEEP: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+}
+AS_IT_IS: dict[str, Any] = {}
 STEPS = 5
 PLAIN: dict[str, Any] = {"compile": "off", "weights": "sharded"}
 OUT: list[dict[str, Any]] = []
@@ -73,13 +82,13 @@ class Gauge:
         return round(sorted(found)[times // 2], 1), round(peak / 2**30, 2)
 
 
-def config_of(device: str, vocabulary: int) -> Any:
+def config_of(device: str, changes: dict[str, Any]) -> Any:
     """Of the model that is trained; a tiny one on a CPU."""
     from transformers import Qwen3_5TextConfig
 
     if device == "cpu":
         return tiny_config("dense")
-    return Qwen3_5TextConfig(**{**SHAPE, "vocab_size": vocabulary})
+    return Qwen3_5TextConfig(**{**SHAPE, **changes})
 
 
 def rows_of(device: str, tokens: int) -> Any:
@@ -87,14 +96,14 @@ def rows_of(device: str, tokens: int) -> Any:
     return batch_of(lengths_of(tokens, 8192)) if device == "cuda" else tiny_batch([60, 5, 33, 20])
 
 
-def ours(what: str, device: Any, tokens: int, vocabulary: int, options: dict[str, Any]) -> None:
+def ours(what: str, device: Any, tokens: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """Steps, a scoring pass, then everything to the host and back."""
     from transformers import Qwen3_5ForCausalLM
 
     gauge, batch, objective = Gauge(device), rows_of(device, tokens), SFT()
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3_5ForCausalLM(config_of(device, vocabulary))
+        model = Qwen3_5ForCausalLM(config_of(device, changes))
     count = sum(p.numel() for p in model.parameters())
     engine: Any = build_engine(EngineConfig(device=device, lr=1e-5, max_tokens_per_rank=tokens, **options), model)
     del model
@@ -131,14 +140,14 @@ def rest(what: str, engine: Any, gauge: Gauge) -> None:
     )
 
 
-def stock(what: str, device: str, tokens: int, vocabulary: int) -> None:
+def stock(what: str, device: str, tokens: int, changes: dict[str, Any]) -> None:
     """Log-probs and entropy as they are usually written: from all logits, in float32, of stock transformers' model."""
     from transformers import Qwen3_5ForCausalLM
 
     gauge = Gauge(device)
     torch.manual_seed(0)
     with torch.device(device):
-        net = Qwen3_5ForCausalLM(config_of(device, vocabulary)).bfloat16()
+        net = Qwen3_5ForCausalLM(config_of(device, changes)).bfloat16()
     kept = gauge.held()
     ids = torch.cat(list(rows_of(device, tokens)["input_ids"].unbind())).to(device)[None]
 
@@ -162,20 +171,26 @@ def stock(what: str, device: str, tokens: int, vocabulary: int) -> None:
 SHARDED: dict[str, Any] = {"weights": "sharded"}
 HOST: dict[str, Any] = {"optimizer_on_host": True}
 LESS: dict[str, Any] = {"gradient_checkpointing": True}
-WAYS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
-    "vocabulary": ("248k vocabulary", 8192, VOCABULARY, {}),
-    "vocabulary_plain": ("248k vocabulary, not compiled", 8192, VOCABULARY, PLAIN),
-    "kept": ("activations kept", 32768, SMALLER, PLAIN),
-    "recomputed": ("recomputed", 32768, SMALLER, LESS | PLAIN),
-    "waiting": ("recomputed, layers' inputs on the host", 32768, SMALLER, LESS | PLAIN | {"activation_offload": True}),
-    "plain": ("all on the device", 8192, SMALLER, SHARDED),
-    "moments": ("moments in bfloat16", 8192, SMALLER, SHARDED | {"moments_dtype": "bfloat16"}),
-    "bfloat16": ("weights and moments in bfloat16", 8192, SMALLER, SHARDED | {"master_dtype": "bfloat16"}),
-    "optimizer": ("moments on the host", 8192, SMALLER, SHARDED | HOST),
+WAYS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "vocabulary": ("248k vocabulary", 8192, WIDE, {}),
+    "vocabulary_plain": ("248k vocabulary, not compiled", 8192, WIDE, PLAIN),
+    "kept": ("activations kept", 32768, AS_IT_IS, PLAIN),
+    "recomputed": ("recomputed", 32768, AS_IT_IS, LESS | PLAIN),
+    "deep": ("32 layers, recomputed", 65536, DEEP, LESS | PLAIN),
+    "waiting": (
+        "32 layers, recomputed, their inputs on the host",
+        65536,
+        DEEP,
+        LESS | PLAIN | {"activation_offload": True},
+    ),
+    "plain": ("all on the device", 8192, AS_IT_IS, SHARDED),
+    "moments": ("moments in bfloat16", 8192, AS_IT_IS, SHARDED | {"moments_dtype": "bfloat16"}),
+    "bfloat16": ("weights and moments in bfloat16", 8192, AS_IT_IS, SHARDED | {"master_dtype": "bfloat16"}),
+    "optimizer": ("moments on the host", 8192, AS_IT_IS, SHARDED | HOST),
     "parameters": (
         "weights, gradients, moments on the host",
         8192,
-        SMALLER,
+        AS_IT_IS,
         PLAIN | HOST | {"parameters_on_host": True},
     ),
 }
@@ -187,10 +202,10 @@ def main(device: str, cases: list[str], out: str | None) -> None:
     say(what="machine", device=name, torch=torch.__version__, steps=STEPS)
     for case in cases:
         if case == STOCK:
-            stock("248k vocabulary, all logits, no optimizer", device, 8192, VOCABULARY)
+            stock("248k vocabulary, all logits, no optimizer", device, 8192, WIDE)
         else:
-            what, tokens, vocabulary, options = WAYS[case]
-            ours(what, device, tokens, vocabulary, options)
+            what, tokens, changes, options = WAYS[case]
+            ours(what, device, tokens, changes, options)
         if out:
             Path(out).write_text("\n".join(json.dumps(row) for row in OUT) + "\n")
 
