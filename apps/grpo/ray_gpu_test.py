@@ -22,7 +22,7 @@ from transformers import Qwen3_5TextConfig
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import ASYNC, proofs, rows, small
+from apps.grpo.schedule_testing import ASYNC, SYNC, proofs, rows, small
 from apps.grpo.testing import RECIPE
 from apps.quickstart.model import ensure_tiny_model, tiny_config
 from engines import EngineConfig
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.gpu2,
     pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices: the trainer's and a sampler's"),
 ]
-SYNC = Schedule("sync")
 VLLM = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 )
