@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import apps.grpo.train as app
+import apps.grpo.parts as parts
 from apps.common.plan.cluster import Cluster
 from apps.common.trained import assert_trained
 from apps.grpo.main import run
@@ -35,7 +35,7 @@ def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monke
         seen.append([one._offloaded for one in made])
         return await plays(self, *args)
 
-    monkeypatch.setattr(app, "build_engine", built)
+    monkeypatch.setattr(parts, "build_engine", built)
     monkeypatch.setattr(Session, "playing", playing)
     config = replace(RECIPE.config, objective=GRPO(kl_coef=0.1), steps=2, eval_every=1, save_every=1)
     for name, offload in (("plain", False), ("moved", True)):

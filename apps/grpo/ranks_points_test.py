@@ -11,10 +11,10 @@ import pytest
 from apps.common.plan.cluster import Schedule
 from apps.grpo.kill_points_testing import RANK_POINTS, killed_at, killing
 from apps.grpo.schedule_ranks_testing import digests, go_on_ranks
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, nothing, same_weights, small
+from apps.grpo.schedule_testing import ASYNC, ONE, SYNC, assert_nothing_lost, nothing, same_weights, small
 from engines.launch import RankError
 
-SCHEDULES: dict[str, Schedule] = {schedule.mode: schedule for schedule in (Schedule("sync"), ONE, ASYNC)}
+SCHEDULES: dict[str, Schedule] = {schedule.mode: schedule for schedule in (SYNC, ONE, ASYNC)}
 CASES = [(mode, point) for mode, points in RANK_POINTS.items() for point in points]
 
 
@@ -41,7 +41,7 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path, whole: dict[str, Path], mod
         assert same_weights(whole[mode], run_dir)
 
 
-@pytest.mark.parametrize("schedule", [Schedule("sync"), ONE, ASYNC], ids=lambda schedule: schedule.mode)
+@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
 def test_a_training_rank_killed_at_all_points_loses_nothing(tmp_path: Path, schedule: Schedule) -> None:
     """One after the other: the run is gone on with from its last checkpoint, and its second rank ends at the next
     point. Where a run ends with the same bits, it does with those of one that nobody killed.

@@ -21,7 +21,7 @@ from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.config import GrpoConfig
 from apps.grpo.gpu_testing import TRITON, gpu_served
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import ASYNC, proofs, rows, small
+from apps.grpo.schedule_testing import ASYNC, SYNC, proofs, rows, small
 from apps.grpo.testing import RECIPE
 from engines import EngineConfig
 from rollout.workers.ray_pool import RayPool
@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.gpu2,
     pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices: the trainer's and a sampler's"),
 ]
-SYNC = Schedule("sync")
 VLLM = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 )

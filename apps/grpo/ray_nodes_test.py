@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,15 @@ import ray
 from ray.cluster_utils import Cluster
 
 from apps.common.checkpoints import last_checkpoint
-from apps.common.config_file import CONFIG_NAME
-from apps.common.plan.cluster import Pools, RolloutLayout, Schedule
-from apps.grpo.config import GrpoConfig
+from apps.common.plan.cluster import Schedule
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import (
-    ASYNC,
-    ONE,
-    Prepare,
-    assert_nothing_lost,
-    note,
-    nothing,
-    rows,
-    same_weights,
-    sampled_recipe,
-    small,
-    unwatched,
-    watched,
-)
+from apps.grpo.ray_testing import SCHEDULES, apart, go_in_ray
+from apps.grpo.schedule_testing import ASYNC, SYNC, assert_nothing_lost, rows, same_weights, small
 from apps.grpo.testing import RECIPE
 from rollout.native.batch import ContinuousBatch
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import RayPool
 
-SYNC = Schedule("sync")
-SCHEDULES = pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
 STEPS = 30
 """Decode steps of a sampler until it stands still, when the first checkpoint is there."""
 STOPPED_SECONDS = 90
@@ -93,25 +76,6 @@ def nodes() -> Iterator[Nodes]:
     finally:
         ray.shutdown()
         found.cluster.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def unwatched_after() -> Iterator[None]:
-    with unwatched():
-        yield
-
-
-def apart(run_dir: Path, schedule: Schedule, workers: int = 1, **changes: Any) -> GrpoConfig:
-    config = small(run_dir, schedule, **changes)
-    pools = Pools(placement="separate", rollout_nodes=workers)
-    return replace(config, cluster=replace(config.cluster, pools=pools, rollout=RolloutLayout(ray_workers=workers)))
-
-
-def go(run_dir: Path, schedule: Schedule, sampler: Prepare = nothing, **changes: Any) -> None:
-    """A run from the start, or from where the folder stands; its actors are prepared by `sampler`."""
-    resume = (run_dir / CONFIG_NAME).is_file()
-    note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
-    run(apart(run_dir, schedule, resume=resume, **changes), sampled_recipe(sampler))
 
 
 def stand_amid(told: Path, number: int) -> None:
@@ -167,9 +131,8 @@ def test_a_further_node_takes_over(tmp_path: Path, nodes: Nodes, pools: list[Ray
     """What was asked for is asked for again; in turn the weights are those of a run without Ray."""
     nodes.have(2)
     run_dir, told = tmp_path / "run", tmp_path / "told"
-    watched(run_dir)
     with losing(nodes, pools, told):
-        go(run_dir, schedule, functools.partial(stand_amid, told, STEPS))
+        go_in_ray(apart(run_dir, schedule, 1, 1), functools.partial(stand_amid, told, STEPS))
     assert len(pools) == 2
     assert first_node(pools[0]) in nodes.lost
     assert first_node(pools[1]) not in {*nodes.lost, ray.get_runtime_context().get_node_id()}
@@ -196,8 +159,7 @@ def test_a_node_that_is_lost_amid_a_hand_over_of_weights(
         return found
 
     monkeypatch.setattr(RayPool, "_ask", ask)
-    watched(run_dir)
-    go(run_dir, schedule, workers=2)
+    go_in_ray(apart(run_dir, schedule, 2, 2))
     assert len(pools) == 2
     assert len({*pools[1].nodes} - {*nodes.lost}) == 2
     assert_nothing_lost(run_dir, small(run_dir, schedule))
@@ -212,14 +174,14 @@ def test_where_no_node_is_left_the_run_stops_by_name_and_goes_on_later(
     for node in list(nodes.cluster.worker_nodes)[1:]:
         nodes.lose(node.node_id)
     run_dir, told = tmp_path / "run", tmp_path / "told"
-    watched(run_dir)
+    config = apart(run_dir, schedule, 1, 1, save_every=1)
     with losing(nodes, pools, told), pytest.raises(ValueError, match="sampler 0 was on node") as stopped:
-        go(run_dir, schedule, functools.partial(stand_amid, told, STEPS), save_every=1)
+        go_in_ray(config, functools.partial(stand_amid, told, STEPS))
     lost = first_node(pools[0])
     assert time.monotonic() - nodes.lost[lost] < STOPPED_SECONDS
     said = str(stopped.value)
     assert re.search(rf"was on node {lost[:12]}, .* add nodes to the Ray cluster, .* with --resume", said), said
     assert last_checkpoint(run_dir) is not None
     nodes.have(1)
-    go(run_dir, schedule, save_every=1)
-    assert_nothing_lost(run_dir, small(run_dir, schedule, save_every=1))
+    go_in_ray(config)
+    assert_nothing_lost(run_dir, config)

@@ -5,34 +5,20 @@ By hand: `bazel test //apps/grpo:ray_points_test`.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from apps.common.plan.cluster import RolloutLayout, Schedule
+from apps.common.config_file import CONFIG_NAME
+from apps.common.plan.cluster import Schedule
 from apps.grpo.kill_points_testing import ACTOR, killed_at, killing
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import (
-    ASYNC,
-    ONE,
-    Prepare,
-    assert_nothing_lost,
-    note,
-    nothing,
-    rows,
-    same_weights,
-    sampled_recipe,
-    small,
-    unwatched,
-    watched,
-)
+from apps.grpo.ray_testing import SCHEDULES, go_in_ray, in_ray
+from apps.grpo.schedule_testing import SYNC, assert_nothing_lost, rows, same_weights, small
 from apps.grpo.testing import RECIPE
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import SMALL_STORE, local_ray
 
-SYNC = Schedule("sync")
-SCHEDULES = pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
 BEGINS = "while it begins"
 
 
@@ -51,16 +37,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def go(run_dir: Path, schedule: Schedule, sampler: Prepare, resume: bool = False) -> None:
-    """A run of two samplers, from the start or from where the folder stands."""
-    config = small(run_dir, schedule, resume=resume)
-    layout = RolloutLayout(ray_workers=2)
-    note(run_dir, {"from": 0})
-    with unwatched():
-        watched(run_dir)
-        run(replace(config, cluster=replace(config.cluster, rollout=layout)), sampled_recipe(sampler))
-
-
 @SCHEDULES
 @pytest.mark.parametrize("point", [name for name in ACTOR if name != BEGINS])
 def test_a_killed_actor_is_replaced_and_nothing_is_lost(
@@ -68,7 +44,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost(
 ) -> None:
     """In turn the weights are those of a run that nobody killed."""
     run_dir = tmp_path / "run"
-    go(run_dir, schedule, killing(run_dir, ACTOR, point))
+    go_in_ray(in_ray(run_dir, schedule), killing(run_dir, ACTOR, point))
     assert killed_at(run_dir, point) == [point]
     assert_nothing_lost(run_dir, small(run_dir, schedule))
     assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
@@ -82,9 +58,10 @@ def test_one_that_dies_while_the_first_pool_begins_ends_the_run_which_goes_on(
 ) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(WorkerDied):
-        go(run_dir, schedule, killing(run_dir, ACTOR, BEGINS))
+        go_in_ray(in_ray(run_dir, schedule), killing(run_dir, ACTOR, BEGINS))
     assert killed_at(run_dir, BEGINS) == [BEGINS]
-    go(run_dir, schedule, nothing, resume=True)
+    assert (run_dir / CONFIG_NAME).is_file()  # from which it goes on
+    go_in_ray(in_ray(run_dir, schedule))
     assert_nothing_lost(run_dir, small(run_dir, schedule))
 
 
@@ -93,6 +70,6 @@ def test_one_that_dies_while_the_next_pool_begins_is_replaced_too(tmp_path: Path
     """An actor is lost amid generation, and of those that take over one before it has begun."""
     run_dir = tmp_path / "run"
     points = ["amid generation", BEGINS]
-    go(run_dir, schedule, killing(run_dir, ACTOR, *points))
+    go_in_ray(in_ray(run_dir, schedule), killing(run_dir, ACTOR, *points))
     assert killed_at(run_dir, *points) == points
     assert_nothing_lost(run_dir, small(run_dir, schedule))

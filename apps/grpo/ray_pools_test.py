@@ -4,23 +4,21 @@ By hand: `bazel test //apps/grpo:ray_pools_test`.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from apps.common.plan.cluster import Pools, RolloutLayout, Schedule
-from apps.grpo.config import GrpoConfig
+from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import ASYNC, ONE, rows, same_weights, small
+from apps.grpo.ray_testing import SCHEDULES, apart, in_ray
+from apps.grpo.schedule_testing import ASYNC, SYNC, rows, same_weights, small
 from apps.grpo.testing import RECIPE
 from rollout.workers.ray_local import connect, local_nodes
 from rollout.workers.ray_pool import RayPool
 
-SYNC = Schedule("sync")
-SHORT = {"steps": 2, "save_every": 2, "eval_every": 2}
+SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,12 +28,6 @@ def cluster() -> Iterator[None]:
         connect(address)
         yield
         ray.shutdown()
-
-
-def apart(run_dir: Path, schedule: Schedule, nodes: int, workers: int = 2, **changes: Any) -> GrpoConfig:
-    config = small(run_dir, schedule, **changes)
-    pools = Pools(placement="separate", rollout_nodes=nodes)
-    return replace(config, cluster=replace(config.cluster, pools=pools, rollout=RolloutLayout(ray_workers=workers)))
 
 
 @pytest.fixture
@@ -51,12 +43,12 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
+@SCHEDULES
 def test_samplers_are_on_nodes_of_their_own_in_every_schedule(
     tmp_path: Path, places: list[Any], schedule: Schedule
 ) -> None:
     """One on each; in turn the weights are those of a run without Ray."""
-    run(apart(tmp_path / "ray", schedule, 2, **SHORT), RECIPE)
+    run(apart(tmp_path / "ray", schedule, 2, 2, **SHORT), RECIPE)
     own = ray.get_runtime_context().get_node_id()
     assert len(places) == 1
     assert own not in places[0]
@@ -68,8 +60,7 @@ def test_samplers_are_on_nodes_of_their_own_in_every_schedule(
 
 
 def test_what_shares_trainings_node_may_be_on_it(tmp_path: Path, places: list[Any]) -> None:
-    config = small(tmp_path, SYNC, **SHORT)
-    run(replace(config, cluster=replace(config.cluster, rollout=RolloutLayout(ray_workers=2, ray_cpus=2.0))), RECIPE)
+    run(in_ray(tmp_path, SYNC, RolloutLayout(ray_workers=2, ray_cpus=2.0), **SHORT), RECIPE)
     assert set(places[0]) == {ray.get_runtime_context().get_node_id()}  # nobody else has two processors
 
 

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import ASYNC, ONE, proofs, rows, same_weights, small, weights
+from apps.grpo.ray_testing import SCHEDULES, in_ray
+from apps.grpo.schedule_testing import ASYNC, ONE, SYNC, proofs, rows, same_weights, small, weights
 from apps.grpo.testing import RECIPE
 from rollout.workers.ray_local import SMALL_STORE, local_ray
-
-SYNC = Schedule("sync")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,10 +30,9 @@ def cluster() -> Iterator[str]:
         yield address
 
 
-def in_ray(run_dir: Path, schedule: Schedule, address: str, **changes: Any) -> GrpoConfig:
-    config = small(run_dir, schedule, processes=2, **changes)
-    layout = RolloutLayout(ray_workers=2, ray_address=address)
-    return replace(config, cluster=replace(config.cluster, rollout=layout))
+def beside(address: str, run_dir: Path, schedule: Schedule, **changes: Any) -> GrpoConfig:
+    """A run of two ranks beside the actors of the cluster at `address`."""
+    return in_ray(run_dir, schedule, RolloutLayout(ray_workers=2, ray_address=address), processes=2, **changes)
 
 
 def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
@@ -52,7 +49,7 @@ def test_two_ranks_with_ray_end_with_the_weights_of_two_without(
 ) -> None:
     """To the bit; and with those of one rank, whose sums are in another order, to rounding."""
     run(small(tmp_path / "plain", schedule, processes=2), RECIPE)
-    run(in_ray(tmp_path / "ray", schedule, cluster), RECIPE)
+    run(beside(cluster, tmp_path / "ray", schedule), RECIPE)
     assert rows(tmp_path / "ray")[0]["run/world_size"] == 2
     assert rewards(tmp_path / "ray") == rewards(tmp_path / "plain")
     assert same_weights(tmp_path / "plain", tmp_path / "ray")
@@ -75,7 +72,7 @@ def actors() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
+@SCHEDULES
 def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str, schedule: Schedule) -> None:
     """Every rank takes part in handing the present weights to the pool that replaces it; in turn nothing differs."""
     killed = []
@@ -88,7 +85,7 @@ def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str,
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
-    run(in_ray(tmp_path / "ray", schedule, cluster), RECIPE)
+    run(beside(cluster, tmp_path / "ray", schedule), RECIPE)
     thread.join(10)
     assert killed
     assert [row["weights/version"] for row in rows(tmp_path / "ray")[1:]] == [1, 2, 3, 4]
@@ -100,8 +97,8 @@ def test_a_killed_sampler_is_replaced_on_all_ranks(tmp_path: Path, cluster: str,
 
 def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path: Path, cluster: str) -> None:
     """Steps, hand-overs and proofs of both samplers; and the run goes on from its checkpoint."""
-    run(in_ray(tmp_path / "ray", ASYNC, cluster, steps=2), RECIPE)
-    run(in_ray(tmp_path / "ray", ASYNC, cluster, resume=True), RECIPE)
+    run(beside(cluster, tmp_path / "ray", ASYNC, steps=2), RECIPE)
+    run(beside(cluster, tmp_path / "ray", ASYNC, resume=True), RECIPE)
     logged = rows(tmp_path / "ray")
     assert logged[0]["run/world_size"] == 2
     assert [(row["step"], row.get("weights/version")) for row in logged[1:]] == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -111,7 +108,7 @@ def test_two_ranks_train_fully_asynchronously_beside_samplers_in_ray(tmp_path: P
 
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_cut(tmp_path: Path, cluster: str) -> None:
     run(small(tmp_path / "plain", ONE, processes=2), RECIPE)
-    run(in_ray(tmp_path / "ray", ONE, cluster, steps=2), RECIPE)
-    run(in_ray(tmp_path / "ray", ONE, cluster, resume=True), RECIPE)
+    run(beside(cluster, tmp_path / "ray", ONE, steps=2), RECIPE)
+    run(beside(cluster, tmp_path / "ray", ONE, resume=True), RECIPE)
     assert torch.equal(*(torch.tensor(rewards(tmp_path / name)[:2]) for name in ("plain", "ray")))
     assert [row["step"] for row in rows(tmp_path / "ray")] == [0, 1, 2, 3, 4]

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from apps.common import export
-from apps.common.checkpoints import last_checkpoint
-from apps.common.config_file import CONFIG_NAME
 from apps.grpo import train
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.schedule_async_ranks import TrainOn
-from apps.grpo.schedule_testing import ASYNC, Prepare, assert_nothing_lost, note, nothing, small, watched
+from apps.grpo.schedule_testing import ASYNC, Prepare, assert_nothing_lost, note_start, nothing, small, watched
 from apps.grpo.testing import RECIPE, BabbleTasks
 from engines import TrainEngine
 from rollout import Episode
@@ -81,9 +79,8 @@ def on_ranks(run_dir: Path, **changes: Any) -> GrpoConfig:
 
 def go_on_ranks(run_dir: Path, *prepare: Prepare, sampler: Prepare = nothing, **changes: Any) -> None:
     """A run from the start, or from where the folder stands; see `on_ranks` and `ArrivingTasks`."""
-    resume = (run_dir / CONFIG_NAME).is_file()
     run_dir.mkdir(exist_ok=True)
-    note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
+    resume = note_start(run_dir)
 
     def make_tasks(config: GrpoConfig, tokenizer: object) -> ArrivingTasks:
         del tokenizer

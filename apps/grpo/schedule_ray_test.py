@@ -7,19 +7,17 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from apps.common.plan.cluster import RolloutLayout, Schedule, WeightTransport
-from apps.grpo.config import GrpoConfig
+from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.grpo.main import run
+from apps.grpo.ray_testing import SCHEDULES, go_in_ray, in_ray
 from apps.grpo.samplers import WeightsNotTakenError
-from apps.grpo.schedule_async import FullyAsync
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, note, proofs, rows, same_weights, small, watched
+from apps.grpo.schedule_testing import ASYNC, ONE, SYNC, assert_nothing_lost, proofs, rows, same_weights, small
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
 from rollout import Episode
@@ -28,7 +26,7 @@ from rollout.workers.ray_local import SMALL_STORE, local_ray
 from rollout.workers.ray_pool import RayPool
 from rollout.workers.weights import bucket_message, plain_bytes
 
-SYNC = Schedule("sync")
+GLOO = RolloutLayout(ray_workers=2, weight_transport="gloo")
 SHORT: dict[str, Any] = {"steps": 2, "save_every": 2, "eval_every": 2}
 
 
@@ -37,14 +35,6 @@ def cluster() -> Iterator[None]:
     """One node with room for two samplers, on loopback; runs find this process connected."""
     with local_ray(cpus=2, store_bytes=SMALL_STORE):
         yield
-
-
-def in_ray(
-    run_dir: Path, schedule: Schedule, workers: int = 2, transport: WeightTransport = "auto", **changes: Any
-) -> GrpoConfig:
-    config = small(run_dir, schedule, **changes)
-    layout = RolloutLayout(ray_workers=workers, weight_transport=transport)
-    return replace(config, cluster=replace(config.cluster, rollout=layout))
 
 
 @pytest.fixture
@@ -82,7 +72,7 @@ def test_a_run_is_the_same_with_ray_as_without(
     assert len(plain) == 2
     for workers in (1, 2):
         run_dir = tmp_path / f"ray-{workers}"
-        run(in_ray(run_dir, schedule, workers, **SHORT), RECIPE)
+        run(in_ray(run_dir, schedule, RolloutLayout(ray_workers=workers), **SHORT), RECIPE)
         assert streams(sampled) == streams(plain)
         assert log_probs(sampled) == (log_probs(plain) if workers == 1 else pytest.approx(log_probs(plain), abs=1e-5))
         assert same_weights(tmp_path / "plain", run_dir)
@@ -100,10 +90,10 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_was_not_cut(tmp_path:
     assert [row["weights/version"] for row in rows(tmp_path / "run")[1:]] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("schedule", [SYNC, ONE, ASYNC], ids=lambda schedule: schedule.mode)
+@SCHEDULES
 def test_weights_that_are_broadcast_are_the_trainers(tmp_path: Path, schedule: Schedule) -> None:
     """Through gloo to two samplers, in every schedule; in turn the run ends with the bits of one without Ray."""
-    run(in_ray(tmp_path / "ray", schedule, 2, "gloo", **SHORT), RECIPE)
+    run(in_ray(tmp_path / "ray", schedule, GLOO, **SHORT), RECIPE)
     logged = rows(tmp_path / "ray")
     assert [row["weights/version"] for row in logged[1:]] == [1, 2]
     assert all(0 < proof < 1e-5 for proof in proofs(logged[1:]))
@@ -117,7 +107,7 @@ def test_a_sampler_that_is_killed_while_weights_are_broadcast_is_replaced(
 ) -> None:
     """The next pool makes a group of its own; what comes out is what would have."""
     pools = kill_one(monkeypatch, "receive", 2)
-    run(in_ray(tmp_path / "run", SYNC, 2, "gloo", **SHORT, keep_checkpoints=0), RECIPE)
+    run(in_ray(tmp_path / "run", SYNC, GLOO, **SHORT, keep_checkpoints=0), RECIPE)
     assert len(pools) == 2
     monkeypatch.undo()
     run(small(tmp_path / "plain", SYNC, **SHORT), RECIPE)
@@ -188,10 +178,7 @@ def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(
     """Each of them plays some of the groups; the ledger's run against an independent log."""
     run_dir = tmp_path / "run"
     pools = kill_one(monkeypatch, "play", 9)
-    monkeypatch.setattr(FullyAsync, "_train", FullyAsync._train)  # `watched` replaces it; this brings it back
-    watched(run_dir)
-    note(run_dir, {"from": 0})
-    run(in_ray(run_dir, ASYNC), RECIPE)
+    go_in_ray(in_ray(run_dir, ASYNC))
     assert len(pools) == 2
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
     assert max(row["schedule/staleness"] for row in rows(run_dir)[1:]) <= 1
@@ -228,6 +215,6 @@ def test_every_hand_over_is_proven(tmp_path: Path) -> None:
 def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     for schedule in (SYNC, ONE, ASYNC):
         with pytest.raises(ValueError, match=r"3 samplers of 1 CPU each find 2 places on 1 nodes"):
-            run(in_ray(tmp_path / schedule.mode, schedule, 3), RECIPE)
+            run(in_ray(tmp_path / schedule.mode, schedule, RolloutLayout(ray_workers=3)), RECIPE)
         written = tmp_path / schedule.mode / "metrics.jsonl"
         assert not written.exists() or not written.read_text()

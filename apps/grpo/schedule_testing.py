@@ -33,6 +33,7 @@ from rollout.control.staleness import Train
 Prepare = Callable[[], object]
 """What a process does before a run begins in it."""
 
+SYNC = Schedule("sync")
 ONE = Schedule("one_step_off")
 ASYNC = Schedule("fully_async", staleness_threshold=1.0, partial_rollout=True)
 
@@ -142,6 +143,13 @@ def note(run_dir: Path, line: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def note_start(run_dir: Path) -> bool:
+    """Add to the independent log after which step a run of this folder starts; whether that is one that goes on."""
+    resume = (run_dir / CONFIG_NAME).is_file()
+    note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
+    return resume
+
+
 def history(run_dir: Path) -> dict[int, list[str]]:
     """The tasks of each step in the history of the weights that are left: a start forgets the steps after it."""
     steps: dict[int, list[str]] = {}
@@ -201,8 +209,7 @@ def go(
     """The child: a run from the start, or from where the folder stands; it and its sampling processes are prepared."""
     os.setpgid(0, 0)
     silence(run_dir.parent / f"{run_dir.name}.err")
-    resume = (run_dir / CONFIG_NAME).is_file()
     watched(run_dir)
-    note(run_dir, {"from": (last_checkpoint(run_dir) or (0, None))[0] if resume else 0})
+    resume = note_start(run_dir)
     prepare()
     run(small(run_dir, schedule, resume=resume, **changes), sampled_recipe(sampler))

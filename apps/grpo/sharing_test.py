@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import apps.grpo.native_sampler as samplers
-import apps.grpo.train as app
+import apps.grpo.parts as parts
 from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.reporter import Reporter
 from apps.grpo.config import GrpoConfig, WarmStart
@@ -65,13 +65,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     monkeypatch.setattr(Session, "playing", playing)
     monkeypatch.setattr(Reporter, "note", note)
-    monkeypatch.setattr(app, "build_engine", built)
-    monkeypatch.setattr(app, "native_engine", made)
+    monkeypatch.setattr(parts, "build_engine", built)
+    monkeypatch.setattr(parts, "native_engine", made)
     return found
 
 
 def copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (app, samplers):
+    for module in (parts, samplers):
         monkeypatch.setattr(module, "kept_apart", lambda engine, cluster: "asked for")
 
 

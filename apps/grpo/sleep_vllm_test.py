@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDict
 
 import apps.grpo.main as command
+import apps.grpo.parts as parts
 import apps.grpo.step as step
-import apps.grpo.train as app
 from apps.common.plan.cluster import RolloutLayout, Schedule
 from apps.common.trained import assert_trained
 from apps.grpo.config import GrpoConfig
@@ -77,8 +77,8 @@ def test_either_has_the_device_alone_and_each_steps_weights_arrive_asleep(
         monkeypatch.setattr(owner, name, noted)
 
     monkeypatch.setattr(command, "check_machine", lambda config: None)  # it refuses this setting on a CPU
-    monkeypatch.setattr(app, "build_engine", built)
-    monkeypatch.setattr(app, "vllm_engine", started)
+    monkeypatch.setattr(parts, "build_engine", built)
+    monkeypatch.setattr(parts, "vllm_engine", started)
     watched(VllmEngine, "generate")
     watched(Session, "sync")
     watched(Engine, "train_batch")

@@ -3,10 +3,10 @@
 import psutil
 
 
-def listening() -> dict[str, set[str]]:
-    """Addresses by the names of the processes that listen there over IP."""
+def listening(*beside: psutil.Process) -> dict[str, set[str]]:
+    """Addresses by the names of the processes that listen there over IP; of those `beside` the ones below too."""
     found: dict[str, set[str]] = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in (*beside, *psutil.Process().children(recursive=True)):
         try:
             sockets, name = process.net_connections("inet"), process.name()
         except psutil.NoSuchProcess:  # it ended since

@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,69 +17,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
-from rollout.sync.manifest import Manifest
-from rollout.sync.pieces import Bucket, Header, buckets
-from rollout.testing.model import tiny_model
-from rollout.testing.pieces import pieces_of
-from rollout.workers.channel import Message
+from rollout.testing.broadcasts import GREEDY, PROMPT, Pool, bytes_of, changed, large, parts_of
+from rollout.testing.listening import listening
 from rollout.workers.collective import BrokenGroup, Invitation, Meeting, join, waited
-from rollout.workers.collective_pool import SLACK, PoolBroadcast
-from rollout.workers.collective_taken import MARK
-from rollout.workers.process import WorkerDied, WorkerProcess
-from rollout.workers.serve import serve, weight_handlers
-from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
+from rollout.workers.collective_pool import SLACK
+from rollout.workers.process import WorkerDied
+from rollout.workers.weights import plain_bytes
 
 SECONDS = 3.0
 VERSIONS = itertools.count(1)
-PROMPT = [3, 5, 7]
-GREEDY = Sampling(greedy=True, max_new_tokens=8)
-
-
-def sampling(connection: "Connection[Any, Any]") -> None:
-    """The process: an engine that says what it samples."""
-    torch.set_num_threads(1)
-    model = tiny_model(24, layers=2, seed=0)
-    engine = NativeEngine(model)
-
-    async def say(call: dict[str, Any]) -> dict[str, Any]:
-        done = await engine.generate(call["prompt"], GREEDY)
-        return {"ids": list(done.ids), "versions": list(done.policy_versions)}
-
-    async def weights(call: dict[str, Any]) -> bytes:
-        """All parameters, end to end."""
-        del call
-        return b"".join(p.detach().numpy().tobytes() for _, p in model.named_parameters())
-
-    serve(connection, {**weight_handlers(engine), "say": say, "weights": weights})
-
-
-class Pool:
-    """Two samplers behind a broadcast, as a Ray pool has them."""
-
-    def __init__(self) -> None:
-        self.workers = [WorkerProcess(sampling, ()) for _ in range(2)]
-        self.broadcast = PoolBroadcast("gloo", self.ask, 2, SECONDS)
-        for worker in self.workers:
-            worker.ready.result(120)
-
-    def ask(self, index: int, name: str, arguments: Mapping[str, Any]) -> "Future[Message]":
-        return self.workers[index].call(name, **arguments)
-
-    async def all(self, name: str, **arguments: Any) -> list[Any]:
-        asked = [asyncio.wrap_future(worker.call(name, **arguments)) for worker in self.workers]
-        return [payload or head.get("answer") for head, payload in await asyncio.gather(*asked)]
-
-    def close(self) -> None:
-        self.broadcast.close()
-        for worker in self.workers:
-            worker.close()
+LARGE = 1 << 26
+"""Bytes, more than sockets hold."""
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Pool]:
-    found = Pool()
+    found = Pool("gloo", SECONDS, [None, None])
     yield found
     found.close()
 
@@ -88,7 +41,7 @@ def processes() -> Iterator[Pool]:
 @pytest.fixture
 def pool(processes: Pool) -> Iterator[Pool]:
     """Samplers that live, and join a group of each test's own."""
-    processes.broadcast = PoolBroadcast("gloo", processes.ask, 2, SECONDS)
+    processes.regroup()
     yield processes
     processes.broadcast.close()
 
@@ -96,25 +49,9 @@ def pool(processes: Pool) -> Iterator[Pool]:
 @pytest.fixture
 def doomed() -> Iterator[Pool]:
     """Samplers of which one will end."""
-    found = Pool()
+    found = Pool("gloo", SECONDS, [None, None])
     yield found
     found.close()
-
-
-def large(nbytes: int = 1 << 26) -> Bucket:
-    """More than sockets hold: who does not read it holds its sender up."""
-    return Bucket((Header("large", (nbytes,), torch.uint8, 0, nbytes, 0),), torch.ones(nbytes, dtype=torch.uint8))
-
-
-async def handed_over(pool: Pool, version: int, model: Any) -> None:
-    await pool.all("prepare", **manifest_message(Manifest(version)))
-    missing = 1
-    for bucket in buckets(pieces_of(model.named_parameters()), 1 << 14):
-        missing = await pool.broadcast.send(bucket)
-    assert missing == 0
-    await pool.all("pause", mode="finish")
-    await pool.all("commit", version=version)
-    await pool.all("resume")
 
 
 def test_weights_arrive_bit_for_bit_and_the_default_group_is_left_alone(pool: Pool, tmp_path: Path) -> None:
@@ -125,10 +62,9 @@ def test_weights_arrive_bit_for_bit_and_the_default_group_is_left_alone(pool: Po
         before = dist.group.WORLD
         asyncio.run(pool.broadcast.meet())
         for version in (next(VERSIONS), next(VERSIONS)):
-            model = tiny_model(24, layers=2, seed=version)
-            asyncio.run(handed_over(pool, version, model))
-            whole = b"".join(p.detach().numpy().tobytes() for _, p in model.named_parameters())
-            assert asyncio.run(pool.all("weights")) == [whole, whole]
+            model = changed(version)
+            asyncio.run(pool.handed_over(version, model))
+            assert asyncio.run(pool.all("weights")) == [bytes_of(model)] * 2
             expected = asyncio.run(NativeEngine(model).generate(PROMPT, GREEDY))
             for answer in asyncio.run(pool.all("say", prompt=PROMPT)):
                 assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {version})
@@ -141,25 +77,17 @@ def test_weights_arrive_bit_for_bit_and_the_default_group_is_left_alone(pool: Po
 
 def test_a_damaged_bucket_is_refused_and_the_next_one_taken(pool: Pool) -> None:
     """Altered after its checksum: both refuse it, and the group goes on."""
-    model = tiny_model(24, layers=2, seed=3)
+    model = changed(3)
 
     async def damaged() -> None:
         await pool.broadcast.meet()
-        await pool.all("prepare", **manifest_message(Manifest(next(VERSIONS))))
-        bucket = next(buckets(pieces_of(model.named_parameters()), 1 << 14))
-        data = plain_bytes(bucket).clone()
-        head = {**bucket_message(bucket, data), MARK: True}
-        data[7] ^= 1
-        group = pool.broadcast._group
-        assert group is not None
-        sent = waited(lambda: group.send(data), "send")
-        asked = [worker.call("receive", **head) for worker in pool.workers]
-        sent.result(10)
-        for one in asked:
+        await pool.announced(next(VERSIONS))
+        bucket = next(parts_of(model))
+        for one in pool.damaged(bucket, plain_bytes(bucket).clone()):
             with pytest.raises(ValueError, match="came damaged"):
                 one.result(10)
         await pool.all("abort")
-        await handed_over(pool, next(VERSIONS), model)
+        await pool.handed_over(next(VERSIONS), model)
 
     asyncio.run(damaged())
     assert not pool.broadcast.broken
@@ -168,11 +96,11 @@ def test_a_damaged_bucket_is_refused_and_the_next_one_taken(pool: Pool) -> None:
 def test_what_a_sampler_refuses_is_raised_once_all_have_it(pool: Pool) -> None:
     async def refused() -> None:
         await pool.broadcast.meet()
-        await pool.all("prepare", **manifest_message(Manifest(next(VERSIONS))))
+        await pool.announced(next(VERSIONS))
         with pytest.raises(ValueError, match="unknown weight 'large'"):
             await pool.broadcast.send(large(1 << 10))
         await pool.all("abort")
-        await handed_over(pool, next(VERSIONS), tiny_model(24, layers=2, seed=4))
+        await pool.handed_over(next(VERSIONS), changed(4))
 
     asyncio.run(refused())
 
@@ -183,15 +111,10 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
 
     async def broken() -> float:
         await doomed.broadcast.meet()
-        await doomed.all("prepare", **manifest_message(Manifest(next(VERSIONS))))
-        pid = doomed.workers[1].process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        sent = asyncio.create_task(doomed.broadcast.send(large()))
-        await asyncio.sleep(0.5)
-        assert not sent.done()
+        await doomed.announced(next(VERSIONS))
+        sent = await doomed.stopped(large(LARGE), 0.5)
         if killed:
-            os.kill(pid, signal.SIGKILL)
+            doomed.strike(signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(WorkerDied, match="process ended" if killed else "take a bucket of weights"):
             await sent
@@ -200,32 +123,22 @@ def test_a_sampler_that_ends_or_hangs_in_mid_broadcast_is_an_error_in_bounded_ti
     took = asyncio.run(broken())
     assert took < (SECONDS if killed else SECONDS + 2 * SLACK + 1)
     assert doomed.broadcast.broken
-    pid = doomed.workers[1].process.pid
-    if not killed and pid is not None:
-        os.kill(pid, signal.SIGKILL)
+    if not killed:
+        doomed.strike(signal.SIGKILL)
 
 
 def test_a_sampler_that_does_not_come_is_an_error_in_bounded_time(doomed: Pool) -> None:
-    pid = doomed.workers[0].process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    doomed.strike(signal.SIGSTOP, 0)
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match="did not all meet"):
         asyncio.run(doomed.broadcast.meet())
     assert time.monotonic() - begun < SECONDS + 2 * SLACK + 1
-    os.kill(pid, signal.SIGKILL)
+    doomed.strike(signal.SIGKILL, 0)
 
 
 def test_all_of_it_listens_on_loopback_alone(pool: Pool) -> None:
     asyncio.run(pool.broadcast.meet())
-    me = psutil.Process()
-    found = {
-        one.laddr.ip.removeprefix("::ffff:")
-        for process in (me, *me.children(recursive=True))
-        for one in process.net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
-    }
-    assert found == {"127.0.0.1"}
+    assert set[str]().union(*listening(psutil.Process()).values()) == {"127.0.0.1"}
 
 
 def sending(there: "Connection[Any, Any]", sends: int, hangs: bool) -> None:

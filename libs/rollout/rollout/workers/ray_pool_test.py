@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Never
 
 import psutil
@@ -47,7 +48,9 @@ def sampling(seed: int) -> dict[str, Handler]:
         return {"ids": list(done.ids), "versions": list(done.policy_versions), "pid": os.getpid()}
 
     async def echo(call: dict[str, Any]) -> bytes:
-        await asyncio.sleep(call["seconds"])
+        """Once there is a file at `after`: a test says so, and waits for no clock."""
+        while not Path(call["after"]).exists():
+            await asyncio.sleep(0.01)
         text: str = call["text"]
         return text.encode()
 
@@ -79,6 +82,14 @@ def pool_of(demand: Demand, **options: Any) -> RayPool:
     return RayPool(sampling, (0,), demand, environment=paths, **options)
 
 
+def until(come: Callable[[], bool], seconds: float = 60) -> None:
+    """Return when it has come."""
+    limit = time.monotonic() + seconds
+    while not come():
+        assert time.monotonic() < limit, "it did not come"
+        time.sleep(0.01)
+
+
 def test_what_the_cluster_cannot_hold_is_refused_at_once_with_the_numbers(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match=r"4 samplers of 1 CPU each find 3 places on 2 nodes"):
         pool_of(Demand(4))
@@ -104,16 +115,18 @@ def test_a_pool_apart_from_training_is_on_other_nodes_alone(cluster: Cluster) ->
         pool_of(Demand(2, cpus=0.5), apart=2)
 
 
-def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster) -> None:
+def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, third, never = (str(tmp_path / name) for name in ("first", "second", "third", "never"))
     pool = pool_of(Demand(2, cpus=0.5), strategy="STRICT_SPREAD")
     try:
         pool.ready.result(120)
         assert len({*pool.nodes}) == 2
         with pytest.raises(ValueError, match=r"found no place in 0.5 s under STRICT_SPREAD"):
             pool_of(Demand(2, cpus=1), strategy="STRICT_SPREAD", patience=0.5)  # the far node has half of one left
-        slow = pool.call("echo", seconds=1.0, text="late")
+        slow = pool.call("echo", after=first, text="late")
         said = [pool.call("say", prompt=PROMPT).result(60)[0]["answer"] for _ in range(3)]
         assert len({answer["pid"] for answer in said}) == 1  # the other one is busy
+        Path(first).touch()
         assert slow.result(60) == ({}, b"late")
         with pytest.raises(ValueError, match="no such thing"):
             pool.call("fail", text="no such thing").result(60)
@@ -122,7 +135,10 @@ def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster) ->
         stream = buckets(pieces_of(new.named_parameters()), 1 << 14)
         asyncio.run(transfer_weights([pool], Manifest(1), stream))
         expected = asyncio.run(NativeEngine(new).generate(PROMPT, GREEDY))
+        asyncio.run(pool.pause())  # so that nobody answers before all are asked
         together = [pool.call("say", prompt=PROMPT) for _ in range(4)]
+        assert pool._busy == [2, 2]
+        asyncio.run(pool.resume())
         told = [future.result(60)[0]["answer"] for future in together]
         assert len({answer["pid"] for answer in told}) == 2
         for answer in told:
@@ -133,19 +149,23 @@ def test_two_samplers_share_calls_and_take_weights_together(cluster: Cluster) ->
             asyncio.run(transfer_weights([pool], Manifest(2), iter(half)))
         assert pool.call("say", prompt=PROMPT).result(60)[0]["answer"]["ids"] == list(expected.ids)
 
-        late = pool.call("echo", seconds=0.3, text="late")
+        late = pool.call("echo", after=second, text="late")
         late.cancel()
-        assert pool.call("echo", seconds=0.6, text="next").result(60) == ({}, b"next")  # its late answer broke nothing
+        further = pool.call("echo", after=third, text="next")
+        Path(second).touch()
+        until(lambda: sum(pool._busy) == 1)
+        Path(third).touch()
+        assert further.result(60) == ({}, b"next")  # the late answer broke nothing
         assert pool._busy == [0, 0]
-        pool.call("echo", seconds=60, text="nobody's").cancel()
-        waits = pool.call("echo", seconds=60, text="never")
+        pool.call("echo", after=never, text="nobody's").cancel()
+        waits = pool.call("echo", after=never, text="never")
         with pytest.raises(WorkerDied, match="ended before it answered"):
             pool.call("end").result(60)
         with pytest.raises(WorkerDied):
             waits.result(60)
         assert not pool.alive
         with pytest.raises(WorkerDied):
-            pool.call("echo", seconds=0, text="").result(1)
+            pool.call("echo", after=first, text="").result(1)
     finally:
         pool.close()
 
@@ -163,12 +183,7 @@ def test_two_samplers_on_two_nodes_take_weights_that_are_broadcast_to_them(clust
             for future in pool.call_all("say", prompt=PROMPT):
                 answer = future.result(60)[0]["answer"]
                 assert (answer["ids"], set(answer["versions"])) == (list(expected.ids), {version})
-        own = {
-            one.laddr.ip.removeprefix("::ffff:")
-            for one in psutil.Process().net_connections("inet")
-            if one.status == psutil.CONN_LISTEN
-        }
-        assert own.union(*listening().values()) == {LOOPBACK}
+        assert set[str]().union(*listening(psutil.Process()).values()) == {LOOPBACK}
     finally:
         pool.close()
 
@@ -264,13 +279,13 @@ def test_a_node_that_is_lost_before_its_places_are_taken_is_not_waited_for(clust
     remove_placement_group(holder)
 
 
-def test_a_lost_node_is_named(cluster: Cluster) -> None:
+def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
     """Its machine is gone with all its processes; another pool finds its place elsewhere or is refused."""
     pool = pool_of(Demand(1, cpus=0.5, resources={"far": 1}))
     try:
         pool.ready.result(120)
         assert pool.call("say", prompt=PROMPT).result(60)[0]["answer"]["versions"] == [0] * 8
-        waits = pool.call("echo", seconds=120, text="never")
+        waits = pool.call("echo", after=str(tmp_path / "never"), text="never")
         cluster.remove_node(cluster.far, allow_graceful=False)
         node = pool.nodes[0]
         assert node is not None

@@ -1,0 +1,166 @@
+"""For tests of weights through a process group: samplers in processes of their own behind a pool's broadcast."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.engine import Sampling
+from rollout.native.engine import NativeEngine
+from rollout.sync.manifest import Manifest
+from rollout.sync.pieces import Bucket, Header, buckets
+from rollout.testing.model import tiny_model
+from rollout.testing.pieces import pieces_of
+from rollout.workers.channel import Message
+from rollout.workers.collective import Backend, waited
+from rollout.workers.collective_pool import PoolBroadcast
+from rollout.workers.collective_taken import MARK
+from rollout.workers.process import WorkerProcess
+from rollout.workers.serve import serve, weight_handlers
+from rollout.workers.weights import bucket_message, manifest_message
+
+PROMPT = [3, 5, 7]
+GREEDY = Sampling(greedy=True, max_new_tokens=8)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def changed(seed: int, device: str = "cpu") -> Any:
+    """A model of the samplers' kind; they begin with that of seed 0."""
+    return tiny_model(24, layers=2, seed=seed).to(device)
+
+
+def bytes_of(model: Any) -> bytes:
+    """All parameters, end to end."""
+    return b"".join(p.detach().cpu().numpy().tobytes() for _, p in model.named_parameters())
+
+
+def sampling(connection: "Connection[Any, Any]", device: str) -> None:
+    """The process: an engine that says what it samples, with which weights, and which devices it sees."""
+    torch.set_num_threads(1)
+    model = changed(0, device)
+    engine = NativeEngine(model)
+
+    async def say(call: dict[str, Any]) -> dict[str, Any]:
+        done = await engine.generate(call["prompt"], GREEDY)
+        return {"ids": list(done.ids), "versions": list(done.policy_versions)}
+
+    async def weights(call: dict[str, Any]) -> bytes:
+        del call
+        return bytes_of(model)
+
+    async def devices(call: dict[str, Any]) -> dict[str, Any]:
+        del call
+        return {"count": torch.cuda.device_count(), "model": str(next(iter(model.parameters())).device)}
+
+    serve(connection, {**weight_handlers(engine), "say": say, "weights": weights, "devices": devices})
+
+
+@contextmanager
+def seeing(device: str) -> Iterator[None]:
+    """Processes that are started inside see this CUDA device alone; this one has looked already."""
+    torch.cuda.init()
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = device
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before
+
+
+class Pool:
+    """Samplers behind a broadcast, as a Ray pool has them.
+
+    `devices`: the CUDA device that each of them sees alone, None for one on the CPU.
+    """
+
+    def __init__(self, backend: Backend, seconds: float, devices: Sequence[str | None]) -> None:
+        self.workers: list[WorkerProcess] = []
+        for device in devices:
+            with nullcontext() if device is None else seeing(device):
+                self.workers.append(WorkerProcess(sampling, ("cpu" if device is None else "cuda",)))
+        self._group = (backend, self.ask, len(devices), seconds)
+        self.broadcast = PoolBroadcast(*self._group)
+        for worker in self.workers:
+            worker.ready.result(120)
+
+    def regroup(self) -> None:
+        """Have another group, which nobody has joined yet."""
+        self.broadcast = PoolBroadcast(*self._group)
+
+    def ask(self, index: int, name: str, arguments: Mapping[str, Any]) -> "Future[Message]":
+        """Call one of them."""
+        return self.workers[index].call(name, **arguments)
+
+    async def all(self, name: str, **arguments: Any) -> list[Any]:
+        """Call all of them; their answers."""
+        asked = [asyncio.wrap_future(worker.call(name, **arguments)) for worker in self.workers]
+        return [payload or head.get("answer") for head, payload in await asyncio.gather(*asked)]
+
+    async def announced(self, version: int) -> None:
+        """Tell them that weights come."""
+        await self.all("prepare", **manifest_message(Manifest(version)))
+
+    async def handed_over(self, version: int, model: Any) -> None:
+        """Have all of them sample with a model's weights."""
+        await self.announced(version)
+        missing = 1
+        for bucket in parts_of(model):
+            missing = await self.broadcast.send(bucket)
+        assert missing == 0
+        await self.all("pause", mode="finish")
+        await self.all("commit", version=version)
+        await self.all("resume")
+
+    def damaged(self, bucket: Bucket, data: Tensor) -> "list[Future[Message]]":
+        """Send the bucket's bytes `data`, altered after their checksum; the answers of all."""
+        head = {**bucket_message(bucket, data), MARK: True}
+        data[7] ^= 1
+        if data.is_cuda:
+            torch.cuda.synchronize()
+        group = self.broadcast._group
+        assert group is not None
+        sent = waited(lambda: group.send(data), "send")
+        asked = [worker.call("receive", **head) for worker in self.workers]
+        sent.result(30)
+        return asked
+
+    async def stopped(self, bucket: Bucket, seconds: float) -> "asyncio.Task[int]":
+        """Stop the last sampler and send a bucket, which is still on its way after so long."""
+        self.strike(signal.SIGSTOP)
+        sent = asyncio.create_task(self.broadcast.send(bucket))
+        await asyncio.sleep(seconds)
+        assert not sent.done()
+        return sent
+
+    def strike(self, sign: signal.Signals, index: int = -1) -> None:
+        """Send a signal to the process of a sampler, the last one unless told."""
+        pid = self.workers[index].process.pid
+        assert pid is not None
+        os.kill(pid, sign)
+
+    def close(self) -> None:
+        """End all of it."""
+        self.broadcast.close()
+        for worker in self.workers:
+            worker.close()
+
+
+def parts_of(model: Any) -> Iterator[Bucket]:
+    """A model's weights in buckets, several of them."""
+    return buckets(pieces_of(model.named_parameters()), 1 << 14)
+
+
+def large(nbytes: int, device: str = "cpu") -> Bucket:
+    """A bucket of bytes of 1: where it is more than is held on the way, who does not read it holds its sender up."""
+    header = Header("large", (nbytes,), torch.uint8, 0, nbytes, 0)
+    return Bucket((header,), torch.ones(nbytes, dtype=torch.uint8, device=device))
