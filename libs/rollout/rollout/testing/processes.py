@@ -13,6 +13,28 @@ def left_behind() -> set[str]:
     return shared | {str(path) for path in mine.glob("tessera-vllm-*")} | {str(path) for path in mine.glob("vllm*")}
 
 
+def abandoned(before: set[str], seconds: float = 60) -> set[str]:
+    """Such files that have come since and that no living process has mapped; others' come and go beside a test."""
+    limit = time.monotonic() + seconds
+    while found := left_behind() - before - _mapped():
+        if time.monotonic() > limit:
+            break
+        time.sleep(0.5)
+    return found
+
+
+def _mapped() -> set[str]:
+    """Files of shared memory that a process has in its memory."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return found
+
+
 def living(session: int) -> list[str]:
     """The processes of a session that are no zombies."""
     found = []
