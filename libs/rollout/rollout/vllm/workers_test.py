@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
 from rollout.testing.model import SERVED, tiny_mixture
-from rollout.testing.processes import assert_ends, left_behind, living
+from rollout.testing.processes import abandoned, assert_ends, left_behind, living
 from rollout.testing.served import (
     ANSWER,
     MEAN,
@@ -164,7 +164,7 @@ def test_a_closed_engine_has_no_worker_left(tmp_path: Path) -> None:
 def test_a_killed_worker_ends_the_engine_and_leaves_nothing(engine: VllmEngine, files: set[str]) -> None:
     asyncio.run(killed(engine, engine.facts["workers"][1], "worker 1 of 2 is gone"))
     engine.close()
-    assert {path for path in left_behind() - files if "vllm_dist" in path or "/psm_" in path} == set()
+    assert {path for path in abandoned(files) if "vllm_dist" in path or "/psm_" in path} == set()
 
 
 @pytest.mark.parametrize("by_experts", [False, True])
