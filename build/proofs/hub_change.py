@@ -5,7 +5,7 @@ package that it needs; with the file as it was, its result found in the cache; w
 with a module that cannot be imported, which must be what runs; and with a change in a package that it does not need.
 By default the target is //libs/runlog:wheel, whose backend is of the hub @pypi_tools. For a test, with the hub @pypi:
 
-    ./bazelw run //build/proofs:hub_change -- --test //libs/runlog:text_test @pypi//iniconfig @pypi//numpy
+    ./bazelw run //build/proofs:hub_change -- --test //libs/objectives:kl_test @pypi//torch @pypi//ray
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Builds:
 
     def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """What ./bazelw says."""
-        command = ["./bazelw", f"--output_base={self.base}", "--max_idle_secs=15", *words]
+        command = ["./bazelw", f"--output_base={self.base}", "--max_idle_secs=120", *words]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def build(self) -> tuple[int, int]:
@@ -48,10 +48,9 @@ class Builds:
         return done.returncode != 0 and BROKEN in done.stdout + done.stderr
 
     def module(self, label: str) -> Path:
-        """The first module of a package: the `__init__.py` that is not below another one."""
+        """The first module of a package: that of its name."""
         hub, name = label.removeprefix("@").split("//")
-        inits = (self.base / "external" / hub / name / "site-packages").glob("*/__init__.py")
-        return min(path for path in inits if path.parent.name != "tests")
+        return self.base / "external" / hub / name / "site-packages" / name / "__init__.py"
 
 
 def steps(builds: Builds, needed: str, other: str) -> dict[str, bool]:
