@@ -5,10 +5,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import hub_look
 import pytest
 
 ROOT = Path(__file__).absolute().parents[1]
-TOOLS = ("bash", "dirname", "grep", "ls", "sort", "tr", "cp", "chmod", "env")
+TOOLS = ("bash", "dirname", "grep", "ls", "sort", "tr", "cp", "chmod", "env", "find", "cmp")
 """What the script and the programs below call besides."""
 TELLS = 'echo "$0" "$@"; echo "TESSERA_PYTHON=${TESSERA_PYTHON:-} USE_BAZEL_VERSION=${USE_BAZEL_VERSION:-}"'
 """A bazel that says how it was called."""
@@ -40,8 +41,8 @@ class Machine:
         self.has(
             name,
             f"""case "$2" in
-  *sys.exit*) [[ "$2" == *"'{version}'"* || "$2" == *"'{version} "* || "$2" == *" {version}"* ]] ;;
-  *import*venv*) {"true" if modules else "false"} ;;
+  *sys.exit*) {"true" if modules else "false"} &&
+    [[ "$2" == *"'{version}'"* || "$2" == *"'{version} "* || "$2" == *" {version}"* ]] ;;
   *) echo python{version} ;;
 esac""",
         )
@@ -201,3 +202,78 @@ def test_it_is_found_from_any_folder(machine: Machine, tmp_path: Path) -> None:
         check=False,
     )
     assert f"--bazelrc={machine.tree}/build/bazel7.bazelrc" in done.stdout, done.stderr
+
+
+class Hubs:
+    """An output base with hubs as installed, a Bazel that has it, and a Python that notes what it is to look at."""
+
+    def __init__(self, machine: Machine, *names: str) -> None:
+        self.machine, self.base = machine, machine.programs.parent / "base"
+        for name in names:
+            hub = self.base / "external" / name
+            (hub / "tiny/site-packages/tiny").mkdir(parents=True)
+            (hub / "tiny/site-packages/tiny/__init__.py").write_text("A = 1\n")
+            (hub / "wheels").mkdir()
+            (hub / hub_look.SEEN).write_bytes(hub_look.listing(hub))
+            (hub / hub_look.INSTALLED).touch()
+        answer = f'echo "$*" >> {self.base}/asked; echo {self.base}; exit'
+        words = f'case " $* " in *" info "*" output_base ") {answer} ;; esac'
+        machine.has("bazel", f'if [ "$*" = --version ]; then echo bazel 4.2.3; exit; fi\n{words}\n{TELLS}')
+
+    def python_answers(self, code: int) -> None:
+        """What a look ends with."""
+        self.machine.has("python3.11", f'[ "$1" = -c ] || {{ echo "$*" >> {self.base}/looks; exit {code}; }}')
+
+    def looks(self, *arguments: str) -> list[str]:
+        """The hubs that Python is asked to look into by a call, whose words reach Bazel in any case."""
+        self.python_answers(0)
+        (self.base / "looks").write_text("")
+        done = self.machine.run(*arguments)
+        assert done.stdout.startswith(f"{self.machine.programs}/bazel {' '.join(arguments)}\n"), done.stderr
+        lines = (self.base / "looks").read_text().splitlines()
+        assert all(line.startswith(f"-BEs {self.machine.tree}/build/hub_look.py {self.base}/") for line in lines)
+        return sorted(line.rpartition("/")[2] for line in lines)
+
+
+def test_hubs_that_are_as_seen_cost_no_python_and_changed_ones_are_looked_into(machine: Machine) -> None:
+    hubs = Hubs(machine, "pypi", "pypi_tools")
+    assert hubs.looks("test", "//libs/...") == []
+    module = hubs.base / "external/pypi/tiny/site-packages/tiny/__init__.py"
+    times = module.stat()
+    module.write_text("A = 2\n")  # as long as before, and by its times as old
+    os.utime(module, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert hubs.looks("test", "//libs/...") == ["pypi"]
+    (hubs.base / "external/pypi_tools/tiny/site-packages/new.py").touch()
+    assert hubs.looks("run", "//build:ruff") == ["pypi", "pypi_tools"]
+
+
+def test_what_builds_nothing_looks_at_nothing(machine: Machine) -> None:
+    hubs = Hubs(machine, "pypi")
+    shutil.rmtree(hubs.base / "external/pypi/tiny")
+    for words in [("query", "tests(//...)"), ("--batch", "info", "test"), ("clean", "test"), ("help", "build")]:
+        assert hubs.looks(*words) == []
+    for words in [("build", "query"), ("coverage", "//..."), ("--batch", "--max_idle_secs", "5", "test", "//...")]:
+        assert hubs.looks(*words) == ["pypi"]
+
+
+def test_the_output_base_is_asked_with_the_options_before_the_command(machine: Machine) -> None:
+    hubs = Hubs(machine, "pypi")
+    hubs.looks("--output_base", "test", "--nohome_rc", "build", "--config=cuda", "//...")
+    hubs.looks("--host_jvm_args=-Xmx1g", "test")
+    machine.has("bazel", (machine.programs / "bazel").read_text().replace("4.2.3", "7.7.1"))
+    machine.run("test", "--config=modules", "//...")
+    settings = f"--bazelrc={machine.tree}/build/bazel7.bazelrc"
+    assert (hubs.base / "asked").read_text().splitlines() == [
+        "--output_base test --nohome_rc info --noshow_progress output_base",
+        "--host_jvm_args=-Xmx1g info --noshow_progress output_base",
+        f"{settings} info --noshow_progress --config=modules output_base",
+    ]
+
+
+def test_a_look_that_fails_is_no_build(machine: Machine) -> None:
+    hubs = Hubs(machine, "pypi")
+    (hubs.base / f"external/pypi/{hub_look.SEEN}").unlink()
+    hubs.python_answers(1)
+    done = machine.run("test", "//...")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"the hubs in {hubs.base}/external could not be looked at" in done.stderr

@@ -1,15 +1,17 @@
 """A hub of third-party Python packages, installed by pip from a lock file with hashes.
 
 `@NAME//PACKAGE` is a py_library of that package and, by its wheel's metadata, of all it needs. Each package lies in a
-directory of its own that is one input to Bazel, so a target sees the packages it declares and no others.
+directory of its own that is one input to Bazel, so a target sees the packages it declares and no others. What is changed
+in it later, by hand, bazelw tells Bazel (hub_look.py).
 """
 
 def _pip_hub_impl(ctx):
     variant = ctx.os.environ.get("TESSERA_HUB", "")
     lock = ctx.attr.variants_by_name.get(variant, None) if variant else None
     lock = ctx.path(Label(lock)) if lock else ctx.path(ctx.attr.lock)
+    python = ctx.read(ctx.path(Label("@interpreter//:base.txt"))).strip()
     command = [
-        ctx.read(ctx.path(Label("@interpreter//:base.txt"))).strip(),
+        python,
         "-I",
         ctx.path(ctx.attr._install),
         "--hub=" + ctx.name,
@@ -28,6 +30,9 @@ def _pip_hub_impl(ctx):
     result = ctx.execute(command, timeout = 3600, quiet = False)
     if result.return_code != 0:
         fail("the packages of @%s could not be installed from %s; the reason stands above" % (ctx.name, lock))
+    noted = ctx.execute([python, "-BEs", ctx.path(ctx.attr._look), "--installed", str(ctx.path(""))], timeout = 3600)
+    if noted.return_code != 0:
+        fail("what @%s holds could not be noted: %s" % (ctx.name, noted.stderr))
 
 _pip_hub = repository_rule(
     implementation = _pip_hub_impl,
@@ -42,6 +47,7 @@ _pip_hub = repository_rule(
         "variants_by_name": attr.string_dict(),
         "without": attr.string_list(),
         "_install": attr.label(default = "//build:install_hub.py", allow_single_file = True),
+        "_look": attr.label(default = "//build:hub_look.py", allow_single_file = True),
     },
     environ = ["TESSERA_HUB"],
 )

@@ -24,7 +24,10 @@ exports_files(["wheels"])
 
 filegroup(
     name = "wheel_files",
-    srcs = ["wheels"],
+    srcs = ["wheels"] + glob(
+        ["changed.txt"],
+        allow_empty = True,
+    ),
 )
 """
 
@@ -35,6 +38,7 @@ SHEBANG = re.compile(rb"#!(?:/bin/sh\n'''exec' [^\n]*\n' '''|[^\n]*python[^\n]*)
 # all of ours for numbers and words to try: under another name, torch's and transformers' too, half a minute a test.
 SITE = "site-packages"
 
+# `changed.txt` is there where a package is other than installed (hub_look.py).
 PACKAGE_BUILD = """load("@rules_python//python:defs.bzl", "py_library")
 
 package(default_visibility = ["//visibility:public"])
@@ -48,7 +52,10 @@ py_library(
 
 py_library(
     name = "alone",
-    data = ["site-packages"],
+    data = ["site-packages"] + glob(
+        ["changed.txt"],
+        allow_empty = True,
+    ),
     imports = ["site-packages"],
 )
 """
