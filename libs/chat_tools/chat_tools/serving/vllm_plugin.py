@@ -6,7 +6,7 @@ FILE is this one, and chat_tools has to be installed beside vLLM. A call is stre
 its arguments, whose deltas add up to the JSON text that the whole gives. Malformed text is content, and a stream says
 what the whole answer says (answer_content.py). What was told of a call that breaks off cannot be taken back: it stays
 with the client, and its arguments are no JSON. The parser reads what vLLM's reasoning parser leaves over; without one
-(`--reasoning-parser`) thoughts are content with their markers, as vLLM has it, and a call in them is a call.
+(`--reasoning-parser`) thoughts are content with their markers, as vLLM has it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FormatToolParser(ToolParser):
     def __init__(self, tokenizer: Any, tools: Any = None) -> None:
         super().__init__(tokenizer, tools)
         self._stream: StreamParser | None = None
-        self._content = AnswerContent(self.format)
+        self._content: AnswerContent | None = None
 
     def adjust_request(self, request: Any) -> Any:
         """Let the format's markers through: many are special tokens, which vLLM would leave out of the text."""
@@ -55,18 +55,17 @@ class FormatToolParser(ToolParser):
 
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
         """Take a whole answer apart, into vLLM's `ExtractedToolCallInformation`."""
-        stream, content = self._begin(request), AnswerContent(self.format)
-        content.feed(model_output)
-        events = stream.feed(model_output)
+        stream = self._begin(request)
+        content = AnswerContent(self.format, stream)
+        stream.feed(model_output)
         message = stream.finish()
-        text = "".join(content.told(event) for event in [*events, *stream.last_events()])
         calls = [
             protocol.ToolCall(
                 function=protocol.FunctionCall(name=call.name, arguments=call.arguments), **_named(call.id)
             )
             for call in message.tool_calls
         ]
-        found = text if calls else model_output
+        found = content.settled(model_output) if calls else model_output
         return protocol.ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=found or None)
 
     def extract_tool_calls_streaming(
@@ -81,40 +80,38 @@ class FormatToolParser(ToolParser):
     ) -> Any:
         """Take the next piece of an answer: vLLM's `DeltaMessage`, or None where there is nothing to say yet."""
         del current_text, previous_token_ids, current_token_ids, delta_token_ids
-        if self._stream is None:
+        if self._stream is None or self._content is None:
             self._stream = self._begin(request)
-            self._content.feed(previous_text)
+            self._content = AnswerContent(self.format, self._stream)
             self._stream.feed(previous_text)
+            self._content.settled(previous_text)
             # vLLM asks such parsers alone for the end of a stream. One that is so from the beginning is given no
             # earlier text, without which vLLM cannot stream the calls of `tool_choice="required"`.
             self.engine_based_streaming = True
-        self._content.feed(delta_text)
-        return self._delta(self._stream.feed(delta_text))
+        events = self._stream.feed(delta_text)
+        return self._delta(self._content.settled(delta_text), events)
 
     def finish_streaming(self) -> Any:
         """End the answer, and return what was held back."""
-        if self._stream is None:
+        if self._stream is None or self._content is None:
             return None
         self._stream.finish()
-        return self._delta(self._stream.last_events(), last=True)
+        return self._delta(self._content.settled() + self._content.rest(), self._stream.last_events())
 
     def _begin(self, request: Any) -> StreamParser:
-        """A parser of what is no reasoning, with the tools of the request; if it has none, those it was made with."""
+        """A parser with the tools of the request; if it has none, those that this one was made with."""
         tools = getattr(request, "tools", None) or self.tools or ()
         schemas = [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
-        return StreamParser(self.format._replace(reasoning=()), schemas, prefill="")
+        return StreamParser(self.format, schemas, prefill="")
 
-    def _delta(self, events: Iterable[Event], last: bool = False) -> Any:
-        content = ""
+    def _delta(self, content: str, events: Iterable[Event]) -> Any:
         calls: list[Any] = []
         for event in events:
-            content += self._content.told(event)
             call = self._told(event)
             if call is not None and calls and calls[-1].index == call.index:  # one entry a call, as vLLM's parsers give
                 calls[-1].function.arguments += call.function.arguments
             elif call is not None:
                 calls.append(call)
-        content += self._content.rest() if last else ""
         return protocol.DeltaMessage(content=content or None, tool_calls=calls) if content or calls else None
 
     def _told(self, event: Event) -> Any:

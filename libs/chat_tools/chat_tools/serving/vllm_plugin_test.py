@@ -137,6 +137,8 @@ rows = [
     ["hermes", "The tag <think> opens thoughts."],
     ["qwen3_xml", "<think>\\nplan\\n</think>\\n\\nHi"],
     ["hermes", "<think>so</think>" + good],
+    ["hermes", "<think>so " + good + "</think>Hi"],  # a call that is thought of is none
+    ["xlam", '<think>so</think>[{"name": "f", "arguments": {"text": "x"}}]'],
 ]
 for name, text in rows:
     for choice, tools in (("auto", TOOLS), ("none", TOOLS), ("none", None)):
