@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from chat_tools.rendering.stop_tokens import turn_ends as turn_ends
     from chat_tools.rendering.view import html_view as html_view
     from chat_tools.rendering.view import terminal_view as terminal_view
+    from chat_tools.serving.turn_message import TurnMessage as TurnMessage
 
 _EXPORTS = {
     "ArgumentsDelta": "chat_tools.parsing.result",
@@ -70,6 +71,7 @@ _EXPORTS = {
     "TemplateReport": "chat_tools.rendering.audit",
     "TextDelta": "chat_tools.parsing.result",
     "ToolCall": "chat_tools.parsing.result",
+    "TurnMessage": "chat_tools.serving.turn_message",
     "audit_template": "chat_tools.rendering.audit",
     "delta_of": "chat_tools.parsing.openai",
     "detect_format": "chat_tools.parsing.detection",

@@ -7,9 +7,10 @@ that both ways give what went in: spacing, the spelling of numbers, a key given 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from chat_tools.parsing.literals import dumps
 from chat_tools.parsing.result import ArgumentsDelta, CallStarted, Event, TextDelta
@@ -33,7 +34,7 @@ def from_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages of an API request as `render` and chat templates take them: arguments are values.
 
     Arguments that are no JSON object stay text. Everything else (ids, names, content parts, fields that are not known)
-    is kept. ValueError where `tool_calls` is not a list of calls with functions.
+    is kept. ValueError for a message that is no mapping, or whose `tool_calls` is not a list of calls with functions.
     """
     return [_message(message, index, _values) for index, message in enumerate(messages)]
 
@@ -43,33 +44,58 @@ def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     The inverse of `from_openai`: what came from there goes back as it was, unless the values were changed. A call
     without an id gets a free one (`call00000`, ...); a tool's message without `tool_call_id` answers the first call
-    before it that none answers. ValueError as `from_openai`, for a result without a call, or for values that JSON does
-    not have.
+    before it that none answers. An id may come again in a later turn: a result names the last such call before it.
+    ValueError as `from_openai`, for a result without a call, an id that is no text, or values that JSON does not have;
+    it names the message's index.
     """
-    taken = {call.get("id") for message in messages for call in message.get("tool_calls") or () if _is_call(call)}
-    free = (name for number in count() if (name := f"call{number:05d}") not in taken)
-    answered = {message.get("tool_call_id") for message in messages}
-    waiting: list[str] = []
-    out = []
+    out = [_message(message, index, _text) for index, message in enumerate(messages)]
+    _give_ids(out)
+    waiting = _unanswered(out)
+    for index, message in enumerate(out):
+        if _is_result(message) and message.get("tool_call_id") is None:
+            if not waiting or waiting[0][0] > index:
+                raise ValueError(f"message {index} is a tool's result, and no call before it waits for one")
+            message["tool_call_id"] = waiting.pop(0)[1]
+    return out
+
+
+def _give_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Give an id to each call that has none."""
+    taken = set()
     for index, message in enumerate(messages):
-        sent = _message(message, index, _text)
-        for call in sent.get("tool_calls") or ():
+        for call in message.get("tool_calls") or ():
+            if not isinstance(call.get("id"), str | None):
+                raise ValueError(f"message {index} has a call whose id is no text: {call['id']!r}")
+            taken.add(call.get("id"))
+    free = (name for number in count() if (name := f"call{number:05d}") not in taken)
+    for message in messages:
+        for call in message.get("tool_calls") or ():
             if call.get("id") is None:
                 call["id"] = next(free)
-            if call["id"] not in answered:
-                waiting.append(call["id"])
-        if message.get("role") == "tool" and message.get("tool_call_id") is None:
-            if not waiting:
-                raise ValueError(f"message {index} is a tool's result, and no call before it waits for one")
-            sent["tool_call_id"] = waiting.pop(0)
-        out.append(sent)
-    return out
+
+
+def _unanswered(messages: Sequence[Message]) -> list[tuple[int, str]]:
+    """List the calls that no result names, each with its message's index."""
+    waiting: list[tuple[int, str]] = []
+    for index, message in enumerate(messages):
+        waiting += [(index, call["id"]) for call in message.get("tool_calls") or ()]
+        named = message.get("tool_call_id") if _is_result(message) else None
+        found = [place for place, (_, name) in enumerate(waiting) if name == named]
+        if found:
+            del waiting[found[-1]]
+    return waiting
+
+
+def _is_result(message: Message) -> bool:
+    return message.get("role") == "tool"
 
 
 def delta_of(event: Event, first_call: int = 0) -> dict[str, Any] | None:
     """Return the `delta` of a streamed chunk that an event of `StreamParser` stands for; None where it is none.
 
-    A call without an id of its own gets one from its number, `first_call` and those before it in the turn.
+    A call without an id of its own gets one from its number, `first_call` and those begun before it in the turn. What
+    was malformed, or a call that was dropped, is no delta: `TurnMessage` gives the deltas of a whole turn, with what is
+    malformed as content and the ids of `to_openai()`.
     """
     if isinstance(event, TextDelta):
         return {"content" if event.kind == "content" else "reasoning_content": event.text}
@@ -83,6 +109,8 @@ def delta_of(event: Event, first_call: int = 0) -> dict[str, Any] | None:
 
 
 def _message(message: Message, index: int, convert: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"message {index} must be a mapping with a role, not {message!r:.80}")
     sent = dict(message)
     if sent.get("tool_calls") is not None:
         sent["tool_calls"] = list(_calls(sent["tool_calls"], index, convert))
@@ -95,7 +123,10 @@ def _calls(calls: Any, index: int, convert: Any) -> Iterator[dict[str, Any]]:
     for call in calls:
         function = dict(call["function"])
         if "arguments" in function:
-            function["arguments"] = convert(function["arguments"])
+            try:
+                function["arguments"] = convert(function["arguments"])
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"message {index} has arguments that JSON does not have: {error}") from error
         yield {**call, "function": function}
 
 
@@ -107,7 +138,7 @@ def _values(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        values = json.loads(arguments, parse_constant=_refuse)
+        values = json.loads(arguments, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return arguments
     return Arguments(values, arguments) if isinstance(values, dict) else arguments
@@ -121,5 +152,10 @@ def _text(arguments: Any) -> Any:
     return dumps(arguments)
 
 
-def _refuse(name: str) -> Any:
+def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)

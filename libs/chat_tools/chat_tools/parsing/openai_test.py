@@ -21,6 +21,7 @@ spelled = st.one_of(
     objects.map(json.dumps),
     objects.map(lambda v: json.dumps(v, indent=2, ensure_ascii=False)),
     st.sampled_from(['{"a": 1.0, "a": 2}', '{"a":1E5}', "{", "[1]", "", '"x"', '{"\\u00e9": "\\ud800"}', '{"a": NaN}']),
+    st.sampled_from(['{"a": 1e999}', '{"a": [-1E400, 1]}']),  # numbers that no float holds
 )
 ids = st.none() | st.sampled_from(["call_1", "call00000", "functions.f:0"])
 
@@ -86,6 +87,34 @@ def test_refusals() -> None:
             from_openai([{"role": "assistant", "tool_calls": wrong}])
     with pytest.raises(ValueError, match="message 0 is a tool's result"):
         to_openai([{"role": "tool", "content": "x"}])
+
+
+def call(identifier: Any, arguments: Any = "{}") -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": identifier, "function": {"name": "f", "arguments": arguments}}]}
+
+
+def test_wrong_messages_are_named_by_their_place() -> None:
+    for convert in (to_openai, from_openai):
+        with pytest.raises(ValueError, match="message 1 must be a mapping"):
+            convert([{"role": "user", "content": "x"}, "x"])  # type: ignore[list-item]
+    for value in ({1, 2}, {"a": {1, 2}}, {"a": b"x"}, {"a": float("nan")}, {"a": 10**5000}):
+        with pytest.raises(ValueError, match="message 0 has arguments that JSON does not have"):
+            to_openai([call("1", value)])
+    with pytest.raises(ValueError, match="message 0 has a call whose id is no text"):
+        to_openai([call([1])])
+
+
+def test_an_id_may_be_used_again_in_a_later_turn() -> None:
+    """Kimi numbers the calls of each turn anew."""
+    turn = call("functions.f:0")
+    named = {"role": "tool", "tool_call_id": "functions.f:0", "content": "a"}
+    bare = {"role": "tool", "content": "b"}
+    assert to_openai([turn, named, turn, bare]) == [turn, named, turn, {**bare, "tool_call_id": "functions.f:0"}]
+    two = {"role": "assistant", "tool_calls": [*turn["tool_calls"], *call("x")["tool_calls"]]}
+    last = {"role": "tool", "tool_call_id": "x", "content": "c"}
+    assert to_openai([turn, bare, two, last, bare])[-1]["tool_call_id"] == "functions.f:0"
+    with pytest.raises(ValueError, match="message 2 is a tool's result"):
+        to_openai([turn, named, bare])
 
 
 def test_deltas_in_the_shape_of_the_api() -> None:

@@ -29,7 +29,7 @@ from chat_tools.parsing.formats import find_format
 from chat_tools.parsing.grammar import Channels, Format, Json
 from chat_tools.parsing.preview import Preview
 from chat_tools.parsing.preview_tables import PreviewTables
-from chat_tools.parsing.result import Event, Kind, ParsedMessage
+from chat_tools.parsing.result import Event, Kind, ParsedMessage, Segment
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import TaggedReader
 
@@ -140,6 +140,13 @@ class StreamParser:
     def last_events(self) -> list[Event]:
         """Return what the end of the text settled; to be asked after `finish`."""
         return self._events()
+
+    def segments(self, first: int = 0) -> list[Segment]:
+        """Return what is settled so far, from the segment of this index on: the last one may still grow.
+
+        Segments that are all the prompt's are counted; they end where the text begins.
+        """
+        return self._recorder.segments(first)
 
     def _events(self) -> list[Event]:
         events, self._recorder.events = self._recorder.events, []

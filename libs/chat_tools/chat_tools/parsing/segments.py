@@ -148,6 +148,13 @@ class Recorder:
         if not self.silent:
             self.events.append(Retracted(text))
 
+    def segments(self, first: int) -> list[Segment]:
+        """Return the segments from the one of this index on; the last one may still grow."""
+        places = [0, *self._ends][first : len(self._ends)]
+        columns = (places, self._ends[first:], self._inner_starts[first:], self._inner_ends[first:])
+        rows = zip(self._kinds[first:], *map(self._shifted, columns), strict=True)
+        return [Segment(*row) for row in rows]
+
     def message(self, text: str, operations: int) -> ParsedMessage:
         """Put the result together; `text` is all of it, with what stands before the offset."""
         assert self.cursor == len(text), "every character is taken"

@@ -3,30 +3,35 @@
     vllm serve MODEL --enable-auto-tool-choice --tool-parser-plugin FILE --tool-call-parser tessera_hermes
 
 FILE is this one, and chat_tools has to be installed beside vLLM. A call is streamed as it comes: its name first, then
-its arguments, whose deltas add up to the JSON text that the whole gives. In a whole answer malformed text is content,
-but for a closing marker that closes nothing. The parser reads what vLLM's reasoning parser leaves over, so no block of
-reasoning is open.
+its arguments, whose deltas add up to the JSON text that the whole gives. Malformed text is content, and a stream says
+what the whole answer says (answer_content.py). What was told of a call that breaks off cannot be taken back: it stays
+with the client, and its arguments are no JSON. The parser reads what vLLM's reasoning parser leaves over; without one
+(`--reasoning-parser`) thoughts are content with their markers, as vLLM has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from vllm.entrypoints.generate.base.protocol import (
-    DeltaFunctionCall,
-    DeltaMessage,
-    DeltaToolCall,
-    ExtractedToolCallInformation,
-    FunctionCall,
-    ToolCall,
-)
 from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 
 from chat_tools.parsing.formats import FORMATS
 from chat_tools.parsing.grammar import Format
-from chat_tools.parsing.parser import StreamParser, parse
-from chat_tools.parsing.result import ArgumentsDelta, CallStarted, Event, ParsedMessage, TextDelta, joined_text
+from chat_tools.parsing.parser import StreamParser
+from chat_tools.parsing.result import ArgumentsDelta, CallStarted, Event
+from chat_tools.serving.answer_content import AnswerContent
+
+try:
+    from vllm.entrypoints.generate.base import protocol
+except ModuleNotFoundError:
+    try:  # vLLM 0.26
+        from vllm.entrypoints.openai.engine import protocol
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "this vLLM keeps its messages where neither 0.32 nor 0.26 does: install a version between these "
+            "(pip install vllm==0.32.0), with which the plug-in was tried"
+        ) from error
 
 PREFIX = "tessera_"
 
@@ -39,8 +44,7 @@ class FormatToolParser(ToolParser):
     def __init__(self, tokenizer: Any, tools: Any = None) -> None:
         super().__init__(tokenizer, tools)
         self._stream: StreamParser | None = None
-        self._blank = ""  # white space that is content only if more content follows
-        self._begun = False  # whether content was sent
+        self._content: AnswerContent | None = None
 
     def adjust_request(self, request: Any) -> Any:
         """Let the format's markers through: many are special tokens, which vLLM would leave out of the text."""
@@ -49,15 +53,20 @@ class FormatToolParser(ToolParser):
             request.skip_special_tokens = False
         return request
 
-    def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
-        """Take a whole answer apart."""
-        message = parse(model_output, self.format, self._schemas(request), prefill="")
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        """Take a whole answer apart, into vLLM's `ExtractedToolCallInformation`."""
+        stream = self._begin(request)
+        content = AnswerContent(self.format, stream)
+        stream.feed(model_output)
+        message = stream.finish()
         calls = [
-            ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments), **_named(call.id))
+            protocol.ToolCall(
+                function=protocol.FunctionCall(name=call.name, arguments=call.arguments), **_named(call.id)
+            )
             for call in message.tool_calls
         ]
-        content = self._content(message) or None
-        return ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=content)
+        found = content.settled(model_output) if calls else model_output
+        return protocol.ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=found or None)
 
     def extract_tool_calls_streaming(
         self,
@@ -68,69 +77,58 @@ class FormatToolParser(ToolParser):
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
         request: Any,
-    ) -> DeltaMessage | None:
-        """Take the next piece of an answer."""
+    ) -> Any:
+        """Take the next piece of an answer: vLLM's `DeltaMessage`, or None where there is nothing to say yet."""
         del current_text, previous_token_ids, current_token_ids, delta_token_ids
-        if self._stream is None:
-            self._stream = StreamParser(self.format, self._schemas(request), prefill="")
+        if self._stream is None or self._content is None:
+            self._stream = self._begin(request)
+            self._content = AnswerContent(self.format, self._stream)
             self._stream.feed(previous_text)
-        content = ""
-        calls: list[DeltaToolCall] = []
-        for event in self._stream.feed(delta_text):
-            content += event.text if isinstance(event, TextDelta) else ""
-            for call in self._told(event):
-                if calls and calls[-1].index == call.index:  # one entry a call, as vLLM's own parsers give
-                    calls[-1].function.arguments += call.function.arguments
-                else:
-                    calls.append(call)
-        content = self._trimmed(content, bool(self.prev_tool_call_arr))
-        if not content and not calls:
+            self._content.settled(previous_text)
+            # vLLM asks such parsers alone for the end of a stream. One that is so from the beginning is given no
+            # earlier text, without which vLLM cannot stream the calls of `tool_choice="required"`.
+            self.engine_based_streaming = True
+        events = self._stream.feed(delta_text)
+        return self._delta(self._content.settled(delta_text), events)
+
+    def finish_streaming(self) -> Any:
+        """End the answer, and return what was held back."""
+        if self._stream is None or self._content is None:
             return None
-        return DeltaMessage(content=content or None, tool_calls=calls)
+        self._stream.finish()
+        return self._delta(self._content.settled() + self._content.rest(), self._stream.last_events())
 
-    def _content(self, message: ParsedMessage) -> str:
-        """The content of a whole answer, with the blanks that end its last line: most parsers of vLLM do so."""
-        closes = {close for _, close in (*self.format.calls, *filter(None, [self.format.section]))}
-        text = message.text
-        told = [  # a closing marker that closes nothing is no text
-            s for s in message.segments if s.kind != "malformed" or text[s.start : s.end].strip() not in closes
-        ]
-        content = joined_text(text, told, ("content", "malformed"))
-        every = "".join([text[s.inner_start : s.inner_end] for s in told if s.kind in ("content", "malformed")])
-        blanks = every[len(every.rstrip()) :].partition("\n")[0]
-        return content + blanks if content and not content[-1].isspace() else content
-
-    def _trimmed(self, text: str, after_call: bool) -> str:
-        """The content to send now: a line's end waits for more, so that a stream gives what the whole answer gives."""
-        text = self._blank + text
-        if after_call and not self._begun:
-            text = text.lstrip()
-        end = len(text.rstrip())
-        if end or self._begun:
-            end += len(text[end:].partition("\n")[0])
-        self._blank = text[end:]
-        self._begun = self._begun or end > 0
-        return text[:end]
-
-    def _schemas(self, request: Any) -> list[dict[str, Any]]:
-        """The tools of the request; where it has none, those that the parser was made with."""
+    def _begin(self, request: Any) -> StreamParser:
+        """A parser with the tools of the request; if it has none, those that this one was made with."""
         tools = getattr(request, "tools", None) or self.tools or ()
-        return [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
+        schemas = [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
+        return StreamParser(self.format, schemas, prefill="")
 
-    def _told(self, event: Event) -> list[DeltaToolCall]:
+    def _delta(self, content: str, events: Iterable[Event]) -> Any:
+        calls: list[Any] = []
+        for event in events:
+            call = self._told(event)
+            if call is not None and calls and calls[-1].index == call.index:  # one entry a call, as vLLM's parsers give
+                calls[-1].function.arguments += call.function.arguments
+            elif call is not None:
+                calls.append(call)
+        return protocol.DeltaMessage(content=content or None, tool_calls=calls) if content or calls else None
+
+    def _told(self, event: Event) -> Any:
         """The delta of an event; `prev_tool_call_arr` tells vLLM which calls there were and what was sent of them."""
         if isinstance(event, CallStarted):
             self.current_tool_id = event.number
             self.prev_tool_call_arr.append({"name": event.name, "arguments": ""})
             self.streamed_args_for_tool.append("")
-            function = DeltaFunctionCall(name=event.name, arguments="")
-            identifier = event.id or ToolCall(function=FunctionCall(name=event.name, arguments="")).id
-            return [DeltaToolCall(index=event.number, id=identifier, type="function", function=function)]
+            function = protocol.DeltaFunctionCall(name=event.name, arguments="")
+            made = protocol.ToolCall(function=protocol.FunctionCall(name=event.name, arguments="")).id
+            return protocol.DeltaToolCall(index=event.number, id=event.id or made, type="function", function=function)
         if isinstance(event, ArgumentsDelta):
             self.streamed_args_for_tool[event.number] += event.text
             self.prev_tool_call_arr[event.number]["arguments"] = self.streamed_args_for_tool[event.number]
-            return [DeltaToolCall(index=event.number, function=DeltaFunctionCall(arguments=event.text))]
-        return []
+            function = protocol.DeltaFunctionCall(arguments=event.text)
+            return protocol.DeltaToolCall(index=event.number, function=function)
+        return None
 
 
 def _named(identifier: str | None) -> dict[str, str]:

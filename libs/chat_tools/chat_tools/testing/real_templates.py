@@ -57,7 +57,13 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI,
     "qwen": _CHATML,
     "smolvlm": _UTTERANCE,
-    "tool_chat_template_mistral": Family(("</s>",), ("</s>",)),  # vLLM's examples
+    # vLLM's examples
+    "tool_chat_template_hunyuan_a13b": Family(("<|eos|>",), ("<|eos|>",), "<|startoftext|>"),
+    "tool_chat_template_internlm2_tool": Family(("</s>", "<|im_end|>"), ("<|im_end|>",)),
+    "tool_chat_template_llama4_pythonic": Family(("<|eot|>", "<|eom|>"), ("<|eot|>",), "<|begin_of_text|>"),
+    "tool_chat_template_mistral": Family(("</s>",), ("</s>",)),
+    "tool_chat_template_phi4_mini": Family(("<|endoftext|>", "<|end|>"), ("<|end|>",)),
+    "tool_chat_template_xlam_llama": Family(("<|eot_id|>", "<|end_of_text|>"), ("<|eot_id|>",), "<|begin_of_text|>"),
 }
 
 _SPECIAL = re.compile(
