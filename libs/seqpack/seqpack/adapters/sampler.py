@@ -54,7 +54,9 @@ class PackedBatchSampler:
         self.rank, self.shuffle, self.seed, self.drop_last = rank, shuffle, seed, drop_last
         self.window = check_positive_int(window, "window")
         if cost is not None and not callable(cost) and len(check_costs(cost, "cost")) != len(self.lengths):
-            raise ValueError(f"cost has {len(cost)} numbers for {len(self.lengths)} samples: one a sample, or a function")
+            raise ValueError(
+                f"cost has {len(cost)} numbers for {len(self.lengths)} samples: one a sample, or a function"
+            )
         self.cost, self.align, self.bucket = cost, align, frozen_bucket(bucket)
         check_aligned(self.lengths, align, usable_capacity(self.max_tokens, align, bucket))
         if len(self.lengths) < self.world_size:

@@ -133,7 +133,9 @@ class PackedStream(IterableDataset[list[Sample]]):
         """Let the next iteration go on where the state was taken; `{"rows": n}` alone packs anew up to there."""
         rows = state.get("rows")
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-            raise ValueError(f"a state of PackedStream has 'rows', how many rows of this rank were trained, not {rows!r}")
+            raise ValueError(
+                f"a state of PackedStream has 'rows', how many rows of this rank were trained, not {rows!r}"
+            )
         if "taken" in state or "settings" in state:
             self._check_settings(state.get("settings", {}))
         self._loaded = dict(state)

@@ -224,9 +224,7 @@ def test_a_state_holds_for_any_rank_where_all_read_the_same() -> None:
     other.load_state_dict(given_state(rank=0, world_size=2))
     assert [numbers(row) for row in other] == whole[2:]
     with pytest.raises(ValueError, match="rank=0, this one has 1"):
-        fresh(rank=1, world_size=2, shard="samples").load_state_dict(
-            given_state(rank=0, world_size=2, shard="samples")
-        )
+        fresh(rank=1, world_size=2, shard="samples").load_state_dict(given_state(rank=0, world_size=2, shard="samples"))
 
 
 def test_a_state_that_only_workers_know_is_refused() -> None:
@@ -281,5 +279,5 @@ def test_a_rank_without_a_row_is_an_error(workers: int) -> None:
 
 @pytest.mark.parametrize("sample", [{"text": "x"}, [1, 2], {"input_ids": None, "text": "x"}])
 def test_a_sample_without_tokens_is_named(sample: Any) -> None:
-    with pytest.raises(ValueError, match="sample 1 of the source has no input_ids, only (text|list|input_ids, text)"):
+    with pytest.raises(ValueError, match=r"sample 1 of the source has no input_ids, only (text|list|input_ids, text)"):
         list(PackedStream([{"input_ids": [1]}, sample], 16))
