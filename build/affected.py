@@ -3,6 +3,10 @@
 A test runs again where one of the files is among what it needs, directly or not, by the rules as Bazel reads them; no
 package is installed for it. `--base REV` compares with a revision instead of the last commit; `--list` prints the
 tests. Without a file, or with `--each`, the tests are counted for each changed file.
+
+A BUILD file counts for all of its package. What every target is made by (a .bzl file, a lock, the workspace, an option
+of Bazel) may rerun everything: which tests do, only a run tells. A deleted file counts by the rule that names it still,
+or by the package that it was in.
 """
 
 import argparse
@@ -11,7 +15,21 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
+
+FOR_ALL = frozenset(
+    [
+        "WORKSPACE",
+        "WORKSPACE.bazel",
+        "MODULE.bazel",
+        ".bazelrc",
+        ".bazelignore",
+        ".bazelversion",
+        "bazelw",
+        "build/install_hub.py",
+    ]
+)
 
 
 def output(command: list[str]) -> str:
@@ -22,15 +40,19 @@ def output(command: list[str]) -> str:
     return done.stdout
 
 
-def changed(base: str) -> list[str]:
-    """Files that differ from a revision, with those that git does not know yet."""
-    known = output(["git", "diff", "--name-only", "--diff-filter=d", base])
-    return [*known.splitlines(), *output(["git", "ls-files", "--others", "--exclude-standard"]).splitlines()]
+def changed(base: str) -> list[tuple[str, bool]]:
+    """Files that differ from a revision, with those that git does not know yet; and whether each was deleted."""
+    fields = output(["git", "diff", "--name-status", "--no-renames", "-z", base]).split("\0")[:-1]
+    new = output(["git", "ls-files", "--others", "--exclude-standard", "-z"]).split("\0")[:-1]
+    known = [(name, status == "D") for status, name in zip(fields[::2], fields[1::2], strict=True)]
+    return [*known, *((name, False) for name in new)]
 
 
-def inside(root: Path, file: Path) -> str:
+def inside(root: Path, file: Path, deleted: Collection[str] = ()) -> str:
     """The name of a file under the root. SystemExit: there is none, and "no test depends on it" would mislead."""
     found = file.resolve()
+    if found.is_relative_to(root) and found.relative_to(root).as_posix() in deleted:
+        return found.relative_to(root).as_posix()
     if not found.is_file() or not found.is_relative_to(root):
         sys.exit(f"{file}: no such file under {root}")
     return found.relative_to(root).as_posix()
@@ -45,10 +67,11 @@ def label(file: str, packages: set[str]) -> str | None:
     return None
 
 
-def build_packages() -> set[str]:
-    """The folders with a BUILD file."""
-    files = output(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*BUILD.bazel"])
-    return {"" if (folder := Path(name).parent.as_posix()) == "." else folder for name in files.splitlines()}
+def build_packages(deleted: Collection[str]) -> set[str]:
+    """The folders with a BUILD file, now or before it was deleted."""
+    files = output(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*BUILD.bazel"]).splitlines()
+    files += [name for name in deleted if Path(name).name == "BUILD.bazel"]
+    return {"" if (folder := Path(name).parent.as_posix()) == "." else folder for name in files}
 
 
 class Graph:
@@ -57,8 +80,10 @@ class Graph:
     def __init__(self, xml: str) -> None:
         self.needed_by: dict[str, set[str]] = defaultdict(set)
         self.tests: set[str] = set()
+        self.rules: set[str] = set()
         for rule in ET.fromstring(xml).iter("rule"):
             name = rule.attrib["name"]
+            self.rules.add(name)
             if rule.attrib["class"].endswith("_test"):
                 self.tests.add(name)
             for need in rule.iter("rule-input"):
@@ -73,6 +98,35 @@ class Graph:
             todo += new
         return seen & self.tests
 
+    def of_package(self, package: str) -> list[str]:
+        """The labels in a package that a rule has or needs."""
+        return [name for name in self.rules | set(self.needed_by) if name.startswith(f"//{package}:")]
+
+
+def is_for_all(file: str) -> bool:
+    """Whether every target is made by it: rules, locks, what reads them, the workspace, Bazel's options and version."""
+    path = Path(file)
+    in_third_party = path.parts[0] == "third_party" and path.suffix != ".md"
+    return path.suffix in (".bzl", ".bazelrc") or file in FOR_ALL or file.startswith("build/locks/") or in_third_party
+
+
+def rerun(graph: Graph, file: str, packages: set[str], deleted: bool = False) -> tuple[set[str], bool]:
+    """The tests that a changed file reruns, and whether these are all that there are because nothing narrower is known.
+
+    `packages`: the folders with a BUILD file, those that are deleted included.
+    """
+    if is_for_all(file):
+        return graph.tests, True
+    if Path(file).name in ("BUILD", "BUILD.bazel"):
+        folder = Path(file).parent.as_posix()
+        found = graph.affected(graph.of_package("" if folder == "." else folder))
+        return (found, False) if found else (graph.tests, True)
+    name = label(file, packages)
+    if name is None:
+        return set(), False
+    gone = deleted and name not in graph.needed_by  # a glob had it, or the BUILD file is changed with it
+    return graph.affected(graph.of_package(name[2:].partition(":")[0]) if gone else [name]), False
+
 
 def main() -> None:
     """Print the counts."""
@@ -85,17 +139,20 @@ def main() -> None:
     here = Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
     root = Path(os.environ.get("BUILD_WORKSPACE_DIRECTORY", ".")).resolve()
     os.chdir(root)
-    files = [inside(root, here / name) for name in args.files] or changed(args.base)
-    packages = build_packages()
-    labels = {file: found for file in files if (found := label(file, packages))}
+    since = changed(args.base)
+    deleted = {name for name, gone in since if gone}
+    files = [inside(root, here / name, deleted) for name in args.files] or [name for name, _ in since]
     graph = Graph(output(["./bazelw", "query", "--noshow_progress", "--output=xml", "//..."]))
-    if args.each or not args.files:
-        for file, found in labels.items():
-            print(f"{len(graph.affected([found])):5d}  {file}")
-    tests = graph.affected(list(labels.values()))
+    packages = build_packages(deleted)
+    tests: set[str] = set()
+    for file in files:
+        found, for_all = rerun(graph, file, packages, file in deleted)
+        tests |= found
+        if args.each or not args.files or for_all:
+            print(f"{len(found):5d}  {file}{' (may rerun everything)' if for_all else ''}")
     if args.list:
         print("\n".join(sorted(tests)))
-    named = ", ".join(labels) if len(labels) < 4 else f"{len(labels)} files"
+    named = ", ".join(files) if len(files) < 4 else f"{len(files)} files"
     print(f"{len(tests)} of {len(graph.tests)} tests depend on {named}")
 
 

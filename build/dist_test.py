@@ -13,6 +13,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from shipped import files
 
 HERE = Path(__file__).absolute().parent
 ROOT = HERE.parent
@@ -29,9 +30,8 @@ def built(library: str, end: str) -> Path:
 
 
 def sources(library: str) -> set[str]:
-    """Its files, by their paths below its folder."""
-    folder = ROOT / "libs" / library
-    return {str(path.relative_to(folder)) for path in (folder / library).rglob("*") if path.is_file()}
+    """Its files that are shipped, by their paths below its folder."""
+    return files(ROOT, library)[0]
 
 
 def metadata(wheel: zipfile.ZipFile) -> Message:
@@ -82,7 +82,9 @@ def test_built_elsewhere_in_another_order_it_has_the_same_bytes(kind: str, tmp_p
     library = "chat_tools"
     first = built(library, ".whl" if kind == "wheel" else ".tar.gz")
     copies = []
-    for name in sorted(sources(library) | {"pyproject.toml", "README.md"}):
+    shipped, left_out = files(ROOT, library)
+    assert left_out  # what the build has to leave out wherever it lies
+    for name in sorted(shipped | left_out | {"pyproject.toml", "README.md"}):
         copy = tmp_path / "elsewhere" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / "libs" / library / name).read_bytes())

@@ -43,7 +43,8 @@ def test_a_tree_without_a_fault_has_no_complaint(tmp_path: Path) -> None:
 
 
 PLANTED = [
-    ("libs/a/README.md", "x\n" * 60, "libs/a/README.md: 67 lines, more than 60"),
+    ("libs/a/README.md", "x\n" * 60, "libs/a/README.md: 68 lines on a screen of 160 columns, more than 60"),
+    ("libs/a/README.md", f"| {'x' * 160 * 52} |\n", "libs/a/README.md: 61 lines on a screen of 160 columns, more than 60"),
     ("libs/a/README.md", "z" * 161, "libs/a/README.md:8: 161 characters, more than 160"),
     ("docs/new.md", "x\n", "docs/new.md: linked from no README and not from docs/architecture.md"),
     ("docs/status.md", "[gone](gone.md#x)\n", "docs/status.md: gone.md#x leads nowhere"),

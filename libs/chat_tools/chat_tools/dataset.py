@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chat_tools.extras import asked
 from chat_tools.rendering.render import render
 from chat_tools.rendering.template import template_errors
 
@@ -128,7 +129,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError("parquet files need pyarrow: pip install 'tessera-chat-tools[data]'") from error
+        raise ValueError(asked("parquet files need pyarrow", "data")) from error
     number = 0
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
@@ -289,7 +290,7 @@ def write_parquet(examples: Iterable[Example], path: str | Path, rows_a_group: i
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError("parquet files need pyarrow: pip install 'tessera-chat-tools[data]'") from error
+        raise ValueError(asked("parquet files need pyarrow", "data")) from error
     integers, booleans = pa.list_(pa.int32()), pa.list_(pa.bool_())
     schema = pa.schema([("row", pa.int64()), ("input_ids", integers), ("loss_mask", booleans)])
     count = 0

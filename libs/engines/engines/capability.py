@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from engines.config import EngineConfig
+from engines.extras import asked
 from seqpack.capability import No as No
 from seqpack.capability import Yes as Yes
 
@@ -112,7 +113,7 @@ def supports(config: EngineConfig, feature: str) -> Yes | No:
 
 def _megatron() -> Yes | No:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return No("megatron-core is not installed: pip install megatron-core==0.16.1")
+        return No(asked("megatron-core is not installed", "megatron"))
     return MEGATRON["cpu"]
 
 

@@ -160,7 +160,7 @@ def test_a_backend_that_is_not_installed_is_a_no(monkeypatch: pytest.MonkeyPatch
     answer = supports(EngineConfig(), "megatron")
     assert not answer
     assert isinstance(answer, No)
-    assert "pip install megatron-core==" in answer.reason
+    assert "pip install 'tessera-engines[megatron]'" in answer.reason
     with pytest.raises(ValueError, match="megatron is not supported: megatron-core is not installed"):
         refuse_unsupported(EngineConfig(backend="megatron"))
 

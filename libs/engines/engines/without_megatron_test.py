@@ -24,7 +24,7 @@ def without() -> None:
     built = build_engine(EngineConfig(device="cpu"), tiny_model("moe"))
     assert built.train_batch(tiny_batch([5, 3]), SFT())["loss"] > 0
     assert not supports(EngineConfig(backend="megatron"), "megatron")
-    with pytest.raises(ValueError, match="megatron-core is not installed: pip install megatron-core"):
+    with pytest.raises(ValueError, match=r"megatron-core is not installed: pip install 'tessera-engines\[megatron\]'"):
         build_engine(EngineConfig(backend="megatron", device="cpu"), tiny_model("moe"))
     assert not [name for name in sys.modules if name.startswith(("engines.megatron", "megatron."))]
 

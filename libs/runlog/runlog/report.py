@@ -11,10 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from runlog.extras import asked
+
 try:
     import jinja2
 except ImportError as error:
-    raise ImportError('the report needs jinja2: pip install "tessera-runlog[report]"') from error
+    raise ImportError(asked("the report needs jinja2", "report")) from error
 
 from runlog import store
 from runlog.curves import charts, headline, series, unchanged

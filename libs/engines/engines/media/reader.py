@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+
+from engines.extras import asked
+
+try:
+    from PIL import Image, UnidentifiedImageError
+except ImportError as error:
+    raise ImportError(asked("pictures are read with pillow", "images")) from error
 
 FILE = "preprocessor_config.json"
 _BASE64 = ";base64,"

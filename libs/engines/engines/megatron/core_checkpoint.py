@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from engines.devices.adaptations import Adaptation, Patch, applied
+from engines.extras import asked
 from engines.megatron.adapted import VERSIONS, adapted
 from engines.megatron.executor import MegatronExecutor
 from engines.megatron.parameters import zero_padding
@@ -54,7 +55,7 @@ def save_core_checkpoint(engine: TrainEngine, directory: str | Path) -> None:
     """
     executor = _executor(engine)
     if not getattr(filesystem_async, "HAVE_PSUTIL", True):  # its writer would end without a word, and be waited for
-        raise ValueError("megatron-core writes checkpoints with psutil, which is not installed: pip install psutil")
+        raise ValueError(asked("megatron-core writes checkpoints with psutil, which is not installed", "megatron"))
     if dist.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
     dist.barrier(executor.groups.world)

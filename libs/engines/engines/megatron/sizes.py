@@ -6,6 +6,7 @@ from typing import Any
 
 from engines.capability import No, Yes
 from engines.config import EngineConfig
+from engines.extras import asked
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.stages import StageSizes
 
@@ -159,7 +160,7 @@ def _family(text: Any) -> str | None:
     if text.model_type not in known:
         return f"{text.model_type!r} has no Megatron layer specification, only {', '.join(known)} have one"
     if text.model_type in MBRIDGED and (found := _installed("mbridge")) != MBRIDGE:
-        wanted = f"weights of {text.model_type!r} go by mbridge's tables: pip install mbridge=={MBRIDGE} einops"
+        wanted = asked(f"weights of {text.model_type!r} go by the tables of mbridge {MBRIDGE}", "mbridge")
         return wanted if found is None else f"{wanted} (mbridge {found} has not been run)"
     for switch in ("attention_bias", "mlp_bias"):
         if getattr(text, switch, False):

@@ -26,7 +26,13 @@ from engines.build import build_engine
 from engines.config import EngineConfig
 from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch, tiny_model
-from objectives import SFT
+
+try:
+    from objectives import SFT
+except ImportError as error:
+    raise ImportError(
+        "runs are compared by a loss of tessera-objectives: pip install ./libs/seqpack ./libs/objectives of a checkout"
+    ) from error
 
 LENGTHS = (7, 3, 12, 5, 9, 2, 14, 6)
 WORLDS = (1, 2, 4)

@@ -1,6 +1,6 @@
 """Gymnasium's environments in words: `GymnasiumTask("FrozenLake-v1", actions=(...))` is an environment factory.
 
-Needs the package `gymnasium`. What is played must speak: render as "ansi", or observe text (or small numbers); its
+Needs the extra `gymnasium`. What is played must speak: render as "ansi", or observe text (or small numbers); its
 actions are text, or a choice among a few (a `Discrete` space).
 """
 
@@ -9,8 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import gymnasium
-from gymnasium.spaces import Discrete, Text
+from rollout.extras import asked
+
+try:
+    import gymnasium
+    from gymnasium.spaces import Discrete, Text
+except ImportError as error:
+    raise ImportError(asked("Gymnasium's environments need gymnasium", "gymnasium")) from error
 
 from rollout.environments.blocking import call
 from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score

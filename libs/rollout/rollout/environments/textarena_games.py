@@ -1,6 +1,6 @@
 """TextArena's single-player games: `TextArenaTask("TowerOfHanoi-v0")` is an environment factory.
 
-Needs the package `textarena`. Games that download their words (Wordle, Hangman, ...) are not for machines without a
+Needs the extra `textarena`. Games that download their words (Wordle, Hangman, ...) are not for machines without a
 network; Hanoi, FrozenLake, Mastermind, Sokoban and Minesweeper need nothing.
 """
 
@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import textarena
+from rollout.extras import asked
+
+try:
+    import textarena
+except ImportError as error:
+    raise ImportError(asked("TextArena's games need textarena", "textarena")) from error
 
 from rollout.environments.blocking import call
 from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score

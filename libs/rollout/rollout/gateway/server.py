@@ -22,6 +22,8 @@ import uuid
 from collections.abc import Iterator
 from functools import partial
 
+from rollout.extras import asked
+
 try:
     import uvicorn
     from starlette.applications import Starlette
@@ -30,7 +32,7 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ImportError as error:
-    raise ImportError("the gateway needs starlette and uvicorn: pip install 'tessera-rollout[gateway]'") from error
+    raise ImportError(asked("the gateway needs starlette and uvicorn", "gateway")) from error
 
 from rollout.chat import Chat
 from rollout.engine import RolloutEngine, Sampling

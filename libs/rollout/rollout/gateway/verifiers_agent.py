@@ -1,6 +1,6 @@
 """Environments of `verifiers` 0.4 (its v1 API: Taskset, Task, Harness, Agent, Env), played through a gateway.
 
-Needs the package `verifiers`. Its default harnesses fetch uv and packages, and its default runtime is remote: here the
+Needs the extra `verifiers`. Its default harnesses fetch uv and packages, and its default runtime is remote: here the
 program of an agent is either `InProcessHarness`, a chat loop in this process, or `ProgramHarness`, verifiers' own chat
 program in its subprocess runtime, run by this Python. Neither needs a network; the tools of a task are its MCP servers,
 which verifiers starts on this machine.
@@ -22,18 +22,23 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import verifiers.v1 as vf
-from openai import AsyncOpenAI
-from verifiers.v1.configs.agent import resolve_agent
-from verifiers.v1.configs.harness import HarnessConfig
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.episode import EnvInfo
-from verifiers.v1.episode import Episode as VerifiersEpisode
-from verifiers.v1.harnesses.null import NullHarness
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-from verifiers.v1.mcp.launch import serve_shared
-from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
-from verifiers.v1.trace import TraceTask
+from rollout.extras import asked
+
+try:
+    import verifiers.v1 as vf
+    from openai import AsyncOpenAI
+    from verifiers.v1.configs.agent import resolve_agent
+    from verifiers.v1.configs.harness import HarnessConfig
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.episode import EnvInfo
+    from verifiers.v1.episode import Episode as VerifiersEpisode
+    from verifiers.v1.harnesses.null import NullHarness
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+    from verifiers.v1.mcp.launch import serve_shared
+    from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
+    from verifiers.v1.trace import TraceTask
+except ImportError as error:
+    raise ImportError(asked("environments of verifiers need it", "verifiers")) from error
 
 from rollout.chat import Chat
 from rollout.engine import RolloutEngine, Sampling

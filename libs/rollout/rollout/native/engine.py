@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollout.extras import asked
+
 try:
     import transformers  # noqa: F401  what the decoders below are made of
 except ImportError as error:
-    raise ImportError("the native engine needs transformers: pip install 'tessera-rollout[native]'") from error
+    raise ImportError(asked("the native engine needs transformers", "native")) from error
 
 from rollout.capability import NATIVE, feature_of
 from rollout.config import KEEP_TOKENS, Admission, DecoderChoice, OnCommit

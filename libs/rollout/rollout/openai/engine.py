@@ -13,10 +13,12 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from rollout.extras import asked
+
 try:
     import httpx2
 except ImportError as error:
-    raise ImportError("the openai engine needs httpx2: pip install 'tessera-rollout[openai]'") from error
+    raise ImportError(asked("the openai engine needs httpx2", "openai")) from error
 
 from rollout.capability import feature_of
 from rollout.config import RolloutConfig

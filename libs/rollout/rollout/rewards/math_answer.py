@@ -1,6 +1,6 @@
 r"""Rewards for answers in mathematics: \boxed{\frac{1}{2}} is 0.5, and \boxed{18\text{ dollars}} is 18.
 
-math-verify (an extra: `rollout[math]`) decides, in processes of its own that can be ended; see `math_worker`.
+math-verify (the extra `tessera-rollout[math]`) decides, in processes of its own that can be ended; see `math_worker`.
 """
 
 import json
@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rollout.environments.environment import Reply
+from rollout.extras import asked
 from rollout.failure import EpisodeFailed
 from rollout.rewards.boxed import boxed
 from rollout.tools.tool import ToolResult
@@ -44,7 +45,7 @@ class MathChecker:
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
         if find_spec("math_verify") is None:
-            raise ValueError("math rewards need math-verify: pip install math-verify")
+            raise ValueError(asked("math rewards need math-verify", "math"))
         self.timeout = timeout
         self._free = threading.Semaphore(processes)
         self._idle: list[_Process] = []

@@ -224,5 +224,5 @@ def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="timeout must be more than 0"):
         MathChecker(timeout=0)
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install math-verify"):
+    with pytest.raises(ValueError, match=r"pip install 'tessera-rollout\[math\]'"):
         MathChecker()

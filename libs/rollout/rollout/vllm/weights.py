@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rollout.extras import asked
+
 try:
     from safetensors import safe_open
 except ImportError as error:
-    raise ImportError("the vLLM engine reads safetensors files: pip install 'tessera-rollout[vllm]'") from error
+    raise ImportError(asked("the vLLM engine reads safetensors files", "vllm")) from error
 
 from rollout.sync.pieces import BucketPiece
 from rollout.sync.staging import WeightStaging

@@ -20,13 +20,15 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, get_args
 
+from rollout.extras import asked
+
 try:
     import ray
     from ray.exceptions import ActorUnavailableError, RayActorError, RayError
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ImportError("samplers on a Ray cluster need ray: pip install 'tessera-rollout[ray]'") from error
+    raise ImportError(asked("samplers on a Ray cluster need ray", "ray")) from error
 
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket

@@ -23,7 +23,8 @@ class PackedCollator:
 
     A sample is a mapping with `input_ids` (l tokens, no padding) and, where not all tokens are trained, `labels` (l,
     -100 where not) or masks (`loss_mask`, `assistant_masks`, `completion_mask`; all that are given must hold). Its
-    `position_ids`, (l,) or (axes, l), are kept; `length` and the columns named by `ignore` are left out.
+    `position_ids`, (l,) or (axes, l), are kept; `length` and the columns named by `ignore` are left out. A column that
+    is None is as one that is not there.
 
     The row: `input_ids`, `labels`, `position_ids` i64[1, T] (positions of several axes [axes, 1, T]), `seq_idx`
     i32[1, T] and the flash arguments `cu_seq_lens_q`, `cu_seq_lens_k` i32[n+1], `max_length_q`, `max_length_k`. Labels
@@ -70,8 +71,9 @@ class PackedCollator:
         return pack_sequences(rows, align=self.align, bucket=self.bucket, pad_values=pads)
 
     def _columns(self, index: int, sample: Sample) -> dict[str, Tensor]:
-        if "input_ids" not in sample:
-            raise ValueError(f"sample {index} has no input_ids, only {', '.join(map(str, sample))}")
+        if not isinstance(sample, Mapping) or sample.get("input_ids") is None:
+            found = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+            raise ValueError(f"sample {index} has no input_ids, only {found}")
         unknown = [key for key in sample if key not in _KNOWN and key not in self.ignore and key != "length"]
         if unknown:
             raise ValueError(
@@ -81,10 +83,11 @@ class PackedCollator:
         ids = _tensor(sample["input_ids"], "input_ids", index)
         if ids.ndim != 1 or len(ids) == 0:
             raise ValueError(f"input_ids of sample {index} is {tuple(ids.shape)}: it must be one or more tokens, (l,)")
-        if "attention_mask" in sample and not bool(_flags(sample, "attention_mask", index, ids).all()):
+        mask = sample.get("attention_mask")  # a column of None is none, as Hugging Face's datasets fill them
+        if mask is not None and not bool(_flags(sample, "attention_mask", index, ids).all()):
             raise ValueError(f"sample {index} is padded (attention_mask holds zeros): packing takes unpadded samples")
         columns = {"input_ids": ids, "labels": self._labels(index, sample, ids)}
-        if "position_ids" in sample:
+        if sample.get("position_ids") is not None:
             columns["position_ids"] = _tensor(sample["position_ids"], "position_ids", index)
         return columns
 
@@ -103,7 +106,7 @@ class PackedCollator:
 
 def _tensor(value: Any, key: str, index: int) -> Tensor:
     """i64: a list, an array or a tensor of whole numbers."""
-    tensor = torch.as_tensor(value)
+    tensor = _read(value, key, index)
     if tensor.numel() and tensor.is_floating_point():
         raise ValueError(f"{key} of sample {index} must be whole numbers, got {tensor.dtype}")
     return tensor.to(torch.int64)
@@ -111,7 +114,14 @@ def _tensor(value: Any, key: str, index: int) -> Tensor:
 
 def _flags(sample: Sample, key: str, index: int, ids: Tensor) -> Tensor:
     """bool[l]: a mask of the sample."""
-    mask = torch.as_tensor(sample[key])
+    mask = _read(sample[key], key, index)
     if mask.shape != ids.shape:
         raise ValueError(f"{key} of sample {index} has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
     return mask.to(torch.bool)
+
+
+def _read(value: Any, key: str, index: int) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises any of them, and names neither
+        raise ValueError(f"{key} of sample {index} is no list of numbers but {value!r:.60}: {error}") from error

@@ -147,11 +147,43 @@ def test_masks_choose_what_is_trained() -> None:
         ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask of sample 1"),
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "padded"),
         ({"input_ids": [1, 2], "text": "x"}, "'text'.*ignore"),
+        ({"input_ids": None}, "sample 1 has no input_ids"),
+        ([1, 2], "sample 1 has no input_ids, only list"),
+        ({"input_ids": "ab"}, "input_ids of sample 1 is no list of numbers"),
+        ({"input_ids": [1, None]}, "input_ids of sample 1 is no list of numbers"),
+        ({"input_ids": [1, 2], "loss_mask": [None, 1]}, "loss_mask of sample 1 is no list of numbers"),
     ],
 )
-def test_what_cannot_be_packed_is_named(sample: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_packed_is_named(sample: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackedCollator()([{"input_ids": [1, 2]}, sample])
+
+
+@pytest.mark.parametrize("key", ["labels", "loss_mask", "attention_mask", "position_ids"])
+def test_a_column_of_none_is_no_column(key: str) -> None:
+    plain, row = PackedCollator()([{"input_ids": [1, 2]}] * 2), PackedCollator()([{"input_ids": [1, 2], key: None}] * 2)
+    assert {name: str(value) for name, value in row.items()} == {name: str(value) for name, value in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fingerprint": None}, "'fingerprint' of a state of PackedBatchSampler is None"),
+        ({"rows": None}, "'rows' of a state"),
+        ({"rows": -1}, "'rows' of a state of PackedBatchSampler is -1"),
+        ({"rows": True}, "'rows' of a state"),
+        ({"epoch": None}, "'epoch' of a state"),
+        ({"epoch": -1}, "'epoch' of a state"),
+        ({"rows": 99}, "after row 99 of an epoch of 5 rows"),
+    ],
+)
+def test_a_state_that_no_sampler_gave_is_refused(change: dict[str, Any], message: str) -> None:
+    sampler = PackedBatchSampler(LENGTHS, 16)
+    whole = list(sampler)
+    state = {key: value for key, value in {**sampler.state_dict(), **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(state)
+    assert list(sampler) == whole, "a refused state changes nothing"
 
 
 def test_refusals() -> None:
@@ -165,6 +197,10 @@ def test_refusals() -> None:
         PackedBatchSampler(LENGTHS, 16, world_size=2, window=1)
     with pytest.raises(ValueError, match="rows must be in"):
         PackedBatchSampler(LENGTHS, 16).state_dict(99)
+    with pytest.raises(ValueError, match="cost has 2 numbers for 13 samples"):
+        PackedBatchSampler(LENGTHS, 16, cost=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"cost\[1\] must be finite"):
+        PackedBatchSampler([3, 4], 16, cost=[1.0, -2.0])
     with pytest.raises(ValueError, match="align"):
         PackedCollator(align=0)
     with pytest.raises(ValueError, match="a row is made of"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpack.planning.checks import check_lengths, check_positive_int
+from seqpack.planning.checks import check_costs, check_lengths, check_positive_int
 from seqpack.planning.geometry import check_aligned, frozen_bucket, usable_capacity
 from seqpack.planning.micro_batches import Cost, plan_micro_batches
 from seqpack.planning.plan_json import plan_hash
@@ -53,6 +53,10 @@ class PackedBatchSampler:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         self.rank, self.shuffle, self.seed, self.drop_last = rank, shuffle, seed, drop_last
         self.window = check_positive_int(window, "window")
+        if cost is not None and not callable(cost) and len(check_costs(cost, "cost")) != len(self.lengths):
+            raise ValueError(
+                f"cost has {len(cost)} numbers for {len(self.lengths)} samples: one a sample, or a function"
+            )
         self.cost, self.align, self.bucket = cost, align, frozen_bucket(bucket)
         check_aligned(self.lengths, align, usable_capacity(self.max_tokens, align, bucket))
         if len(self.lengths) < self.world_size:
@@ -75,7 +79,7 @@ class PackedBatchSampler:
     def steps(self) -> list[tuple[Row, ...]]:
         """The rows of this epoch: one a rank in each step."""
         if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = (self.epoch, self._plan())
+            self._planned = (self.epoch, self._plan(self.epoch))
         return self._planned[1]
 
     @property
@@ -118,17 +122,24 @@ class PackedBatchSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken, on any rank. ValueError for a state of other samples or settings."""
+        for key in ("epoch", "rows", "fingerprint"):
+            value = state.get(key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{key!r} of a state of PackedBatchSampler is {value!r}: hand what state_dict() gave")
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
                 "this state is of other samples, ranks or settings than this sampler's: make the sampler as it was "
                 "made then, or begin a new epoch"
             )
-        self.epoch, self._start = int(state["epoch"]), int(state["rows"])
-        self._yielded = self._start
+        planned = self._plan(state["epoch"])
+        if state["rows"] > len(planned):
+            raise ValueError(f"the state is after row {state['rows']} of an epoch of {len(planned)} rows")
+        self.epoch, self._planned = state["epoch"], (state["epoch"], planned)
+        self._start = self._yielded = state["rows"]
 
-    def _plan(self) -> list[tuple[Row, ...]]:
-        """The steps of this epoch, each with a row for every rank."""
-        rng = np.random.default_rng([self.seed, self.epoch])
+    def _plan(self, epoch: int) -> list[tuple[Row, ...]]:
+        """The steps of an epoch, each with a row for every rank."""
+        rng = np.random.default_rng([self.seed, epoch])
         count = len(self.lengths)
         order = rng.permutation(count).tolist() if self.shuffle else list(range(count))
         edges = [*range(0, count, self.window), count]

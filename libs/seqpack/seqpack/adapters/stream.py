@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from seqpack.adapters.workers import WorkersNews
 from seqpack.planning.checks import check_positive_int
 from seqpack.planning.geometry import aligned_length, frozen_bucket, usable_capacity
 from seqpack.planning.packing import pack
@@ -26,16 +27,19 @@ class PackedStream(IterableDataset[list[Sample]]):
     3. At the end of the source all that waits is given, the last row perhaps not full.
 
     Ranks and workers. `shard="rows"`: every one reads the whole source and takes each row whose turn is its own: all
-    ranks have the same number of rows (the last incomplete step is left out), and the rows of a rank do not depend on
-    how many workers there are. `shard="samples"`: every one reads each n-th sample and packs these alone, which costs
-    less reading; ranks may then differ in their number of rows. A source that is sharded already takes `world_size=1`.
+    ranks have the same number of rows (the last incomplete step is left out, `dropped` says how many samples), and the
+    rows of a rank do not depend on how many workers there are. `shard="samples"`: every one reads each n-th sample and
+    packs these alone, which costs less reading; ranks may then differ in their number of rows. A source that is sharded
+    already takes `world_size=1`.
 
-    State. `state_dict` holds what waits and how far the source was read; a source that has `state_dict` and
-    `load_state_dict` of its own is asked, any other is read again up to there. Workers keep their states to themselves:
-    under a plain DataLoader that has some, load `{"rows": n}` with the number of rows that this rank trained, and the
-    stream is packed anew up to there (`shard="rows"`). Each loaded state holds for the next iteration alone.
+    State. `state_dict` holds the settings, what waits and how far the source was read; a source that has `state_dict`
+    and `load_state_dict` of its own is asked, any other is read again up to there. Workers keep their states to
+    themselves: under a plain DataLoader that has some, `state_dict` is refused here; load `{"rows": n}` with the number
+    of rows that this rank trained, and the stream is packed anew up to there (`shard="rows"`). Each loaded state holds
+    for the next iteration alone, and with "rows" for any rank.
 
-    ValueError for a sample over the cap: cut it or leave it out in the source.
+    ValueError for a sample over the cap (cut it or leave it out in the source), for a rank that gets no row at all, and
+    for a state of other settings.
     """
 
     def __init__(
@@ -65,12 +69,26 @@ class PackedStream(IterableDataset[list[Sample]]):
         self._loaded: dict[str, Any] | None = None
         self._packer: _Packer | None = None
         self._rows = self._phase = 0
+        self._news = WorkersNews()
+
+    @property
+    def dropped(self) -> int:
+        """How many samples the last whole iteration left out at its end, over all ranks."""
+        return self._news.dropped
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the rows depend on but the source, as plain data. With shard="rows" a state holds for any rank."""
+        bucket = list(self.bucket) if isinstance(self.bucket, tuple) else self.bucket
+        said = {"max_tokens": self.max_tokens, "align": self.align, "bucket": bucket, "lookahead": self.lookahead}
+        own = {"rank": self.rank} if self.shard == "samples" else {}
+        return {**said, "world_size": self.world_size, "shard": self.shard, **own}
 
     def __iter__(self) -> Iterator[list[Sample]]:
         """Give this rank's (and worker's) rows; after a loaded state, those that come after it."""
         worker = get_worker_info()
         index, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        state, self._loaded = self._loaded or {}, None
+        state, self._loaded = self._news.state_for(worker, self._loaded), None
         whole = self.shard == "rows"
         if not whole and count > 1 and state and "taken" not in state:
             raise ValueError("with shard='samples' the states of all workers are needed: use a loader that keeps them")
@@ -86,18 +104,51 @@ class PackedStream(IterableDataset[list[Sample]]):
             if number > first and (number - 1 - start) % turns == turn:
                 self._rows = number
                 yield step[own]
+        self._news.dropped = sum(map(len, step))
+        if number < first:
+            raise ValueError(f"the state is after row {first} of this rank, the source gives it {number} rows")
+        if number == 0 and "taken" not in state and (whole or index == 0):
+            what = f"{packer.taken} samples in {len(step)} rows" if whole else f"{packer.taken} samples"
+            raise ValueError(
+                f"the source gives rank {self.rank} of {self.world_size} no row ({what}): use fewer ranks, a smaller "
+                "max_tokens, or a source that can be iterated again"
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the running iteration stands; a state that was loaded and not used yet as it is."""
+        """Return where the running iteration stands; a state that was loaded and not used yet as it is.
+
+        ValueError where the workers of a DataLoader iterate and not this process, which does not know their place.
+        """
+        if get_worker_info() is None and self._news.by_workers:
+            raise ValueError(
+                "the workers of a DataLoader keep this stream's state: count the rows that are trained and load "
+                "{'rows': n}, use num_workers=0, or a loader that asks its workers (torchdata's StatefulDataLoader)"
+            )
         if self._packer is None or self._loaded is not None:
-            return dict(self._loaded or {"rows": 0})
-        return {"rows": self._rows, "phase": self._phase, **self._packer.state()}
+            return dict(self._loaded or {"rows": 0, "settings": self.settings})
+        place = {"rows": self._rows, "phase": self._phase, "settings": self.settings}
+        return {**place, **self._packer.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where the state was taken; `{"rows": n}` alone packs anew up to there."""
-        if not isinstance(state.get("rows"), int) or state["rows"] < 0:
-            raise ValueError("a state of PackedStream has 'rows', how many rows of this rank were trained")
+        rows = state.get("rows")
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise ValueError(
+                f"a state of PackedStream has 'rows', how many rows of this rank were trained, not {rows!r}"
+            )
+        if "taken" in state or "settings" in state:
+            self._check_settings(state.get("settings", {}))
         self._loaded = dict(state)
+        self._news.forget()
+
+    def _check_settings(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for the state of a stream whose rows are others."""
+        for name, own in self.settings.items():
+            if name not in given or given[name] != own:
+                raise ValueError(
+                    f"this state is of a stream with {name}={given.get(name)!r}, this one has {own!r}: make the stream "
+                    "as it was made then, or begin a new epoch"
+                )
 
 
 class _Part(NamedTuple):
@@ -156,6 +207,9 @@ class _Packer:
                 self.ended = True
                 return
             self.taken += 1
+            if not isinstance(sample, Mapping) or sample.get("input_ids") is None:
+                found = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+                raise ValueError(f"sample {self.taken - 1} of the source has no input_ids, only {found}")
             if (self.taken - 1) % self.part.step != self.part.first:
                 continue
             size = self._size(sample)

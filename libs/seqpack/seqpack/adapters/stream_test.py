@@ -77,6 +77,10 @@ def test_every_sample_once_under_the_cap_and_none_waits_long(
 @given(lengths_of, st.integers(2, 4))
 def test_ranks_share_the_rows_of_one_stream(lengths: list[int], world: int) -> None:
     whole = [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=3)]
+    if len(whole) < world:  # so many rows are too few, which another test is about
+        with pytest.raises(ValueError, match="no row"):
+            list(PackedStream(Source(lengths), 32, lookahead=3, world_size=world))
+        return
     ranks = [
         [numbers(row) for row in PackedStream(Source(lengths), 32, lookahead=3, rank=rank, world_size=world)]
         for rank in range(world)
@@ -99,7 +103,7 @@ LENGTHS = [int(n) for n in torch.randint(1, 30, (150,), generator=torch.Generato
 
 
 def fresh(kind: type[Source] = Source, **options: Any) -> PackedStream:
-    return PackedStream(kind(LENGTHS), 32, lookahead=4, **options)
+    return PackedStream(kind(LENGTHS), 32, **{"lookahead": 4, **options})
 
 
 @pytest.mark.parametrize(
@@ -178,3 +182,102 @@ def test_refusals() -> None:
     stream.load_state_dict({"rows": 1})
     with pytest.raises(ValueError, match="states of all workers"):
         list(DataLoader(stream, batch_size=None, num_workers=2))
+
+
+def given_state(**options: Any) -> dict[str, Any]:
+    """The state of a stream after two rows, through JSON."""
+    stream = fresh(**options)
+    rows = iter(stream)
+    next(rows), next(rows)
+    state: dict[str, Any] = json.loads(json.dumps(stream.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("max_tokens", {}),
+        ("lookahead", {"lookahead": 5}),
+        ("world_size", {"world_size": 2}),
+        ("shard", {"shard": "samples"}),
+        ("align", {"align": 2}),
+        ("bucket", {"bucket": (16, 32)}),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(name: str, options: dict[str, Any]) -> None:
+    other = PackedStream(Source(LENGTHS), 40 if name == "max_tokens" else 32, **{"lookahead": 4, **options})
+    with pytest.raises(ValueError, match=f"this state is of a stream with {name}="):
+        other.load_state_dict(given_state())
+    unused = json.loads(json.dumps(fresh().state_dict()))
+    with pytest.raises(ValueError, match=f"this state is of a stream with {name}="):
+        other.load_state_dict(unused)
+    again = given_state(**options) if name != "max_tokens" else given_state()
+    fresh(**options).load_state_dict(again)
+    del again["settings"]
+    with pytest.raises(ValueError, match="this state is of a stream with max_tokens=None"):
+        fresh(**options).load_state_dict(again)
+
+
+def test_a_state_holds_for_any_rank_where_all_read_the_same() -> None:
+    whole = [numbers(row) for row in fresh(rank=1, world_size=2)]
+    other = fresh(rank=1, world_size=2)
+    other.load_state_dict(given_state(rank=0, world_size=2))
+    assert [numbers(row) for row in other] == whole[2:]
+    with pytest.raises(ValueError, match="rank=0, this one has 1"):
+        fresh(rank=1, world_size=2, shard="samples").load_state_dict(given_state(rank=0, world_size=2, shard="samples"))
+
+
+def test_a_state_that_only_workers_know_is_refused() -> None:
+    stream = fresh()
+    whole = [numbers(row) for row in fresh()]
+    loader = DataLoader(stream, batch_size=None, num_workers=1)
+    list(loader)
+    with pytest.raises(ValueError, match="the workers of a DataLoader keep this stream's state"):
+        stream.state_dict()
+    stream.load_state_dict({"rows": 3})
+    assert stream.state_dict() == {"rows": 3}
+    assert [numbers(row) for row in loader] == whole[3:]
+    with pytest.raises(ValueError, match="the workers of a DataLoader keep"):
+        stream.state_dict()  # not the state that was loaded
+    assert [numbers(row) for row in loader] == whole, "a loaded state holds for one iteration, with workers too"
+    next(iter(stream))
+    assert stream.state_dict()["rows"] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_left_out_of_the_last_step_are_counted(workers: int) -> None:
+    sizes = [len(row) for row in fresh()]
+    stream = fresh(world_size=5, rank=3)
+    assert len(sizes) % 5
+    assert stream.dropped == 0
+    list(DataLoader(stream, batch_size=None, num_workers=workers))
+    assert stream.dropped == sum(sizes[-(len(sizes) % 5) :])
+    whole = fresh()
+    assert len(list(whole)) == len(sizes)
+    assert whole.dropped == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_without_a_row_is_an_error(workers: int) -> None:
+    def rows(lengths: list[int], **options: Any) -> list[Any]:
+        return list(DataLoader(PackedStream(Source(lengths), 16, **options), batch_size=None, num_workers=workers))
+
+    with pytest.raises(ValueError, match=r"gives rank 1 of 4 no row \(3 samples in 1 rows\)"):
+        rows([2, 3, 4], rank=1, world_size=4)
+    with pytest.raises(ValueError, match="gives rank 0 of 1 no row"):
+        rows([])
+    with pytest.raises(ValueError, match="gives rank 2 of 3 no row"):
+        rows([9], rank=2, world_size=3, shard="samples")
+    assert len(rows([9], shard="samples")) == len(rows([9])) == 1  # the second worker has none, the rank does
+    ended = PackedStream(Source([9]), 16)
+    ended.load_state_dict({"rows": 1})
+    assert list(DataLoader(ended, batch_size=None, num_workers=workers)) == []
+    ended.load_state_dict({"rows": 2})
+    with pytest.raises(ValueError, match="the state is after row 2 of this rank, the source gives it 1"):
+        list(DataLoader(ended, batch_size=None, num_workers=workers))
+
+
+@pytest.mark.parametrize("sample", [{"text": "x"}, [1, 2], {"input_ids": None, "text": "x"}])
+def test_a_sample_without_tokens_is_named(sample: Any) -> None:
+    with pytest.raises(ValueError, match=r"sample 1 of the source has no input_ids, only (text|list|input_ids, text)"):
+        list(PackedStream([{"input_ids": [1]}, sample], 16))

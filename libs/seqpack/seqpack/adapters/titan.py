@@ -1,4 +1,9 @@
-"""Packed rows as torchtitan's trainers take them: an iterable of `({"input": ids, "positions": ...}, labels)`."""
+"""Packed rows as torchtitan's trainers take them: an iterable of `({"input": ids, "positions": ...}, labels)`.
+
+The shape is that of torchtitan 0.3.0, which no test installs. Run by hand with it (2026-11-26): its
+`ParallelAwareDataloader` gave these rows with 0 and 2 workers on 1 and 2 ranks and resumed in their middle exactly, and
+its `create_varlen_metadata_for_document` found each sequence and pad. Its trainer was read, not run.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -191,7 +191,10 @@ def test_what_has_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             build_engine(EngineConfig(backend="megatron", **OPTIONS), case.model())
     with pytest.raises(ValueError, match="adapters beside weights that mbridge maps have not been run"):
         build_engine(EngineConfig(backend="megatron", lora=LoraConfig(rank=2), **OPTIONS), model_of("Llama"))
-    for version, words in ((None, "pip install mbridge==0.15.1 einops"), ("0.16", r"mbridge 0\.16 has not been run")):
+    for version, words in (
+        (None, r"mbridge 0\.15\.1: pip install 'tessera-engines\[mbridge\]'"),
+        ("0.16", r"mbridge 0\.16 has not been run"),
+    ):
         monkeypatch.setattr(sizes, "_installed", lambda package, found=version: found)
         with pytest.raises(ValueError, match=words):
             build_engine(EngineConfig(backend="megatron", **OPTIONS), model_of("Llama"))

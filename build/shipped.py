@@ -1,0 +1,109 @@
+"""What a library's wheel and sdist hold, by its pyproject.toml, and what the modules in it import."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "huggingface_hub": "huggingface-hub",
+    "math_verify": "math-verify",
+    "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
+}
+
+
+def project(root: Path, library: str) -> dict[str, Any]:
+    """Its pyproject.toml."""
+    return tomllib.loads((root / "libs" / library / "pyproject.toml").read_text())
+
+
+def is_left_out(path: str, patterns: list[str]) -> bool:
+    """Whether a file is excluded: `*_test.py` anywhere, `/folder` and `/folder/file` from the library's folder on."""
+    ends = tuple(pattern[1:] for pattern in patterns if pattern.startswith("*"))
+    places = [pattern for pattern in patterns if pattern.startswith("/")]
+    return path.endswith(ends) or any(f"/{path}/".startswith(f"{place}/") for place in places)
+
+
+def files(root: Path, library: str) -> tuple[set[str], set[str]]:
+    """The files of a library's package, by their paths below its folder: those that are shipped, and the others."""
+    folder, patterns = root / "libs" / library, project(root, library)["tool"]["hatch"]["build"]["exclude"]
+    every = {str(path.relative_to(folder)) for path in (folder / library).rglob("*") if path.is_file()}
+    every = {path for path in every if "__pycache__" not in path}
+    out = {path for path in every if is_left_out(path, patterns)}
+    return every - out, out
+
+
+def module_name(path: str) -> str:
+    """`seqpack/ops/conv.py` -> `seqpack.ops.conv`."""
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def imported(node: ast.AST, deep: bool = True) -> Iterator[str]:
+    """The dotted names that running this code may import, inside of functions too if `deep`.
+
+    With a quote before them, words that may be modules' names.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        if not deep and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            yield child.module
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and re.fullmatch(r"[\w.]+", child.value):
+            yield f"'{child.value}"
+        yield from imported(child, deep)
+
+
+@cache
+def at_once(path: Path) -> frozenset[str]:
+    """What importing a module imports."""
+    return frozenset(name for name in imported(ast.parse(path.read_text()), deep=False) if not name.startswith("'"))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """What a module imports by a statement or by `import_module("...")`, when it is imported or later."""
+    tree = ast.parse(path.read_text())
+    found = {name for name in imported(tree) if not name.startswith("'")}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    named = [call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] == "import_module"]
+    return frozenset(found) | {
+        node.value for node in named if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+@cache
+def mentions(path: Path) -> frozenset[str]:
+    """What a module imports, and each string in it that could be a module's name (`_EXPORTS`, tables of commands)."""
+    return frozenset(name.removeprefix("'") for name in imported(ast.parse(path.read_text())))
+
+
+def distribution(module: str) -> str:
+    """The distribution that a module comes from."""
+    top = module.partition(".")[0]
+    return DISTRIBUTIONS.get(top, top)
+
+
+def asked_for(root: Path, library: str, extra: str | None = None) -> set[str]:
+    """The distributions that a library asks for, with those of an extra; `tessera-x[y]` brings x's own of y."""
+    about = project(root, library)["project"]
+    own = f"tessera-{library.replace('_', '-')}"
+    found: set[str] = set()
+    for need in [*about["dependencies"], *(about["optional-dependencies"][extra] if extra else ())]:
+        match = re.match(r"([\w.-]+)(?:\[([\w,]+)\])?", need)
+        assert match is not None, need
+        if match[1] == own:
+            for name in match[2].split(","):
+                found |= asked_for(root, library, name)
+        else:
+            found.add(match[1].removeprefix("tessera-").replace("-", "_") if "tessera" in match[1] else match[1])
+    return found
