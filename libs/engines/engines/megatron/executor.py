@@ -350,6 +350,7 @@ class MegatronExecutor:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Everything was read in place; the optimizer takes it."""
+        del state
         if self.updates is not None:
             taken_over(dict(self._seeing()))
             with adapted(self.device):
