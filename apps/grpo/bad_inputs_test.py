@@ -346,6 +346,6 @@ def test_runs_that_cannot_be_gone_on_with(refused: Refuse, tmp_path: Path) -> No
     config.write_text('{"steppes": 3}')
     assert_names(refused("--resume", run_dir=tmp_path / "broken"), ["steppes"])
     config.write_text('{"recipe": "quickstart", "steps": 3}')
-    for line in ("--model x", "--recipe math", "--warm-start.steps 3"):
+    for line in ("--model x", "--recipe math", "--warm-start.steps 3", "--engine.lora.rank 4"):
         assert_names(refused("--resume", *line.split(), run_dir=tmp_path / "broken"), ["can't change", line.split()[0]])
     assert_names(refused(run_dir=tmp_path / "broken"), ["holds a run already"])

@@ -52,7 +52,7 @@ def command_line() -> CommandLine[GrpoConfig]:
         owned=OWNED,
         types={"advantage": Literal[tuple(ESTIMATORS)], "objective.policy_loss": Literal[tuple(POLICY_LOSSES)]},
         peers=PEERS,
-        fixed=("recipe", "model", "warm_start"),
+        fixed=("recipe", "model", "warm_start", "engine.lora"),
         beside=_unused,
     )
 

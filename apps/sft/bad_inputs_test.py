@@ -236,6 +236,7 @@ def test_a_finished_run_is_not_written_over_and_not_cut_short(
         (["--resume", "--steps", "1"], "has done 2 steps already"),
         (["--resume", "--steps", "3", "--seed", "1"], "--seed can't change when a run is resumed"),
         (["--resume", "--steps", "3", "--recipe", "finetune"], "--recipe can't change when a run is resumed"),
+        (["--resume", "--steps", "3", "--engine.lora.alpha", "7"], "--engine.lora.alpha can't change when a run is"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(partial(main, [*more, "--run-dir", str(folder)]))

@@ -54,7 +54,7 @@ def command_line() -> CommandLine[SftConfig]:
         by_flag={"--model": "finetune", "--data": "finetune"},
         owned=OWNED,
         peers=PEERS,
-        fixed=("recipe", "model", "seed", "data.task", "data.demonstrations"),
+        fixed=("recipe", "model", "seed", "engine.lora", "data.task", "data.demonstrations"),
     )
 
 

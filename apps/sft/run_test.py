@@ -1,6 +1,8 @@
 """Whole supervised runs, small: the loss falls, a resumed run ends with the same bits, ranks make no difference."""
 
+import itertools
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from apps.sft.reading.sources import Source
 from apps.sft.recipes import quickstart
 from apps.sft.train import Result, held_out_loss
 from engines import Engine, LoraConfig, NonFiniteError, build_engine
+from objectives import SFT
 
 Finished = tuple[Result, Path]
 """What a run came to, and its folder."""
@@ -49,6 +52,23 @@ def test_the_held_out_loss_falls_and_every_weight_moves(finished: Finished) -> N
     result, run_dir = finished
     assert_trained(run_dir)
     assert result.loss_after < 0.8 * result.loss_before
+
+
+def test_a_run_whose_last_step_is_skipped_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights are those of the step before."""
+    plain, calls = SFT.__call__, itertools.count(1)
+
+    def broken(self: SFT, *args: Any) -> Any:
+        loss, metrics = plain(self, *args)
+        return (loss * math.nan if next(calls) == 3 else loss), metrics
+
+    monkeypatch.setattr(SFT, "__call__", broken)
+    engine = replace(quickstart.RECIPE.config.engine, on_nonfinite="skip")
+    run(small(tmp_path, steps=3, engine=engine))
+    assert "exported after 1 skipped steps, the last 1 in a row" in caplog.text
+    assert all(bool(weight.isfinite().all()) for weight in weights(tmp_path).values())
 
 
 def test_the_run_folder(finished: Finished) -> None:

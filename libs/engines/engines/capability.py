@@ -32,10 +32,10 @@ FSDP2: dict[str, Yes | No] = {
     "replicated_weights": Yes("fast/replicated_two_test.py::test_two_ranks_equal_one"),
     "hybrid_sharding": Yes("fsdp2/hybrid_test.py::test_copies_of_shards_give_the_steps_of_one_process"),
     "gradient_checkpointing": Yes("step_executors_test.py::test_gradient_checkpointing_recomputes_the_layers"),
-    "activation_offload": Yes("step_executors_test.py::test_inputs_of_layers_on_the_host_change_no_bit"),
+    "activation_offload": Yes("step_executors_test.py::test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host"),
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
     "shared_weights": Yes("weights/shared_test.py::test_they_are_the_values_of_an_export_in_place"),
-    "offload": Yes("step_executors_test.py::test_offload_and_onload"),
+    "offload": Yes("devices/host_copies_test.py::test_an_engine_goes_to_memory_that_is_kept"),
     "optimizer_on_host": Yes("devices/npu_test.py::test_moments_on_the_host_change_no_bit"),  # a stand-in, and CPU
     "parameters_on_host": Yes("devices/npu_host_test.py::test_parameters_on_the_host_change_no_bit"),  # a stand-in
     "core_optimizer": No("megatron-core's optimizer is over Megatron's buffers: leave megatron_optimizer out"),

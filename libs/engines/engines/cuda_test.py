@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
 from engines.packing.model import adapt_for_packing, packed_logits
+from engines.testing.executors import assert_same, state_of
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.adapters.context import PackedContext
@@ -228,6 +229,21 @@ def test_parameters_on_the_host_change_no_bit() -> None:
     assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
     assert there - left >= 0.95 * size > 0
     assert full - less >= 0.95 * 2 * size  # moments, and of weights and gradients what is not gathered
+
+
+@pytest.mark.parametrize("weights", ["sharded", "replicated"])
+def test_offload_goes_to_pinned_memory_that_is_kept(weights: str) -> None:
+    built, places = engine(weights=weights), []
+    built.train_batch(batch(), SFT())
+    before = state_of(built)
+    for _ in range(2):
+        built.offload()
+        parameters = [getattr(p, "_local_tensor", p.data) for p in built.executor.model.parameters()]
+        assert all(p.is_pinned() for p in parameters)
+        places.append([p.data_ptr() for p in parameters])
+        built.onload()
+    assert places[0] == places[1]
+    assert_same(state_of(built), before)
 
 
 def test_offload_frees_the_device() -> None:

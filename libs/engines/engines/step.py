@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from engines.adapters.resume import adapter_facts, check_adapter
 from engines.capability import No, Yes
 from engines.capability import supports as capability
 from engines.config import EngineConfig, parse_context_parallel
@@ -288,7 +290,8 @@ class Engine:
         `also`: directories that hold the same (its files under further names): each appears after those before it.
         """
         self._check_onloaded()
-        facts = {"step": self.step, "skipped_steps": self.guard.skipped, "extra": dict(extra or {})}
+        facts = {"step": self.step, "skipped_steps": self.guard.skipped} | adapter_facts(self.config.lora)
+        facts["extra"] = dict(extra or {})
         self._writer.save(Path(directory), self.executor.state(), facts, wait, [Path(path) for path in also])
 
     def saves_done(self) -> bool:
@@ -302,14 +305,14 @@ class Engine:
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Read what `save` wrote, by this or another number of ranks, and return its `extra`.
 
-        ValueError for a checkpoint that is damaged or of another model; everything is then as it was.
+        ValueError for one that is damaged, or of another model, base or scale of adapters; all is then as it was.
         """
         self._check_onloaded()
         self._writer.wait()
         state = self.executor.state()
         shared = self.groups.layout.pp > 1 or self.config.distributed_optimizer
         parts = self.groups.world if shared else None
-        facts = load_checkpoint(Path(directory), state, parts)
+        facts = load_checkpoint(Path(directory), state, parts, partial(check_adapter, self.config, state))
         self.executor.load_state(state)
         self.step = int(facts["step"])
         self.guard = FiniteGuard(self.config, skipped=int(facts.get("skipped_steps", 0)))
@@ -319,7 +322,7 @@ class Engine:
         """Write a directory for AutoModelForCausalLM.from_pretrained, in the dtypes of the source or in `dtype`.
 
         Weights are gathered one tensor at a time; rank 0 holds one file of them in host memory. `NonFiniteError` for
-        a weight that is not finite, or after a step that made no update; the directory is then as it was.
+        a weight that is not finite, and after a step that ended a run; the directory is then as it was.
         """
         self._check_onloaded()
         self.guard.check_export()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import NonFiniteError
+from engines import EngineConfig, NonFiniteError, build_engine
 from engines.testing.executors import BUILDERS, LENGTHS, assert_same_weights, engine, inside, weights
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch
@@ -49,9 +49,6 @@ def test_skipped_steps_are_counted_and_change_nothing(executor: str, tmp_path: P
     assert (result["skipped"], result["skipped_steps"], built.step) == (1.0, 1.0, 0)
     for name, value in weights(built).items():
         assert torch.equal(value, before[name])
-    with pytest.raises(NonFiniteError, match="the last 1 steps made no update"):
-        built.save_hf(tmp_path / "export")
-    assert not list(tmp_path.iterdir())
     fresh, after = engine(executor=executor), built.train_batch(tiny_batch(LENGTHS), SFT())
     assert (after["skipped"], after["skipped_steps"], after["step"]) == (0.0, 1.0, 1.0)
     assert after["loss"] == fresh.train_batch(tiny_batch(LENGTHS), SFT())["loss"]
@@ -59,6 +56,38 @@ def test_skipped_steps_are_counted_and_change_nothing(executor: str, tmp_path: P
     built.save(tmp_path / "one")
     fresh.load(tmp_path / "one")
     assert fresh.train_batch(tiny_batch(LENGTHS), SFT())["skipped_steps"] == 1.0
+
+
+@EXECUTORS
+def test_a_run_whose_last_step_was_skipped_is_exported(
+    executor: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the weights of the step before; where they are not finite, with none."""
+    built: Any = engine(executor=executor, on_nonfinite="skip")
+    batch = tiny_batch(LENGTHS)
+    for factor in (1.0, math.nan, 1.0, math.nan, math.inf):
+        built.train_batch(batch, Broken(factor))
+    built.save_hf(tmp_path / "export")
+    assert "exported after 3 skipped steps, the last 2 in a row" in caplog.text
+    again: Any = build_engine(EngineConfig(model=str(tmp_path / "export"), device="cpu"))
+    scores = [one.forward(batch)["log_probs"].values() for one in (again, built)]
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
+    stops: Any = engine(executor=executor)
+    with pytest.raises(NonFiniteError, match="step 1"):
+        stops.train_batch(batch, Broken(math.nan))
+    with pytest.raises(NonFiniteError, match="the last 1 steps made no update"):
+        stops.save_hf(tmp_path / "stopped")
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_skipped_steps_export_no_weight_that_is_not_finite(tmp_path: Path) -> None:
+    built: Any = engine(on_nonfinite="skip")
+    with torch.no_grad():
+        next(inside(built).model.parameters()).fill_(math.inf)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    with pytest.raises(NonFiniteError, match=r"embed_tokens\.weight has values that are not finite"):
+        built.save_hf(tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 @EXECUTORS

@@ -21,8 +21,8 @@ WEIGHTS = "adapter_model.safetensors"
 def save_adapter(engine: Any, directory: str | Path) -> None:
     """Write the adapter of an engine for `peft.PeftModel.from_pretrained`; the directory appears whole. Collective.
 
-    ValueError where the engine has none, `NonFiniteError` for values that are not finite or after a step without an
-    update.
+    ValueError where the engine has none, `NonFiniteError` for values that are not finite, and after a step that
+    ended a run.
     """
     config: LoraConfig = engine.config.lora
     if not config.rank:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.adapters.lora import is_adapter, whole
 from engines.families.torch_operations import choose_torch_operations
-from engines.testing.executors import inside
+from engines.testing.executors import assert_same, inside, state_of
+from engines.testing.facts import edit_facts
 from engines.testing.one_rank import one_rank
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
@@ -183,14 +184,50 @@ def test_an_adapter_of_another_base_is_refused_by_name(tmp_path: Path) -> None:
     with torch.no_grad():  # one bit of one weight
         model.model.layers[0].mlp.up_proj.weight[3, 5] *= 1 + 2**-22
     model.save_pretrained(tmp_path / "other")
+    other = engine_of(tmp_path / "other")
+    other.train_batch(tiny_batch(LENGTHS, seed=5), SFT())
+    before = state_of(other)
     with pytest.raises(ValueError, match=r"another base than .*other"):
-        engine_of(tmp_path / "other").load(tmp_path / "checkpoint")
+        other.load(tmp_path / "checkpoint")
+    assert_same(state_of(other), before)
     with pytest.raises(ValueError, match=r"lora_A has shape \(3, 32\) in the checkpoint"):
         engine_of(path, replace(LORA, rank=2)).load(tmp_path / "checkpoint")
     with pytest.raises(ValueError, match="lora_A is in the checkpoint and not in this model"):
         engine_of(path, LoraConfig(rank=3, alpha=7.0, targets=("q_proj",))).load(tmp_path / "checkpoint")
     with pytest.raises(ValueError, match="checkpoint of another model"):
         engine_of(path, LoraConfig()).load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"alpha": 700.0}, r"lora alpha 7.0, this engine has 700.0.*set lora alpha to 7.0"),
+        ({"rank_stabilized": True}, "lora rank_stabilized False, this engine has True"),
+    ],
+)
+def test_an_adapter_of_another_scale_is_refused_by_name(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    path = base_of(tmp_path)
+    built = engine_of(path)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    built.save(tmp_path / "checkpoint")
+    other = engine_of(path, replace(LORA, **change))
+    other.train_batch(tiny_batch(LENGTHS, seed=5), SFT())
+    before = state_of(other)
+    with pytest.raises(ValueError, match=text):
+        other.load(tmp_path / "checkpoint")
+    assert_same(state_of(other), before)
+
+
+def test_an_adapter_whose_scale_was_not_written_down_loads_with_a_warning(tmp_path: Path) -> None:
+    path = base_of(tmp_path)
+    built = engine_of(path)
+    built.train_batch(tiny_batch(LENGTHS), SFT())
+    built.save(tmp_path / "checkpoint")
+    edit_facts(tmp_path / "checkpoint", lambda facts: facts.pop("adapter"))
+    other = engine_of(path)
+    with pytest.warns(UserWarning, match=r"how its adapters were scaled: .* lora alpha 7.0 and rank_stabilized False"):
+        other.load(tmp_path / "checkpoint")
+    assert_same(state_of(other), state_of(built))
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What happens when numbers are no longer finite: a run ends with an error that says where."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from engines.config import EngineConfig
 
+LOG = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 10
 """So many steps in a row without an update end a run, whatever the configuration says."""
 
@@ -45,12 +47,23 @@ class FiniteGuard:
             raise NonFiniteError(f"step {step}: {what}, and {self.in_a_row} steps in a row made no update: {fix}")
 
     def check_export(self) -> None:
-        """Raise `NonFiniteError` where the last step made no update: the weights before it may be those that failed."""
-        if self.in_a_row:
-            raise NonFiniteError(
-                f"the last {self.in_a_row} steps made no update, their loss or gradient was not finite: nothing is "
-                "exported; train on, or load an earlier checkpoint"
+        """Raise `NonFiniteError` where the last step ended the run: the weights before it may be those that failed.
+
+        A run that goes on without such steps, exports after them too, and says how many there were.
+        """
+        if not self.in_a_row:
+            return
+        if self.config.on_nonfinite == "skip" and self.in_a_row < SKIPPED_IN_A_ROW:
+            LOG.warning(
+                "exported after %d skipped steps, the last %d in a row: their loss or gradient was not finite",
+                self.skipped,
+                self.in_a_row,
             )
+            return
+        raise NonFiniteError(
+            f"the last {self.in_a_row} steps made no update, their loss or gradient was not finite: nothing is "
+            "exported; train on, or load an earlier checkpoint"
+        )
 
 
 def finite_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ keeps, for its rows, the moments and, where weights are computed with in bfloat1
 `get_optimizer_state_dict` gives.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +85,14 @@ class Master:
         decay = weight_decay if self.parameter.ndim >= 2 else 0.0
         update(self.weight, self.rest, self.moments, grad, controls, settings, decay)
 
-    def move(self, device: torch.device) -> None:
-        """Move what is kept beside the weight."""
-        self.rest = None if self.rest is None else self.rest.to(device)
-        self.moments = None if self.moments is None else (self.moments[0].to(device), self.moments[1].to(device))
+    def beside(self) -> list[Tensor]:
+        """What is kept beside the weight."""
+        return [*(() if self.rest is None else (self.rest,)), *(self.moments or ())]
+
+    def move(self, take: Callable[[Tensor], Tensor]) -> None:
+        """Take what stands for it elsewhere."""
+        self.rest = None if self.rest is None else take(self.rest)
+        self.moments = None if self.moments is None else (take(self.moments[0]), take(self.moments[1]))
 
     def spread(self, rows: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return a tensor of which this rank holds these rows."""

@@ -22,6 +22,7 @@ from engines.fast.adamw import AdamW, control
 from engines.fast.exchange import Exchange
 from engines.fast.masters import Master, optimizer_state
 from engines.fsdp2.executor import FSDP2Executor
+from engines.fsdp2.moving import move_all
 from engines.loading import cast_parameters, compute_dtype
 from engines.parallel.groups import mesh_of, second_world
 from engines.weights.disk import DiskWeights
@@ -165,7 +166,7 @@ class ReplicatedExecutor(FSDP2Executor):
     def move(self, device: torch.device) -> None:
         """Move weights, rests and moments."""
         self.exchange.settle()
-        self.scorer.to(device)
+        take = move_all(self.scorer, (kept for one in self.masters for kept in one.beside()), device, self._host)
         for one in self.masters:
-            one.move(device)
+            one.move(take)
         devices_of(self.device).release()

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from engines.adapters.base import BASE, base_digest, check_base
+from engines.adapters.base import BASE, base_digest
 from engines.adapters.lora import (
     is_adapter,
     merged_tensors,
@@ -23,6 +23,7 @@ from engines.adapters.lora import (
 from engines.capability import No, Yes
 from engines.config import EngineConfig
 from engines.devices.choice import devices_of
+from engines.devices.host_copies import HostCopies
 from engines.devices.npu_layers import asked_for, use_npu_operators
 from engines.execution.ahead import MicroBatchesAhead
 from engines.execution.early import EarlyRead
@@ -38,6 +39,7 @@ from engines.families.torch_operations import choose_torch_operations
 from engines.fast.layers import sequences_of, use_layer_functions
 from engines.fast.log_probs import fused_log_probs
 from engines.fsdp2.activations import recompute_layers
+from engines.fsdp2.moving import moments, move_all, move_moments
 from engines.fsdp2.sharding import SumAcrossCopies, copies_in, move_buffers, weight_mesh
 from engines.fsdp2.sharding import whole as whole_shards
 from engines.loading import DTYPES, compute_dtype, device_of
@@ -108,6 +110,7 @@ class FSDP2Executor:
         self.router: RouterLoss | None = self.scorer.router
         self.adds_loss = self.router is not None
         self.copies = 1
+        self._host = HostCopies()
         self.sums: SumAcrossCopies | None = None
         self._shard(disk)
         self.adapted = any(is_adapter(name) for name, _ in model.named_parameters())
@@ -266,9 +269,7 @@ class FSDP2Executor:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hand the optimizer its states; the weights were read in place. ValueError for adapters of another base."""
-        if self.adapted:
-            check_base(state["model"][BASE], self._base(), self.config.model)
+        """Hand the optimizer its states; the weights were read in place."""
         if self.optimizer is not None:
             set_optimizer_state_dict(self.scorer, self.optimizer, state["optimizer"])
 
@@ -284,13 +285,10 @@ class FSDP2Executor:
         """Move weights and the optimizer's moments, unless they are kept on the host."""
         if self.config.parameters_on_host:
             move_buffers(self.scorer, device)
+        elif self.optimizer is None or self.config.optimizer_on_host:
+            move_all(self.scorer, (), device, self._host)
         else:
-            self.scorer.to(device)
-        here = self.optimizer is not None and not self.config.optimizer_on_host
-        for state in self._optimizer.state.values() if here else ():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    state[key] = value.to(device)
+            move_moments(self.optimizer, move_all(self.scorer, moments(self.optimizer), device, self._host))
         devices_of(self.device).release()
 
     def _base(self) -> Tensor:

@@ -31,7 +31,7 @@ from engines.megatron.head import shared_log_probs
 from engines.megatron.inputs import EvenInputs
 from engines.megatron.layouts import LENGTHS, OPTIONS, PADDING, LayoutCase, engine_of, largest_difference, model_of
 from engines.parallel.layout import ParallelLayout
-from engines.testing.executors import inside, weights
+from engines.testing.executors import assert_same, inside, state_of, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.disk import DiskTensor
@@ -265,8 +265,17 @@ def test_adapters_resume_on_their_own_base_alone(tmp_path: Path) -> None:
     with torch.no_grad():  # one bit of one weight
         model.model.layers[0].mlp.up_proj.weight[3, 5] *= 1 + 2**-22
     model.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"another base than .*other"):
-        with_lora(str(tmp_path / "other")).load(tmp_path / "saved")
+    refused = [
+        ("other", LoraConfig(rank=3, alpha=7.0), r"another base than .*other"),
+        ("base", LoraConfig(rank=3, alpha=700.0), "set lora alpha to 7.0"),
+    ]
+    for folder, lora, text in refused:
+        foreign = with_lora(str(tmp_path / folder), lora=lora)
+        foreign.train_batch(tiny_batch(list(LENGTHS), seed=5), SFT())
+        before = state_of(foreign)
+        with pytest.raises(ValueError, match=text):
+            foreign.load(tmp_path / "saved")
+        assert_same(state_of(foreign), before)
 
 
 def test_adapters_of_a_model_with_experts(tmp_path: Path) -> None:

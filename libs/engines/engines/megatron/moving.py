@@ -10,12 +10,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from engines.devices.choice import devices_of
+from engines.devices.host_copies import HostCopies
+
 
 class Moved:
     """What is away at the moment."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._host = HostCopies()
+        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._forgotten: list[tuple[torch.UntypedStorage, int]] = []
 
     def away(self, kept: Iterable[Tensor], forgotten: Iterable[Tensor]) -> None:
@@ -26,19 +30,26 @@ class Moved:
         for storage in _storages(forgotten):
             self._forgotten.append((storage, storage.nbytes()))
             storage.resize_(0)
-        for storage in _storages(kept):
-            self._kept.append((storage, storage.clone() if storage.device.type == "cpu" else storage.cpu()))
+        storages = _storages(kept)
+        self._kept = list(zip(storages, self._host.of([_bytes(storage) for storage in storages]), strict=True))
+        for storage in storages:
             storage.resize_(0)
 
     def back(self) -> None:
         """Have everything again; what was forgotten is zero."""
         for storage, content in self._kept:
-            storage.resize_(content.nbytes())
-            storage.copy_(content)
+            storage.resize_(content.nbytes)
+            _bytes(storage).copy_(content, non_blocking=True)
         for storage, size in self._forgotten:
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            _bytes(storage).zero_()
+        if self._kept and (device := self._kept[0][0].device).type != "cpu":
+            devices_of(device).current_stream().synchronize()
         self._kept, self._forgotten = [], []
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

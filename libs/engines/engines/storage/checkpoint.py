@@ -26,6 +26,8 @@ from engines.storage.directories import existing, fresh_temporary, repeat_direct
 from engines.storage.manifest import check_files, hash_files, read_manifest, write_manifest
 
 Group = dist.ProcessGroup | None
+Check = Callable[[Path, Mapping[str, Any]], None]
+"""Looks at a checkpoint that is whole and at its facts, before anything is read; raises ValueError to refuse it."""
 
 
 def save_checkpoint(
@@ -62,12 +64,15 @@ def save_checkpoint(
     _together(group, finish)
 
 
-def load_checkpoint(directory: Path, state: dict[str, Any], parts: Group = None) -> dict[str, Any]:
+def load_checkpoint(
+    directory: Path, state: dict[str, Any], parts: Group = None, check: Check | None = None
+) -> dict[str, Any]:
     """Read into `state` in place what `save_checkpoint` wrote, and return its facts. Collective.
 
     Weights and moments fit any world size; random states are restored on the same one. `parts`: the ranks whose
-    states together hold the model (the stages of a pipeline), where one rank's does not. ValueError for a directory
-    that is no checkpoint, is damaged, or whose tensors are not those of the model; `state` is then as it was.
+    states together hold the model (the stages of a pipeline), where one rank's does not. `check`: what else there is
+    to refuse. ValueError for a directory that is no checkpoint, is damaged, or whose tensors are not those of the
+    model; `state` is then as it was.
     """
     found = existing(directory)
     facts, files = read_manifest(found)
@@ -78,6 +83,8 @@ def load_checkpoint(directory: Path, state: dict[str, Any], parts: Group = None)
         if problem is not None:
             raise ValueError(problem)
     _check_tensors(found, state, _shapes(state["model"], parts))
+    if check is not None:
+        check(found, facts)
     wanted = dict(state)
     if "optimizer" in state:
         # Rates, decay and the like (`param_groups`) are those of the run that goes on: its moments are read.
@@ -88,6 +95,13 @@ def load_checkpoint(directory: Path, state: dict[str, Any], parts: Group = None)
         _set_random_state(torch.load(found / _random_file()))
     _gathered(None, None)
     return facts
+
+
+def read_tensor(directory: Path, part: str, name: str, into: torch.Tensor) -> torch.Tensor:
+    """Read one tensor of a checkpoint, that is there and whole, into `into`, and return it. Collective."""
+    with _own_errors():
+        dcp.load({part: {name: into}}, checkpoint_id=str(directory))
+    return into
 
 
 def random_state() -> dict[str, Any]:

@@ -8,11 +8,11 @@ step's loss is that of the straight run, up to the order in which ranks add (the
 """
 
 import hashlib
-import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Case:
     """Rank of adapters."""
     offloaded: bool = False
     """Whether weights and moments were on the host before it was saved, and after it was loaded."""
+    on_host: str = ""
+    """What is kept there all along: the moments ("optimizer"), or weights as well ("parameters")."""
     ranks: int = 1
 
     def __str__(self) -> str:
@@ -63,30 +65,36 @@ class Case:
         extras += [f"context parallel {self.context_parallel}"] * (self.context_parallel != "off")
         extras += ["gradient checkpointing"] * self.gradient_checkpointing
         extras += [f"LoRA {self.lora}"] * bool(self.lora) + ["offloaded between"] * self.offloaded
+        extras += [f"{self.on_host} on the host"] * bool(self.on_host)
         return ", ".join([self.model, self.batching, self.weights, self.master_dtype, *extras])
 
 
-_MODELS, _WEIGHTS = ("dense", "moe"), ("sharded", "replicated")
-RESUMED = (
-    *(Case(m, b, weights=w) for m, b, w in itertools.product(_MODELS, ("packed", "padded"), _WEIGHTS)),
-    *(Case(m, weights=w, ranks=2) for m, w in itertools.product(_MODELS, _WEIGHTS)),
-    *(Case(m, copies=2, ranks=n) for m, n in itertools.product(_MODELS, (2, 4))),
-    Case(copies=2, lora=2, ranks=4),
-    *(Case(m, context_parallel=c, ranks=2) for m, c in itertools.product(_MODELS, ("dynamic", "static:2"))),
-    Case(context_parallel="dynamic", weights="replicated", ranks=2),
-    *(Case(batching=b, master_dtype="bfloat16") for b in ("packed", "padded")),
-    Case("moe", gradient_checkpointing=True),
-    *(Case(m, lora=2, ranks=n) for m, n in itertools.product(_MODELS, (1, 2))),
-    Case(context_parallel="dynamic", lora=2, ranks=2),
-    *(Case(m, offloaded=True, weights=w, ranks=n) for m, w, n in itertools.product(_MODELS, _WEIGHTS, (1, 2))),
-    *(Case(m, offloaded=True, lora=2, ranks=n) for m, n in itertools.product(_MODELS, (1, 2))),
-    Case(offloaded=True, copies=2, ranks=4),
-)  # fmt: skip
-MOVED = (
-    *(Case(), Case("moe"), Case(weights="replicated"), Case(context_parallel="dynamic"), Case(lora=2)),
-    *(Case(copies=2), Case("moe", copies=2), Case(copies=2, lora=2)),
-    *(Case(offloaded=True), Case("moe", offloaded=True), Case(offloaded=True, lora=2)),
+_MODELS, _WEIGHTS, _LORA = ("dense", "moe"), ("sharded", "replicated"), (0, 2)
+_HELD: tuple[dict[str, Any], ...] = ({}, {"offloaded": True}, {"on_host": "optimizer"}, {"on_host": "parameters"})
+_TRAINED = tuple(
+    {"model": m, "lora": n, **held}
+    for m, n, held in product(_MODELS, _LORA, _HELD)
+    if not (n and held.get("on_host") == "parameters")  # refused by name
 )
+RESUMED = tuple(dict.fromkeys((
+    *(Case(**trained) for trained in _TRAINED),
+    *(Case(context_parallel=c, ranks=2, **trained) for c, trained in product(("off", "dynamic"), _TRAINED)),
+    *(Case(m, b, weights=w) for m, b, w in product(_MODELS, ("packed", "padded"), _WEIGHTS)),
+    *(Case(m, offloaded=o, weights=w, ranks=n) for m, o, w, n in product(_MODELS, (False, True), _WEIGHTS, (1, 2))),
+    *(Case(m, copies=2, ranks=n) for m, n in product(_MODELS, (2, 4))),
+    *(Case(m, copies=2, lora=2, ranks=4) for m in _MODELS),
+    *(Case(m, context_parallel="static:2", lora=n, ranks=2) for m, n in product(_MODELS, _LORA)),
+    *(Case(m, context_parallel="dynamic", weights="replicated", ranks=2) for m in _MODELS),
+    *(Case(batching=b, master_dtype="bfloat16") for b in ("packed", "padded")),
+    *(Case(m, gradient_checkpointing=True, lora=n) for m, n in product(_MODELS, _LORA)),
+    Case(offloaded=True, copies=2, ranks=4),
+)))  # fmt: skip
+MOVED = tuple(dict.fromkeys((
+    *(Case(**trained) for trained in _TRAINED),
+    *(Case(m, context_parallel="dynamic", lora=n) for m, n in product(_MODELS, _LORA)),
+    *(Case(m, copies=2, lora=n) for m, n in product(_MODELS, _LORA)),
+    *(Case(m, weights="replicated") for m in _MODELS),
+)))  # fmt: skip
 
 
 def main(resumed: Sequence[Case] = RESUMED, moved: Sequence[Case] = MOVED, worlds: Sequence[int] = WORLDS) -> int:
@@ -100,7 +108,7 @@ def main(resumed: Sequence[Case] = RESUMED, moved: Sequence[Case] = MOVED, world
     for case, saved, loaded, state, difference in move_all(moved, worlds):
         print(f"| {case} | {saved} | {loaded} | {_word(state)} | {difference:.1e} |")
         bad += not state or difference > LOSS
-    print(f"\n{bad} cells are wrong")
+    print(f"\n{len(resumed)} runs resumed, {len(moved)} moved {len(worlds) ** 2} times each; {bad} cells are wrong")
     return int(bool(bad))
 
 
@@ -131,6 +139,7 @@ def _engine(case: Case, seed: int = 0) -> Any:
         master_dtype=case.master_dtype, gradient_checkpointing=case.gradient_checkpointing,  # type: ignore[arg-type]
         shard_ranks=None if case.copies == 1 else max(1, dist.get_world_size() // case.copies),
         lora=LoraConfig(rank=case.lora) if case.lora else LoraConfig(),
+        optimizer_on_host=bool(case.on_host), parameters_on_host=case.on_host == "parameters",
     )  # fmt: skip
     torch.manual_seed(seed)  # of adapters, which begin anew; the base under them is the same
     model = tiny_model(case.model, seed=0 if case.lora else seed, scale=2.0, num_hidden_layers=2)

@@ -1,10 +1,27 @@
 """A part of each table that `python -m engines checkpoints` prints, and that it would show what is wrong."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
 from engines.testing import checkpoint_matrix
 from engines.testing.checkpoint_matrix import LOSS, MOVED, RESUMED, Case, move_all, resume_all
+
+
+def test_every_way_to_train_meets_every_other_in_the_tables() -> None:
+    """Full or LoRA, dense or experts, ranks that share sequences or not, and where weights and moments are held."""
+    held: list[dict[str, Any]] = [{}, {"offloaded": True}, {"on_host": "optimizer"}, {"on_host": "parameters"}]
+    for model, lora, where in itertools.product(("dense", "moe"), (0, 2), held):
+        if lora and where == held[-1]:
+            with pytest.raises(ValueError, match="lora has not been run with parameters_on_host"):
+                checkpoint_matrix._engine(Case(model, lora=lora, **where))
+            continue
+        assert {Case(model, context_parallel=c, lora=lora, ranks=2, **where) for c in ("off", "dynamic")} <= {*RESUMED}
+        assert Case(model, lora=lora, **where) in {*RESUMED} & {*MOVED}
+    assert len(set(RESUMED)) == len(RESUMED)
+    assert len(set(MOVED)) == len(MOVED)
 
 
 def test_resumed_runs_have_the_bits_of_straight_ones() -> None:
@@ -15,9 +32,10 @@ def test_resumed_runs_have_the_bits_of_straight_ones() -> None:
         Case("dense", weights="replicated", ranks=2),
         Case("moe", copies=2, ranks=2),
         Case("moe", offloaded=True, lora=2, ranks=2),
+        Case("moe", context_parallel="dynamic", on_host="parameters", ranks=2),
     ]
     assert set(cases) <= set(RESUMED)
-    assert [found for _, *found in resume_all(cases)] == [[True, True]] * 6
+    assert [found for _, *found in resume_all(cases)] == [[True, True]] * 7
 
 
 def test_a_checkpoint_of_some_ranks_fits_others() -> None:

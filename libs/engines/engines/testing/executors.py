@@ -1,10 +1,11 @@
 """Engines of real models over every executor, for the tests of the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engines.build import build_engine
 from engines.config import EngineConfig
@@ -49,3 +50,31 @@ def assert_same_weights(one: TrainEngine, other: TrainEngine, tolerance: float =
     found = weights(other)
     for name, value in weights(one).items():
         torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance, msg=name)
+
+
+def state_of(built: TrainEngine) -> dict[str, Any]:
+    """Return a copy of all that a checkpoint would hold of this rank, by path: tensors, and the engine's step."""
+    assert isinstance(built, Engine)
+    return dict(_leaves("", {**built.executor.state(), "step": built.step}))
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """AssertionError naming the first of what `state_of` gave that is not the same to the bit."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        assert same, name
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{path}/{key}", inner)
+    elif isinstance(value, Tensor):
+        parts = getattr(value, "parts", None)  # of a Megatron rank's table of boxes
+        if parts is not None:
+            yield from ((f"{path}/{number}", part.detach().clone()) for number, (_, part, _) in enumerate(parts))
+            return
+        yield path, (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+    else:
+        yield path, value

@@ -67,7 +67,8 @@ class DiskWeights:
         assert source is not None
         for part in self.weights.names.reads(name, self.weights.shapes[name], rows):
             target = own[part.index] if part.index else own
-            target.copy_(source.rows(part.name, part.rows))
+            # On the device first: a copy that changes the dtype as well would do so in host memory, in another piece.
+            target.copy_(source.rows(part.name, part.rows).to(target.device))
 
     def whole(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the live tensor `name`, whole."""

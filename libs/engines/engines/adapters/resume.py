@@ -1,0 +1,54 @@
+"""Whether the adapters of a checkpoint are an engine's own: trained over the same base, and scaled the same."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.adapters.base import BASE, check_base
+from engines.adapters.config import LoraConfig
+from engines.config import EngineConfig
+from engines.storage.checkpoint import read_tensor
+
+FACT = "adapter"
+"""In a checkpoint's facts: what its adapters' scale is made of."""
+_SCALE = ("rank", "alpha", "rank_stabilized")
+
+
+def adapter_facts(config: LoraConfig) -> dict[str, Any]:
+    """Return what a checkpoint says of the scale of its adapters; nothing where there are none."""
+    return {FACT: {name: getattr(config, name) for name in _SCALE}} if config.rank else {}
+
+
+def check_adapter(config: EngineConfig, state: Mapping[str, Any], checkpoint: Path, facts: Mapping[str, Any]) -> None:
+    """ValueError where a checkpoint's adapters are scaled otherwise, or of another base. Collective; reads the digest.
+
+    `state`: what the checkpoint would be read into; one that has no base's digest has no adapters.
+    """
+    own = state["model"].get(BASE)
+    if own is None:
+        return
+    check_scale(config.lora, facts.get(FACT), checkpoint)
+    check_base(read_tensor(checkpoint, "model", BASE, torch.empty_like(own)), own, config.model)
+
+
+def check_scale(own: LoraConfig, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
+    """ValueError where the scale of the adapters that were saved is another than the engine's.
+
+    A checkpoint from before the scale was written down loads with a warning: its shapes tell the rank alone.
+    """
+    if saved is None:
+        warnings.warn(
+            f"{checkpoint} does not say how its adapters were scaled: they are taken to have had lora alpha "
+            f"{own.alpha} and rank_stabilized {own.rank_stabilized}; check that they were trained so",
+            stacklevel=2,
+        )
+        return
+    for name in _SCALE:
+        if saved[name] != getattr(own, name):
+            raise ValueError(
+                f"{checkpoint}: the adapter was trained with lora {name} {saved[name]}, this engine has "
+                f"{getattr(own, name)}, which would scale it otherwise: set lora {name} to {saved[name]}"
+            )
