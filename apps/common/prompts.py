@@ -98,10 +98,16 @@ def _stream_jsonl(path: Path) -> Iterator[Row]:
 def _stream_parquet(path: Path) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """So many that they are 4 MiB on average: rows may hold images."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return int(max(1, min(1024, 2**22 * metadata.num_rows // max(size, 1))))
 
 
 def _field(path: Path, number: int, row: Row, column: str) -> Any:

@@ -7,9 +7,10 @@
 A step is stalled by the copy alone, unless the disk takes longer than the steps between two checkpoints.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from apps.common.checkpoints import delete_old_checkpoints
 from apps.common.interrupts import held
@@ -56,8 +57,10 @@ class Saves:
         except (OSError, RuntimeError) as failed:
             error.add_note(f"and the last checkpoint was not written: {failed}")
 
-    def begin(self, step: int, directories: Sequence[Path]) -> None:
+    def begin(self, step: int, directories: Sequence[Path], extra: Mapping[str, Any] | None = None) -> None:
         """Begin to write the state after `step` steps to these directories, which appear one after another.
+
+        `extra`: what else they say, which loading returns; plain JSON.
 
         Raises:
             OSError, RuntimeError: what was begun before could not be written.
@@ -66,7 +69,7 @@ class Saves:
         with held():
             self.settle()
             self._saving(step)
-            self._engine.save(first, wait=False, also=also)
+            self._engine.save(first, extra, wait=False, also=also)
             self._begun = step
 
     def look(self) -> None:

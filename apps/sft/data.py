@@ -1,5 +1,6 @@
 """Files as samples: tokenised, measured, cut, split; what was left out or cut is counted by its reason."""
 
+import hashlib
 import json
 import os
 import random
@@ -46,7 +47,8 @@ class Conversations:
     """Samples to train on and held out, and what was left out.
 
     Rows read = len(train) + len(held_out) + the sum of `skipped.counts`, over all files. `sizes`: how many of `train`
-    are from each file, in order; `weights`: the files' shares where they are given.
+    are from each file, in order; `weights`: the files' shares where they are given. `files`: the name of each file, and
+    a digest of its rows in `train`, in order.
     """
 
     train: Samples
@@ -54,6 +56,7 @@ class Conversations:
     skipped: Skipped
     sizes: tuple[int, ...]
     weights: tuple[float, ...] | None = None
+    files: tuple[tuple[str, str], ...] = ()
 
 
 def load_conversations(
@@ -101,10 +104,11 @@ def load_conversations(
     for i in split.removed:
         number, row = places[i]
         skipped.add(f"also in {config.eval_data}, which is held out", sources[number].path, row)
-    from_files = [places[i][0] for i in split.train]
-    sizes = tuple(from_files.count(number) for number in range(len(sources)))
+    of_files = [[keys[i] for i in split.train if places[i][0] == number] for number in range(len(sources))]
+    sizes = tuple(map(len, of_files))
     weights = tuple(source.weight for source in sources if source.weight is not None)
-    found = Conversations(Samples.of(files, split.train, pictures), held_out, skipped, sizes, weights or None)
+    names = tuple((source.path.name, _digest(own)) for source, own in zip(sources, of_files, strict=True))
+    found = Conversations(Samples.of(files, split.train, pictures), held_out, skipped, sizes, weights or None, names)
     if not all(sizes) or not found.held_out:
         short = sources[sizes.index(0) if 0 in sizes else 0].path
         raise ValueError(_too_few(short, found, len(set(keys))))
@@ -123,6 +127,10 @@ def write_demonstrations(config: DataConfig, seed: int, path: Path) -> Path:
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(temporary, path)
     return path
+
+
+def _digest(keys: Sequence[str]) -> str:
+    return hashlib.blake2b("".join(keys).encode(), digest_size=8).hexdigest()
 
 
 def _too_few(path: Path, found: Conversations, different: int) -> str:

@@ -33,6 +33,7 @@ from apps.sft.data import Conversations, load_conversations, write_demonstration
 from apps.sft.reading.sources import Source
 from apps.sft.recipe import Recipe
 from apps.sft.registry import recipes, runnable, work_of
+from apps.sft.same_rows import order_of, refuse_other_rows
 from apps.sft.samples import stop_tokens_of
 from apps.sft.shrink import shrink, shrunk_recipe, supplied
 from apps.sft.train import Result, train
@@ -88,8 +89,8 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
     conversations = _conversations(config, sources, model, tokenizer, run_dir)
     check_model(conversations, model, model_config, tokenizer)
     course = course_of(config, conversations)
-    if config.resume:
-        steps_done(run_dir, course.steps)
+    if config.resume and (checkpoint := steps_done(run_dir, course.steps)[1]) is not None:
+        refuse_other_rows(checkpoint, order_of(config, conversations), run_dir)
     from_rank_0(None)  # every rank has passed its checks
     if rank_and_world()[0] == 0:
         write_config(config, run_dir)

@@ -78,7 +78,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> E
 
     Where the two together begin with the tokens of the prompt they are tokenised together; elsewhere a token would
     reach over the border, and they are tokenised apart: at use too the model meets the prompt's own tokens.
-    Special tokens that the tokenizer puts before a text stand before the prompt.
+    Special tokens that the tokenizer puts before a text stand before the prompt. An end of sequence that the prompt has
+    of its own is the prompt's; one that the text ends with is not written twice.
 
     Raises:
         ValueError: the tokenizer has no end of sequence.
@@ -86,10 +87,10 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> E
     end = tokenizer.eos_token_id
     if end is None:
         raise ValueError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
-    head, whole = (_without_end(tokenizer(part)["input_ids"], end) for part in (prompt, prompt + text))
+    head, whole = (_without_added_end(tokenizer, part, end) for part in (prompt, prompt + text))
     if whole[: len(head)] != head:
-        whole = [*head, *_without_end(tokenizer(text, add_special_tokens=False)["input_ids"], end)]
-    ids = [*whole, end]
+        whole = [*head, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    ids = whole if len(whole) > len(head) and whole[-1] == end else [*whole, end]
     return Encoded(ids, [max(1, len(head)) <= i for i in range(len(ids))])
 
 
@@ -169,9 +170,12 @@ def _rendered(
     )
 
 
-def _without_end(ids: Sequence[int], end: int) -> list[int]:
-    """The ids without the end of sequence that some tokenizers put after every text, or the text has of its own."""
-    return list(ids[:-1] if ids and ids[-1] == end else ids)
+def _without_added_end(tokenizer: PreTrainedTokenizerBase, text: str, end: int) -> list[int]:
+    """The ids of a text without the end of sequence that some tokenizers put after every one."""
+    ids = list(tokenizer(text)["input_ids"])
+    if ids and ids[-1] == end and tokenizer("a")["input_ids"][-1] == end:  # "" would not tell a beginning from an end
+        ids.pop()
+    return ids
 
 
 def stop_tokens_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:

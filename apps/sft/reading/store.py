@@ -1,14 +1,17 @@
 """Tokenised rows on disk: an Arrow file that is written once and then mapped into memory, read a row at a time.
 
-A row of the file that could not be used has its reason in place of tokens, so that every row is accounted for.
+Written in batches of so many rows or bytes, whichever come first, so that rows with images take no more memory than
+others. A row of the file that could not be used has its reason in place of tokens, so that every row is accounted for.
 """
 
 import os
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +19,9 @@ import pyarrow.compute as pc
 
 from apps.sft.samples import Encoded
 
+T = TypeVar("T")
 ROWS_A_BATCH = 1024
+BYTES_A_BATCH = 16 * 2**20
 SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -27,7 +32,7 @@ SCHEMA = pa.schema(
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("types", pa.list_(pa.int8())),
-        ("images", pa.list_(pa.string())),
+        ("images", pa.list_(pa.large_string())),
         ("stamps", pa.list_(pa.string())),
     ]
 )
@@ -44,6 +49,11 @@ class Entry:
     stamps: tuple[str, ...] = ()
     """Of each image, which bytes its tokens were made from (`stamp_of`)."""
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in memory, about: a token is a Python number and its place in two lists."""
+        return 0 if self.encoded is None else 48 * len(self.encoded.ids) + sum(map(len, self.encoded.images))
+
 
 def stamp_of(image: str) -> str:
     """Size and time of change of an image's file, which another picture does not share; "" of a `data:` URI.
@@ -57,20 +67,28 @@ def stamp_of(image: str) -> str:
     return f"{facts.st_size} {facts.st_mtime_ns}"
 
 
+def in_parts(items: Iterable[T], count: int, size: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in order, in lists that end when they have `count` items or `size` bytes."""
+    part: list[T] = []
+    total = 0
+    for item in items:
+        part.append(item)
+        total += size_of(item)
+        if len(part) == count or total >= size:
+            yield part
+            part, total = [], 0
+    if part:
+        yield part
+
+
 def write_store(path: Path, entries: Iterable[Entry]) -> None:
     """Write all entries in order; the file appears whole or not at all, also where several write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            pending: list[Entry] = []
-            for entry in entries:
-                pending.append(entry)
-                if len(pending) == ROWS_A_BATCH:
-                    writer.write_batch(_batch(pending))
-                    pending = []
-            if pending:
-                writer.write_batch(_batch(pending))
+            for part in in_parts(entries, ROWS_A_BATCH, BYTES_A_BATCH, lambda entry: entry.size):
+                writer.write_batch(_batch(part))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -111,14 +129,12 @@ class Store:
 
     def key(self, number: int) -> str:
         """The digest of an entry's content."""
-        batch, at = divmod(number, ROWS_A_BATCH)
-        result: str = self._batches[batch].column("key")[at].as_py().hex()
+        result: str = self._cell("key", number).as_py().hex()
         return result
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids i64[T] and loss_mask bool[T] of an entry, as copies."""
-        batch, at = divmod(number, ROWS_A_BATCH)
-        ids, mask = (self._batches[batch].column(name)[at].values for name in ("input_ids", "loss_mask"))
+        ids, mask = (self._cell(name, number).values for name in ("input_ids", "loss_mask"))
         return ids.to_numpy().astype(np.int64), mask.to_numpy(zero_copy_only=False)
 
     @cached_property
@@ -129,14 +145,12 @@ class Store:
 
     def images(self, number: int) -> tuple[list[int], list[str]]:
         """Which tokens stand for images (1), and these as paths or `data:` URIs; both empty without."""
-        batch, at = divmod(number, ROWS_A_BATCH)
-        types, found = (self._batches[batch].column(name)[at].as_py() for name in ("types", "images"))
+        types, found = (self._cell(name, number).as_py() for name in ("types", "images"))
         return types, found
 
     def stamps(self, number: int) -> list[str]:
         """Which bytes of these images were tokenised, one a picture; see `stamp_of`."""
-        batch, at = divmod(number, ROWS_A_BATCH)
-        found: list[str] = self._batches[batch].column("stamps")[at].as_py()
+        found: list[str] = self._cell("stamps", number).as_py()
         return found
 
     @cached_property
@@ -144,6 +158,16 @@ class Store:
         with pa.memory_map(str(self.path)) as source:
             reader = pa.ipc.open_file(source)
             return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """How many entries there are up to the end of each batch."""
+        return list(accumulate(batch.num_rows for batch in self._batches))
+
+    def _cell(self, name: str, number: int) -> Any:
+        batch = bisect_right(self._ends, number)
+        first = self._ends[batch - 1] if batch else 0
+        return self._batches[batch].column(name)[number - first]
 
     @property
     def _table(self) -> Any:

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apps.sft.reading import store as store_module
 from apps.sft.reading.selection import Samples, Truncation, cut, usable_of
-from apps.sft.reading.store import Entry, Store, write_store
+from apps.sft.reading.store import SCHEMA, Entry, Store, write_store
 from apps.sft.samples import Encoded
 
 Rows = list[list[tuple[int, bool]] | None]
@@ -32,9 +33,12 @@ def entries_of(rows: Rows) -> Iterator[Entry]:
 
 
 @PERHAPS
-@given(ROWS, st.integers(1, 4))
-def test_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Rows, size: int) -> None:
-    monkeypatch.setattr(store_module, "ROWS_A_BATCH", size)
+@given(ROWS, st.integers(1, 4), st.integers(1, 2000))
+def test_what_was_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Rows, count: int, size: int
+) -> None:
+    monkeypatch.setattr(store_module, "ROWS_A_BATCH", count)
+    monkeypatch.setattr(store_module, "BYTES_A_BATCH", size)
     write_store(tmp_path / "a.arrow", entries_of(rows))
     store = pickle.loads(pickle.dumps(Store(tmp_path / "a.arrow")))
     assert len(store) == len(rows)
@@ -71,6 +75,22 @@ def test_a_cut_row_keeps_the_mask_of_what_is_left() -> None:
     assert [x.tolist() for x in cut(ids, mask, 3, "left")] == [[3, 4, 5], [False, True, False]]
     assert [x.tolist() for x in cut(ids, mask, 3, "right")] == [[0, 1, 2], [False, True, False]]
     assert mask[3]
+
+
+def test_a_batch_has_no_more_bytes_than_it_may_and_images_are_told_apart(tmp_path: Path) -> None:
+    """Arrow refuses 2 GiB of strings in one batch, and a batch is whole in memory."""
+    images = [[f"data:,{letter * 3 * 2**20}"] for letter in "abcdefghijklm"]
+    shown = (Entry(i, f"{i:032x}", Encoded([1], [True], [1], found)) for i, found in enumerate(images, start=1))
+    path = tmp_path / "a.arrow"
+    write_store(path, shown)
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
+    assert counts == [6, 6, 1]  # 18 MiB: what is above 16 begins another
+    store = Store(path)
+    assert [store.images(i)[1] for i in range(13)] == images
+    assert store.shown.tolist() == [1] * 13
+    assert SCHEMA.field("images").type.value_type == pa.large_string()
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 1. The name is a digest of the file's bytes, the tokenizer with its template and stop tokens, the columns, and the code
    and versions that turn rows into tokens. Where a store of that name is there, nothing else is done.
-2. Rows are read as a stream and dealt to processes in parts; no more than a few parts a process are under way at once,
-   and results are written in the order of the rows.
+2. Rows are read as a stream and dealt to processes in parts of so many rows or bytes; no more than a few parts a
+   process are under way at once, and results are written in the order of the rows.
 3. A store whose images' files have other sizes or times of change than when they were read is made anew.
 
 What is no matter of a row's tokens (longest length, split, mixture) is decided later, from the store.
@@ -14,10 +14,9 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,13 @@ from apps.sft import samples
 from apps.sft.reading import conversations, examples, row_images
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, Example, read_examples
-from apps.sft.reading.store import SCHEMA, Entry, Store, stamp_of, write_store
+from apps.sft.reading.store import SCHEMA, Entry, Store, in_parts, stamp_of, write_store
 from apps.sft.samples import PictureError, UnprovenMaskError, encode_messages, encode_text
 from chat_tools.rendering import render as rendering
 from rollout.pictures import Pictures
 
-PART = 256
-"""Rows that a process is given at once."""
+PART, PART_BYTES = 256, 2**20
+"""Rows that a process is given at once, and bytes of their texts and images, whichever come first."""
 PARALLEL_BYTES = 4 * 2**20
 """Files below are tokenised in this process unless a number of processes is given: others take seconds to start."""
 
@@ -172,16 +171,28 @@ def _in_processes(encoder: Encoder, rows: Iterator[Example], processes: int) -> 
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
     waiting: deque[Future[list[Entry]]] = deque()
     try:
-        while True:
-            part = list(islice(rows, PART))
-            if part:
-                waiting.append(pool.submit(_encode, part))
-            elif not waiting:
-                return
-            if not part or len(waiting) > 4 * processes:
+        for part in in_parts(rows, PART, PART_BYTES, _size_of):
+            waiting.append(pool.submit(_encode, part))
+            if len(waiting) > 4 * processes:
                 yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _size_of(example: Example) -> int:
+    """Characters of all that a row says, images as `data:` URIs among them."""
+    if isinstance(example, Conversation):
+        return _characters(example.messages)
+    return len(example.prompt) + len(example.text)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_characters, parts))
 
 
 _ENCODER: list[Any] = []

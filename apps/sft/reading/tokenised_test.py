@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Never
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from apps.quickstart.tokenizer import build_tokenizer
@@ -122,7 +123,16 @@ def test_a_completion_is_trained_and_its_prompt_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text"), [("", "hello there"), ("hel", "lo there"), ("a ", " b"), ("<|im_", "end|>")]
+    ("prompt", "text"),
+    [
+        ("", "hello there"),
+        ("hel", "lo there"),
+        ("a ", " b"),
+        ("<|im_", "end|>"),
+        ("37+58=95<|im_end|>", "next"),
+        ("37+58=95<|im_end|>", "<|im_start|>next"),
+        ("<|im_end|>", "next"),
+    ],
 )
 def test_the_prompt_has_the_tokens_that_it_has_alone(prompt: str, text: str) -> None:
     """Also where a token of the two together would reach over the border."""
@@ -133,9 +143,33 @@ def test_the_prompt_has_the_tokens_that_it_has_alone(prompt: str, text: str) -> 
     assert TOKENIZER.decode(encoded.ids) == prompt + text + TOKENIZER.eos_token
 
 
-def test_an_end_of_sequence_is_not_written_twice() -> None:
-    text = "yes" + TOKENIZER.eos_token
-    assert list(encode_text(TOKENIZER, "", text).ids) == list(encode_text(TOKENIZER, "", "yes").ids)
+def around(before: str, after: str) -> PreTrainedTokenizerBase:
+    """A tokenizer that puts special tokens around every text."""
+    tokenizer = build_tokenizer()
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (before, after) if token]
+    single = f"{before} $A {after}".split()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    return tokenizer
+
+
+END = str(TOKENIZER.eos_token)
+SPECIAL = [("", ""), ("", END), ("<|im_start|>", END), (END, ""), (END, END)]
+
+
+@pytest.mark.parametrize(("before", "after"), SPECIAL)
+def test_an_end_of_sequence_is_not_written_twice(before: str, after: str) -> None:
+    tokenizer = around(before, after)
+    found = [encode_text(tokenizer, "1+1=", text) for text in ("2" + END, "2")]
+    assert list(found[0].ids) == list(found[1].ids)
+    assert tokenizer.decode(found[0].ids) == before + "1+1=2" + END
+    assert trained(found[0]) == "2" + END
+
+
+@pytest.mark.parametrize(("before", "after"), SPECIAL)
+def test_the_end_of_a_prompt_is_the_prompts(before: str, after: str) -> None:
+    encoded = encode_text(around(before, after), "1+1=2" + END, "next")
+    assert TOKENIZER.decode(encoded.ids) == before + "1+1=2" + END + "next" + END
+    assert trained(encoded) == "next" + END
 
 
 def test_of_a_conversation_the_completion_alone_is_trained(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""How many rows a second are tokenised into a store: conversations of the synthetic task, by one or more processes.
+
+    python -m apps.sft.benchmarks.tokenising [--rows N] [--processes N]
+
+The clock's seconds, with the start of the processes and the digest of the file in them.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from apps.common.tokens import quiet_libraries
+from apps.quickstart.tokenizer import build_tokenizer
+from apps.sft.config import DataConfig
+from apps.sft.data import write_demonstrations
+from apps.sft.reading.examples import Columns
+from apps.sft.reading.tokenised import tokenise
+
+
+def main() -> None:
+    """Measure, and print a line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args()
+    quiet_libraries()
+    tokenizer = build_tokenizer()
+    with TemporaryDirectory() as made:
+        path = write_demonstrations(DataConfig(task="calculator", demonstrations=given.rows), 0, Path(made, "a.jsonl"))
+        begun, used = time.perf_counter(), time.process_time()
+        store = tokenise(path, Columns(), tokenizer, None, Path(made, "tokens"), given.processes)
+        seconds, used = time.perf_counter() - begun, time.process_time() - used
+        facts = {"rows": len(store), "tokens": int(store.lengths.sum()), "megabytes": path.stat().st_size / 1e6}
+    rates = {
+        "rows_per_s": round(facts["rows"] / seconds),
+        "rows_per_cpu_s_of_this_process": round(facts["rows"] / used),
+    }
+    print(json.dumps(facts | {"processes": given.processes, "seconds": round(seconds, 2)} | rates))
+
+
+if __name__ == "__main__":
+    main()
