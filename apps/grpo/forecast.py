@@ -18,7 +18,7 @@ from typing import Any
 
 from apps.common.config_file import CONFIG_NAME, load_config
 from apps.grpo.config import GrpoConfig
-from apps.grpo.schedule_async import settings_of
+from apps.grpo.schedule_async_state import settings_of
 from rollout.control.settings import StalenessSettings
 from rollout.control.simulation import Forecast, Workload, choose_pools, forecast_table, in_turn, simulate
 from runlog import read_episodes, read_metrics

@@ -47,3 +47,40 @@ class Probes:
         if not self._prompts:
             return []
         return self._living().call_all("probe", prompts=self._prompts, media=plain_shown(self._media))
+
+
+class Proofs:
+    """What is still to be proven: the weights of the engine, as they were handed over last.
+
+    Every hand-over is noted by `handed`, those to samplers in place of dead ones too, and one at a resume. Where no
+    step's prompts are known by then, the first ones that are told serve (`known`). `held` comes before the engine's
+    weights change. `living`: as for `Probes`.
+    """
+
+    def __init__(self, living: Callable[[], Workers]) -> None:
+        self._living = living
+        self._episodes: Sequence[Episode] = ()
+        self._asked: Probes | None = None
+        self._owed: int | None = None
+
+    def handed(self, version: int, episodes: Sequence[Episode] = ()) -> None:
+        """All samplers have just been handed the engine's weights as `version`; `episodes`: those of the last step,
+        where they are not the same as before. Number 0 is of no hand-over: samplers begin with it."""
+        self._episodes = episodes or self._episodes
+        self._asked, self._owed = None, version or None
+        self._ask()
+
+    def known(self, episodes: Sequence[Episode]) -> None:
+        """Episodes whose prompts may be asked again, where something waits for some."""
+        self._episodes = episodes
+        self._ask()
+
+    def held(self, engine: TrainEngine, lead: Lead) -> dict[str, float]:
+        """See `Probes.held`; nothing where nothing is to be proven."""
+        asked, self._asked = self._asked, None
+        return {} if asked is None else asked.held(engine, lead)
+
+    def _ask(self) -> None:
+        if self._owed is not None and self._episodes:
+            version, self._owed = self._owed, None
+            self._asked = Probes(self._episodes, version, self._living)

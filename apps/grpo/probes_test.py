@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apps.grpo.probes import Probes
+from apps.grpo.probes import Probes, Proofs
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.samplers_test import PROMPTS, answers_of, told
 from apps.grpo.schedule_async_ranks import Lead
@@ -66,3 +66,31 @@ def test_without_an_answer_there_is_nothing_to_ask() -> None:
     assert samplers.asked == []
     engine: Any = None  # is not looked at
     assert probes.held(engine, Lead()) == {}
+
+
+def test_a_hand_over_before_any_prompt_is_known_is_proven_by_the_first() -> None:
+    """Once; the next one, to a sampler in place of a dead one, by the same prompts, at once."""
+    engine = build_engine(EngineConfig(device="cpu", max_tokens_per_rank=64), tiny_model(scale=2.0))
+    samplers: Any = Answering(told(answers_of(tiny_model(scale=2.0), False), {}), 0)
+    proofs = Proofs(lambda: samplers)
+    proofs.handed(3)
+    assert proofs.held(engine, Lead()) == {}
+    assert samplers.asked == []
+    proofs.known(episodes())
+    assert samplers.asked == [PROMPTS]
+    assert 0 < proofs.held(engine, Lead())["weights/probe/abs"] < 1e-5
+    proofs.known(episodes())
+    assert proofs.held(engine, Lead()) == {}
+    proofs.handed(3)
+    assert samplers.asked == [PROMPTS] * 2
+    proofs.handed(4, episodes())  # what was asked under the number before is of no interest any more
+    with pytest.raises(WeightsNotTakenError, match="after version 4"):
+        proofs.held(engine, Lead())
+
+
+def test_weights_that_nobody_was_handed_need_no_proof() -> None:
+    samplers: Any = Answering({}, 0)
+    proofs = Proofs(lambda: samplers)
+    proofs.handed(0, episodes())
+    proofs.known(episodes())
+    assert samplers.asked == []

@@ -148,12 +148,20 @@ def prove_weights(session: Session, engine: TrainEngine, episodes: Sequence[Epis
     prompts, media = probes_of(episodes), probes_media(episodes)
     if not prompts:
         return {}
+    session.proof.owed = False
     with sampling_turn(session, engine) if session.config.cluster.rollout.sleep else nullcontext():
         if isinstance(session.sampler, VllmEngine):
             told = [session.runner.run(probe(session, prompts, session.sampler.facts["dtype"], session.sampler, media))]
         else:
             told = session.probed(prompts, media)
     return hold_samplers(engine, prompts, gather_lists(told), session.sampler.version, media)
+
+
+def prove_owed(session: Session, engine: TrainEngine, episodes: Sequence[Episode]) -> None:
+    """Prove weights that were handed over outside a step: at a resume, or to samplers in place of dead ones. Before the
+    engine's weights change, by what was sampled first; collective. WeightsNotTakenError: see `prove_weights`."""
+    while session.proof.owed and probes_of(episodes):  # again, of samplers that died of it
+        prove_weights(session, engine, episodes)
 
 
 def probes_of(episodes: Sequence[Episode]) -> list[list[int]]:

@@ -283,6 +283,7 @@ class RaySession(Session):
     def sync(self, engine: TrainEngine) -> int:
         """See `RaySamplers.take`."""
         size = self.sampler.take(engine, self.runner)
+        self.proof.owed = True
         told(Order(False, self.sampler.version, size))
         return size
 
@@ -293,7 +294,7 @@ class RaySession(Session):
                 found = self.runner.run(make())
                 break
             except WorkerDied:
-                self.sampler.revive(self.runner, trained)
+                self.proof.owed |= self.sampler.revive(self.runner, trained) > 0
         told(Order(False, self.sampler.version))
         return found
 

@@ -69,6 +69,7 @@ class FollowingSession(Session):
         live = self.config.cluster.rollout.engine == "native"  # as rank 0's samplers take them
         while (order := told(None)).begins:
             assert self.sampler.engine is not None
+            self.proof.owed = True
             with suppress(NotAgreed):  # rank 0's samplers did not take them: it says how it goes on
                 hand_over(self.sampler.engine, SamplerElsewhere(0), order.version, self.runner, live=live)
         self.sampler.version = order.version

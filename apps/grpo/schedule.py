@@ -10,6 +10,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.ledgers import check_ledgers
 from apps.grpo.resting import sampling_turn
+from apps.grpo.samplers import prove_owed
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import Tasks
@@ -78,7 +79,9 @@ class InTurn:
     def evaluate(self) -> Evaluation:
         """See `Session.evaluate`."""
         with sampling_turn(self.session, self.engine):
-            return self.session.evaluate()
+            found = self.session.evaluate()
+        prove_owed(self.session, self.engine, found.episodes)
+        return found
 
     def saving(self, step: int) -> None:
         """Where the tasks are."""

@@ -11,7 +11,8 @@
 4. A run that goes on from a checkpoint first trains the recorded steps after it again, on the recorded episodes, and
    takes finished groups from the ledger; what was being sampled begins again. Nothing is skipped or trained twice.
 5. Every hand-over is proven by probes that are asked for at once, beside what is sampled, and waited for before weights
-   change again or the run ends. A step's metrics tell of the hand-over before it, the last step's of both.
+   change again or the run ends; those to a replacement and at a resume too. Where no prompt is known yet, the first
+   step's are asked. A step's metrics tell of the hand-over before it, the last step's of both.
 6. Over several ranks all this is rank 0's, and what ranks do together is ordered: see `schedule_async_ranks`.
 """
 
@@ -30,9 +31,10 @@ from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
 from apps.grpo.ledgers import ASYNC, check_ledgers
 from apps.grpo.live import EVERY, LoadElsewhere, Show
-from apps.grpo.probes import Probes
+from apps.grpo.probes import Proofs
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_async_ranks import Done, Give, Lead, TrainOn, evaluation_of
+from apps.grpo.schedule_async_state import hands_over, number_of, settings_of, stands
 from apps.grpo.schedule_process import RESTARTS, SamplingProcess
 from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Evaluation, environment_of, hand_over
@@ -41,11 +43,8 @@ from apps.grpo.tasks import Tasks
 from apps.grpo.timeline import Timeline
 from engines import TrainEngine
 from rollout import Episode, RolloutLedger, StalenessController
-from rollout.control.settings import StalenessSettings
 from rollout.control.staleness import (
     Begin,
-    Begun,
-    ControlState,
     Event,
     Failed,
     Finished,
@@ -55,22 +54,10 @@ from rollout.control.staleness import (
     Train,
     Trained,
 )
+from rollout.episodes.codec import decode_episodes
 from rollout.workers.channel import Message
 from rollout.workers.process import WorkerDied
 from rollout.workers.protocol import Workers
-
-
-def settings_of(config: GrpoConfig) -> StalenessSettings:
-    """The bounds of a fully asynchronous run."""
-    schedule = config.cluster.schedule
-    return StalenessSettings(
-        groups_per_step=config.prompts,
-        total_steps=config.steps,
-        staleness_threshold=schedule.staleness_threshold,
-        parameter_sync_step=schedule.parameter_sync_step,
-        required_batches=schedule.required_batches,
-        partial_rollout=schedule.partial_rollout,
-    )
 
 
 class FullyAsync:
@@ -96,22 +83,23 @@ class FullyAsync:
         place = load_cursor(run_dir, done) if done else None
         self._rows = NumberedRows(tasks, config.prompts, place)
         self._replay = dict(self._ledger.state.batches)
-        self._controller = StalenessController(self._settings, self._state(done))
+        self._controller = StalenessController(self._settings, stands(self._settings, self._ledger.state, done))
         self._lock = threading.Lock()
         self._queue: queue.Queue[Train | Sync | BaseException] = queue.Queue()
         self._closing = False
         self._lead = Lead()
-        self._process = SamplingProcess(self._start, self._give, self._settings.version_of(done))
-        self._begun: dict[int, float] = {}
+        self._process = SamplingProcess(self._start, self._give, number_of(self._settings, done))
+        self._begun: dict[int, Workers] = {}  # by group: who samples it
         self._sampling_since: float | None = None
         self._timeline = Timeline(run_dir)
         self._load = LoadElsewhere()
-        self._probes: Probes | None = None
+        self._proofs = Proofs(lambda: self._living(proven=False))
 
     def __enter__(self) -> "FullyAsync":
         begun = False
         try:
             self._process.begin()
+            self._proofs.handed(self._process.version)
             if not self._replay:
                 self._open()
             self._lead.order(Done())
@@ -141,18 +129,19 @@ class FullyAsync:
         begun = time.perf_counter()
         if step + 1 in self._replay:
             result = self._train(Train(step + 1, self._replay.pop(step + 1), 0), begun)
-            if (step + 1) % self._settings.parameter_sync_step == 0 or not self._replay:
+            if hands_over(self._settings, step + 1):
                 self._process.push(self._settings.version_of(step + 1))
+                self._proofs.handed(self._process.version, result.episodes)
             if not self._replay:
                 self._open()
-            return result
-        decision = self._next(Train)
-        assert isinstance(decision, Train)
-        assert decision.step == step + 1
-        result = self._train(decision, begun)
-        self._tell(Trained())
-        if (step + 1) % self._settings.parameter_sync_step == 0 or step + 1 == self._settings.total_steps:
-            result.metrics.update(self._synced(result.episodes))
+        else:
+            decision = self._next(Train)
+            assert isinstance(decision, Train)
+            assert decision.step == step + 1
+            result = self._train(decision, begun)
+            self._tell(Trained())
+            if hands_over(self._settings, step + 1):
+                result.metrics.update(self._synced(result.episodes))
         if step + 1 == self._settings.total_steps:
             for name, value in self._proven().items():  # beside those of the hand-over before
                 result.metrics[name] = max(value, result.metrics.get(name, value))
@@ -172,6 +161,9 @@ class FullyAsync:
                 break
             except WorkerDied:
                 continue
+        if self._controller.done:  # no step follows whose training would wait for a proof
+            self._proofs.known(decode_episodes(payload))
+            self._proven()
         self._lead.order(Done(payload=payload))
         self._timeline.add("trainer", "evaluate", begun, time.perf_counter())
         return evaluation_of(self._tasks, payload)
@@ -196,14 +188,6 @@ class FullyAsync:
 
     # -- the controller's thread-safe side -------------------------------------------------------------------------
 
-    def _state(self, done: int) -> ControlState:
-        """Where the run stands once the recorded steps are trained again."""
-        state = self._ledger.state
-        step = done + len(state.batches)
-        ready = [Begun(g, found.version) for g, found in state.sampled.items() if g not in state.taken]
-        synced = step - step % self._settings.parameter_sync_step
-        return ControlState(step, synced, state.next, tuple(state.missing()), (), tuple(ready))
-
     def _open(self) -> None:
         """Let the controller decide for the first time."""
         with self._lock:
@@ -225,29 +209,28 @@ class FullyAsync:
                 self._queue.put(decision)
 
     def _play(self, group: int) -> None:
-        now = time.perf_counter()
         if not self._begun:
-            self._sampling_since = now
-        self._begun[group] = now
+            self._sampling_since = time.perf_counter()
+        worker = self._begun[group] = self._process.worker
         state = self._controller.state
         oldest = min([*state.again, *(g.group for g in state.running), state.next])
-        future = self._process.worker.call("play", group=group, oldest=oldest)
-        future.add_done_callback(lambda found: self._ended(group, found))
+        future = worker.call("play", group=group, oldest=oldest)
+        future.add_done_callback(lambda found: self._ended(worker, group, found))
 
-    def _ended(self, group: int, found: "Future[Message]") -> None:
-        """A group is sampled, or its process died; in the thread that hears it."""
+    def _ended(self, worker: Workers, group: int, found: "Future[Message]") -> None:
+        """A group is sampled, or its process died; in the thread that hears it. What one whose groups count as lost
+        still answers is nobody's: another one samples them."""
         error = found.exception()
-        if isinstance(error, WorkerDied):
-            if not self._closing:
-                self._queue.put(error)
-            return
         if error is not None:
-            self._queue.put(error)
+            if self._begun.get(group) is worker and not (self._closing and isinstance(error, WorkerDied)):
+                self._queue.put(error)
             return
         if self._closing:
             return
         try:
             with self._lock:
+                if self._begun.get(group) is not worker:
+                    return
                 self._process.works()
                 self._count_out(group)
                 self._ledger.finished(group, found.result()[1])
@@ -296,6 +279,7 @@ class FullyAsync:
             version = self._controller.version
         episodes, batch = order.batch(config)
         packed = time.perf_counter()
+        self._proofs.known(episodes)
         metrics = self._proven()  # the weights are about to change
         ready = time.perf_counter()
         self._lead.order(order)
@@ -327,25 +311,26 @@ class FullyAsync:
     def _synced(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Hand over the weights as soon as the controller says so; a transfer that fails is tried again. Probes of
         them, of the step's `episodes`, are asked for before new groups begin, whose prompts they would wait behind."""
-        begun, tries = time.perf_counter(), 0
+        begun, failures = time.perf_counter(), list[RuntimeError]()
         while True:
             decision = self._next(Sync)
             assert isinstance(decision, Sync)
-            waited = time.perf_counter()
+            waited, worker = time.perf_counter(), self._living(proven=False)
             try:
-                size = self._give(self._living(), decision.version, decision.interrupt)
-            except RuntimeError:
-                tries += 1
-                if tries > RESTARTS:
-                    raise
-                self._living()
+                size = self._give(worker, decision.version, decision.interrupt)
+            except RuntimeError as error:
+                failures.append(error)
+                if len(failures) > RESTARTS:
+                    raise RuntimeError(f"weights failed {len(failures)} times, at first: {failures[0]}") from error
+                self._process.fail(error)
+                self._living(proven=False)
                 self._tell(SyncFailed())
                 continue
             break
         ended = time.perf_counter()
         self._timeline.add("weights", "sync", waited, ended)
         self._process.version = decision.version
-        self._probes = Probes(episodes, decision.version, self._living)
+        self._proofs.handed(decision.version, episodes)
         self._tell(Synced())
         return {
             "weights/version": float(decision.version),
@@ -356,8 +341,7 @@ class FullyAsync:
 
     def _proven(self) -> dict[str, float]:
         """That every sampler took the weights it was handed last, which the engine still has; see `hold_samplers`."""
-        probes, self._probes = self._probes, None
-        return {} if probes is None else probes.held(self._engine, self._lead)
+        return self._proofs.held(self._engine, self._lead)
 
     # -- the sampling process --------------------------------------------------------------------------------------
 
@@ -374,15 +358,18 @@ class FullyAsync:
         self._lead.order(Give(version, live))
         return hand_over(self._engine, worker, version, self._runner, live=live, pause=pause)
 
-    def _living(self) -> Workers:
-        """The process; one that died is replaced, and what it was sampling begins again."""
-        lost: list[int] = []
+    def _living(self, proven: bool = True) -> Workers:
+        """The process; one that died is replaced, and what it was sampling begins again. `proven`: the one in its place
+        proves that it took its weights."""
+        before, lost = self._process.worker, list[int]()
         worker = self._process.living(lambda: lost.extend(self._lost()))
+        if proven and worker is not before:
+            self._proofs.handed(self._process.version)  # before new groups begin, whose prompts it would wait behind
         with self._lock:
             for group in lost:
                 self._ledger.again(group)
                 self._obey(self._controller.handle(Failed(group)))
-        return worker
+        return self._process.worker
 
     def _lost(self) -> list[int]:
         """The groups that a dead process was sampling, which nobody samples any more."""

@@ -6,6 +6,7 @@ They have a file of their own: a build of torch for CUDA forks no process that h
 import os
 import shutil
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,20 @@ from apps.common.kills import in_child, kill_at_call
 from apps.common.plan.cluster import Schedule
 from apps.grpo import schedule_one_step
 from apps.grpo.main import run
-from apps.grpo.schedule_testing import ASYNC, ONE, assert_nothing_lost, go, proofs, rows, same_weights, small
+from apps.grpo.schedule_async import FullyAsync
+from apps.grpo.schedule_testing import (
+    ASYNC,
+    ONE,
+    assert_nothing_lost,
+    go,
+    proofs,
+    rows,
+    same_weights,
+    small,
+)
 from apps.grpo.testing import RECIPE
 from rollout import RolloutLedger
+from rollout.workers.channel import Message
 from rollout.workers.process import WorkerProcess
 from runlog.timeline import read_timeline
 
@@ -98,6 +110,38 @@ def test_engine_death_in_mid_generation(tmp_path: Path) -> None:
     """Another process takes over; the groups that were lost begin again."""
     run_dir = tmp_path / "run"
     assert in_child(go, run_dir, ASYNC, prepare=lambda: kill_worker(10)) == 0
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
+
+
+def answer_late() -> None:
+    """The first sampling process dies with its eighth group, whose answer comes once that group counts as lost."""
+    real, lost, held = WorkerProcess.call, FullyAsync._lost, list[Future[Message]]()
+    calls = 0
+
+    def call(self: WorkerProcess, name: str, **arguments: Any) -> Any:
+        nonlocal calls
+        calls += name == "play"
+        found = real(self, name, **arguments)
+        if name != "play" or calls != 8:
+            return found
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        held.append(Future())
+        return held[0]
+
+    def late(self: FullyAsync) -> list[int]:
+        groups = lost(self)
+        assert 7 in groups
+        held[0].set_result(({}, b"nobody's"))
+        return groups
+
+    WorkerProcess.call, FullyAsync._lost = call, late  # type: ignore[method-assign]
+
+
+def test_an_answer_of_a_dead_sampler_whose_groups_are_lost_is_nobodys(tmp_path: Path) -> None:
+    """As of Ray's samplers, whose deaths and answers come by several threads."""
+    run_dir = tmp_path / "run"
+    assert in_child(go, run_dir, ASYNC, prepare=answer_late) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC))
 
 

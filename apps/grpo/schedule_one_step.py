@@ -20,7 +20,7 @@ from apps.common.ranks import all_ranks, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import save_cursor
 from apps.grpo.ledgers import AHEAD, check_ledgers
-from apps.grpo.samplers import prove_weights
+from apps.grpo.samplers import prove_owed, prove_weights
 from apps.grpo.schedule import restore_tasks
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, advantages_of, episode_advantages, rollout_metrics, train_on
@@ -109,6 +109,7 @@ class OneStepOff:
             self._mine = self._ended(step)
         rows, episodes = self._rows, session.gathered(self._mine)
         self._mine = None
+        prove_owed(session, engine, episodes)
         first, version = time.perf_counter(), session.sampler.version
         if step + 1 < config.steps:
             self._begin(step + 1)
@@ -141,7 +142,9 @@ class OneStepOff:
 
     def evaluate(self) -> Evaluation:
         """Nothing is sampled between two steps: see `Session.evaluate`."""
-        return self._session.evaluate()
+        found = self._session.evaluate()
+        prove_owed(self._session, self._engine, found.episodes)
+        return found
 
     def saving(self, step: int) -> None:
         """Where the tasks are; the next step's answers are in the ledger already."""

@@ -1,5 +1,6 @@
 """The process that samples beside the trainer, and another one in its place whenever it dies."""
 
+import warnings
 from collections.abc import Callable
 
 from rollout.workers.demand import NoPlace
@@ -29,7 +30,8 @@ class SamplingProcess:
     """Has the trainer's present weights under the number `version`: they are no older than what they are called.
 
     `start(version)` begins a process from the run's first weights, which count as that number; `give(worker, version)`
-    hands one the present weights, and raises RuntimeError where it does not take them.
+    hands one the present weights, and raises RuntimeError where it does not take them. One that lives and did not take
+    them counts as dead: whether it has the old weights, the new ones or some of each, nobody knows.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class SamplingProcess:
         self._worker: Workers | None = None
         self._closed: Workers | None = None
         self._deaths = 0
+        self._first: BaseException | None = None  # what the deaths that are counted began with
+        self._failed: BaseException | None = None  # what a process that was ended here had done
         self.version = version
 
     @property
@@ -67,15 +71,20 @@ class SamplingProcess:
             RuntimeError: more than `RESTARTS` died in a row.
             NoPlace: see `in_place_of`.
         """
-        lost = self.worker.why
+        lost = self._failed or self.worker.why
         while not self.worker.alive:
             self._deaths += 1
+            self._first = self._first or lost
             if self._deaths > RESTARTS:
-                raise RuntimeError(f"the sampling process died {self._deaths} times in a row: see its messages above")
+                raise RuntimeError(
+                    f"the sampling process died {self._deaths} times in a row: see its messages above; the first time "
+                    f"{self._first or 'without a word'}"
+                ) from self._first
             self.close()
             died()
             try:
                 self._worker = in_place_of(lost, lambda: self._start(max(0, self.version - 1)))
+                self._failed = None
                 self._handed()
             except WorkerDied as error:
                 lost = error
@@ -83,7 +92,14 @@ class SamplingProcess:
 
     def works(self) -> None:
         """It finished a group: deaths are counted from here."""
-        self._deaths = 0
+        self._deaths, self._first = 0, None
+
+    def fail(self, error: BaseException) -> None:
+        """End it, where it lives: it did not take weights, and `error` says why. `living` replaces it."""
+        if self.worker.alive:
+            warnings.warn(f"the sampling process is replaced: {error}", RuntimeWarning, stacklevel=2)
+            self._failed = error
+            self.close()
 
     def close(self) -> None:
         """End it, once; nothing where there is none."""
@@ -92,12 +108,11 @@ class SamplingProcess:
             self._closed = self._worker
 
     def _handed(self) -> None:
-        """WorkerDied: it ended before it had the weights."""
+        """WorkerDied: it ended before it had the weights, or was ended as it did not take them."""
         if not self.version:
             return
         try:
             self._give(self.worker, self.version)
         except RuntimeError as error:
-            if self.worker.alive:
-                raise
+            self.fail(error)
             raise WorkerDied(str(error)) from error

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,59 @@ def test_fully_asynchronous_nothing_is_lost_when_a_sampler_is_killed(
     assert max(row["schedule/staleness"] for row in rows(run_dir)[1:]) <= 1
 
 
+def test_fully_asynchronous_a_pool_of_which_one_sampler_fails_to_commit_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and has the new weights as the other has: both would refuse their number when it is tried again."""
+    run_dir = tmp_path / "run"
+    pools, commits, plain = list[RayPool](), 0, RayPool._ask
+
+    def ask(self: RayPool, index: int, asked: str, arguments: Mapping[str, Any], data: Any = None) -> Any:
+        nonlocal commits
+        if self not in pools:
+            pools.append(self)
+        found = plain(self, index, asked, arguments, data)
+        commits += asked == "commit"
+        if asked != "commit" or commits != 4:
+            return found
+        failed: Future[Any] = Future()
+        found.add_done_callback(lambda _: failed.set_exception(RuntimeError("did not take all weights")))
+        return failed
+
+    monkeypatch.setattr(RayPool, "_ask", ask)
+    with pytest.warns(RuntimeWarning, match="is replaced: weights 2 are not taken.*did not take all weights"):
+        go_in_ray(in_ray(run_dir, ASYNC))
+    assert len(pools) == 2
+    assert_nothing_lost(run_dir, small(run_dir, ASYNC))
+    assert [row["weights/version"] for row in rows(run_dir)[1:]] == [1, 2, 3, 4]
+
+
+def scaled(bucket: Bucket) -> Bucket:
+    """Weights half as large again."""
+    other = Bucket(bucket.headers, bucket.buffer.clone())
+    for header in other.headers:
+        end = header.start + header.numel * header.dtype.itemsize
+        other.buffer[header.start : end].view(header.dtype).mul_(1.5)
+    return other
+
+
+@pytest.mark.parametrize(("schedule", "which", "version"), [(SYNC, 5, 1), (ONE, 7, 2)])
+def test_a_replaced_pool_with_other_weights_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: Schedule, which: int, version: int
+) -> None:
+    """Before what it sampled is trained, or told: of the second step, or of the evaluation after it."""
+    pools = kill_one(monkeypatch, "sample", which)  # two calls an evaluation, two a step
+    receive = RayPool.receive
+
+    async def other(self: RayPool, bucket: Bucket) -> int:
+        return await receive(self, scaled(bucket) if len(pools) > 1 else bucket)
+
+    monkeypatch.setattr(RayPool, "receive", other)
+    with pytest.raises(WeightsNotTakenError, match=f"after version {version} was handed over"):
+        run(in_ray(tmp_path / "run", schedule, **SHORT), RECIPE)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
+
+
 @pytest.mark.parametrize("schedule", [SYNC, ASYNC], ids=lambda schedule: schedule.mode)
 def test_one_sampler_of_several_with_other_weights_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: Schedule
@@ -191,11 +245,7 @@ def test_one_sampler_of_several_with_other_weights_stops_the_run(
     """Whatever went wrong on its way: it took what it got, and says that it has the new weights."""
 
     async def receive(self: RayPool, bucket: Bucket) -> int:
-        other = Bucket(bucket.headers, bucket.buffer.clone())
-        for header in other.headers:
-            end = header.start + header.numel * header.dtype.itemsize
-            other.buffer[header.start : end].view(header.dtype).mul_(1.5)
-        sent = [(part, plain_bytes(part)) for part in (bucket, other)]
+        sent = [(part, plain_bytes(part)) for part in (bucket, scaled(bucket))]
         asked = [
             self._ask(i, "receive", bucket_message(part, data), data.numpy()) for i, (part, data) in enumerate(sent)
         ]

@@ -167,8 +167,8 @@ def assert_nothing_lost(run_dir: Path, config: GrpoConfig) -> None:
     steps = history(run_dir)
     assert sorted(steps) == list(range(1, config.steps + 1))
     asked = [task for tasks in steps.values() for task in tasks]
-    first = config.data.eval_prompts
-    assert sorted(asked) == sorted(f"number-{first + n}" for n in range(config.steps * config.prompts))
+    first, each = config.data.eval_prompts, config.prompts * config.cluster.schedule.required_batches
+    assert sorted(asked) == sorted(f"number-{first + n}" for n in range(config.steps * each))
     assert [row["step"] for row in rows(run_dir)] == list(range(config.steps + 1))
     assert_trained(run_dir)
 

@@ -65,6 +65,13 @@ class Evaluation:
         return chosen | environment_metrics(self.episodes, self.environment_of, "eval/reward/")
 
 
+@dataclass
+class Proof:
+    """Whether samplers were handed weights that nothing has proven since (`apps.grpo.samplers.prove_weights`)."""
+
+    owed: bool = False
+
+
 @dataclass(frozen=True)
 class Session:
     """One rank's part of the rollout side. The ranks share the prompts among them and exchange what was sampled."""
@@ -75,6 +82,7 @@ class Session:
     sampler: RolloutEngine
     runner: Runner
     live: Live = field(default_factory=Live)
+    proof: Proof = field(default_factory=Proof)
 
     def sync(self, engine: TrainEngine) -> int:
         """Give the sampler the engine's present weights under the next version number; the bytes handed over.
@@ -84,6 +92,7 @@ class Session:
         """
         if isinstance(self.sampler, SharingEngine):
             return share(engine, self.sampler, self.sampler.version + 1, self.runner)
+        self.proof.owed = True
         # The app's own sampler runs the module that is trained; any other reads a checkpoint's names.
         live = isinstance(self.sampler, NativeEngine)
         return hand_over(engine, self.sampler, self.sampler.version + 1, self.runner, live=live)

@@ -11,7 +11,7 @@ from torch import Tensor
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import environment_metrics, episode_metrics
 from apps.grpo.resting import sampling_turn
-from apps.grpo.samplers import prove_weights
+from apps.grpo.samplers import prove_owed, prove_weights
 from apps.grpo.session import Session
 from engines import TrainEngine, base_policy
 from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
@@ -39,6 +39,7 @@ def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: i
     begun = time.perf_counter()
     with sampling_turn(session, engine):
         episodes = session.sample(step)  # each with the reward that its task gave
+    prove_owed(session, engine, episodes)
     batch = to_batch(episodes)
     sampled = time.perf_counter()
     batch["advantages"] = advantages_of(batch, config, step)

@@ -13,6 +13,8 @@ from tensordict import TensorDict
 from apps.grpo import step as module
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import episode_metrics
+from apps.grpo.samplers import prove_owed
+from apps.grpo.session import Proof
 from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
 from apps.grpo.testing import RECIPE
 from objectives.advantages import estimate
@@ -225,6 +227,7 @@ class Session:
     sampled: list[Episode] = field(default_factory=episodes)
     sampler: Sampler = field(default_factory=Sampler)
     config: object = CONFIG
+    proof: Proof = field(default_factory=Proof)
 
     def sample(self, step: int) -> Any:
         self.events.append(("sample", step))
@@ -279,6 +282,18 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
         "tokens_per_second": sum(lengths) / 15.0,
     }
     assert result.metrics == pytest.approx(expected)
+
+
+def test_weights_of_a_resume_or_a_replaced_sampler_are_proven_before_they_are_trained_away() -> None:
+    """By the prompts of the step, once; what nothing has proven is not forgotten where nothing was sampled."""
+    events: list[object] = []
+    session: Any = Session(events, proof=Proof(owed=True))
+    grpo_step(CONFIG, session, recorder(), 7)
+    assert events == [("sample", 7), ("probed", 5, 2), ("sync", 1), ("probed", 6, 2)]
+    assert not session.proof.owed
+    session.proof.owed = True
+    prove_owed(session, recorder(), [])
+    assert session.proof.owed
 
 
 def test_failed_and_retried_episodes_are_counted() -> None:

@@ -8,18 +8,23 @@
 3. Every record is handed to the operating system at once: a killed process loses nothing. `fsync="steps"` also waits
    for the disk at steps, checkpoints and compactions: a machine that loses its power loses at most what was sampled
    since, and samples it again. "always" waits at every record, "never" at none.
-4. Compaction, after a checkpoint, writes what is still needed into a new file and renames it over the old one.
+4. Compaction, after a checkpoint, writes what is still needed into a new file and renames it over the old one. A disk
+   that has no room for both puts it off.
 """
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
 
+from rollout.ledger.reading import records
 from rollout.ledger.records import (
     HEAD_BYTES,
     MAGIC,
@@ -32,7 +37,6 @@ from rollout.ledger.records import (
     read_begun,
     read_number,
     read_numbers,
-    records,
 )
 from rollout.ledger.state import LedgerState, Sampled
 
@@ -63,6 +67,7 @@ class RolloutLedger:
         self.state = LedgerState()
         self._fsync = fsync
         self._end = 0
+        self._said_full = False
         self._file = self._locked()
         opened = False
         try:
@@ -117,8 +122,12 @@ class RolloutLedger:
         found = self.state.sampled[group]
         return os.pread(self._file, found.length, found.offset)
 
-    def compact(self) -> None:
-        """Rewrite the file with what is still needed: whole or not at all, whenever the process ends."""
+    def compact(self) -> bool:
+        """Rewrite the file with what is still needed: whole or not at all, whenever the process ends.
+
+        False: the disk has no room for it, which is warned of once; the file is as it was, and a later checkpoint tries
+        again.
+        """
         part = self.path.with_suffix(".part")
         new = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         whole = False
@@ -129,14 +138,21 @@ class RolloutLedger:
             fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.replace(part, self.path)
             whole = True
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._say_full(error)
+            return False
         finally:
             if not whole:
                 os.close(new)
+                part.unlink(missing_ok=True)
         if self._fsync != "never":
             _fsync_folder(self.path.parent)
         os.close(self._file)
         self._file, self._end = new, end
         self.state.sampled.update(moved)
+        return True
 
     def close(self) -> None:
         """Let go of the file. Nothing is held back in memory."""
@@ -166,7 +182,8 @@ class RolloutLedger:
             if view[: len(MAGIC)] != MAGIC:
                 raise ValueError(f"{self.path} is not a ledger of this version: move it away")
             try:
-                end = self._fold(view)
+                with _uncollected():
+                    end = self._fold(view)
             except ValueError as error:
                 raise ValueError(f"{self.path}: {error}") from error
         os.ftruncate(self._file, end)
@@ -175,10 +192,11 @@ class RolloutLedger:
     def _fold(self, data: memoryview) -> int:
         """Take in every whole record; where the last one ends."""
         state, end = self.state, len(MAGIC)
+        begun, finished = int(Kind.BEGUN), int(Kind.FINISHED)  # an enumeration's member costs as much as a record
         for kind, begin, end in records(data, len(MAGIC)):
-            if kind == Kind.BEGUN:
+            if kind == begun:
                 state.begin(*read_begun(data, begin))
-            elif kind == Kind.FINISHED:
+            elif kind == finished:
                 state.finish(read_number(data, begin), begin + NUMBER_BYTES, end - begin - NUMBER_BYTES)
             elif kind == Kind.TRAIN:
                 state.train(*read_numbers(data, begin, end))
@@ -224,6 +242,15 @@ class RolloutLedger:
             raise
         self._end = at + len(data)
 
+    def _say_full(self, error: OSError) -> None:
+        if not self._said_full:
+            self._said_full = True
+            warnings.warn(
+                f"{self.path} is not compacted ({error.strerror}) and grows on: free some space",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def _live(self) -> int:
         """About how many bytes a compacted file has."""
         sampled = sum(found.length for found in self.state.sampled.values())
@@ -256,6 +283,18 @@ class RolloutLedger:
             buffer += frame(Kind.BEGUN, begun_body(group, version))
         flush()
         return moved, end
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would walk a million new entries again and again, and all stay."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -284,6 +285,47 @@ def test_full_disk(tmp_path: Path, size: int) -> None:
         ledger.begun(10_000, 1)
         ledger.finished(10_000)
         ledger.train(steps + 1, [10_000])
+
+
+def squeezed(path: Path, done: "Connection[Any, Any]") -> None:
+    """The child: its disk has no room for compactions of the first two checkpoints, for the third it has."""
+    real, tries = RolloutLedger.compact, list[bool]()
+
+    def compact(self: RolloutLedger) -> bool:
+        free = resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if len(tries) < 2 else free, free))
+        try:
+            tries.append(real(self))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (free, free))
+        return tries[-1]
+
+    RolloutLedger.compact = compact  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ledger = RolloutLedger(path)
+        fill(ledger, steps=3, batch=8, ahead=1, save_every=1, size=300_000)
+        ledger.close()
+    done.send((tries, [str(one.message) for one in said], sorted(file.name for file in path.parent.iterdir())))
+
+
+def test_a_compaction_without_room_is_put_off(tmp_path: Path) -> None:
+    """With a word, once; nothing of it stays on the disk, and a later one makes up for it."""
+    mine, theirs = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=squeezed, args=(tmp_path / "ledger", theirs))
+    child.start()
+    theirs.close()
+    assert mine.poll(60)
+    tries, said, files = mine.recv()
+    child.join()
+    assert tries == [False, False, True]
+    assert len(said) == 1
+    assert "is not compacted (File too large) and grows on: free some space" in said[0]
+    assert files == ["ledger"]
+    assert (tmp_path / "ledger").stat().st_size < 2 * 300_000
+    with RolloutLedger(tmp_path / "ledger") as ledger:
+        assert ledger.state.saved == 3
+        assert len(ledger.payload(24)) > 300_000
 
 
 def busy(path: Path, ready: "Connection[Any, Any]") -> None:

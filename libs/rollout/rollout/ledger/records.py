@@ -9,14 +9,15 @@ it writes it). Anything else that does not check is damage, which is told and no
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 MAGIC = b"tessera ledger 1\n"
-_HEAD = struct.Struct("<IIB")
+HEAD = struct.Struct("<IIB")
+HEAD_BYTES = HEAD.size
 _NUMBER = struct.Struct("<q")
 _BEGUN = struct.Struct("<qi")
+NUMBER_BYTES, BEGUN_BYTES = _NUMBER.size, _BEGUN.size
 
 
 class Kind(IntEnum):
@@ -36,20 +37,9 @@ class Kind(IntEnum):
     """A checkpoint of this step is whole."""
 
 
-class Record(NamedTuple):
-    """A record in a file: its body is at [begin, end)."""
-
-    kind: int
-    begin: int
-    end: int
-
-
 def frame(kind: Kind, body: bytes) -> bytes:
     """The bytes of a record."""
-    return _HEAD.pack(len(body), zlib.crc32(body, zlib.crc32(bytes((kind,)))), kind) + body
-
-
-HEAD_BYTES = _HEAD.size
+    return HEAD.pack(len(body), zlib.crc32(body, zlib.crc32(bytes((kind,)))), kind) + body
 
 
 def number_body(number: int, payload: bytes = b"") -> bytes:
@@ -82,42 +72,3 @@ def read_numbers(data: memoryview, begin: int, end: int) -> tuple[int, tuple[int
     """What `numbers_body` wrote."""
     first, *rest = struct.unpack_from(f"<{(end - begin) // 8}q", data, begin)
     return first, tuple(rest)
-
-
-NUMBER_BYTES = _NUMBER.size
-
-
-def records(data: memoryview, start: int) -> Iterator[Record]:
-    """The whole records of a file from an offset on, up to its end or its torn tail.
-
-    Raises:
-        ValueError: a record is damaged and others follow it; the text names its offset.
-    """
-    at, size = start, len(data)
-    seeds = {int(kind): zlib.crc32(bytes((kind,))) for kind in Kind}
-    unpack, crc32 = _HEAD.unpack_from, zlib.crc32
-    while at + HEAD_BYTES <= size:
-        length, crc, kind = unpack(data, at)
-        begin, end = at + HEAD_BYTES, at + HEAD_BYTES + length
-        if end > size:
-            if not _torn(data, at):
-                raise ValueError(f"the record at byte {at} is damaged, and others follow it")
-            return
-        if kind not in seeds or crc32(data[begin:end], seeds[kind]) != crc:
-            if end == size or _torn(data, at):
-                return
-            raise ValueError(f"the record at byte {at} is damaged, and others follow it")
-        yield Record(kind, begin, end)
-        at = end
-
-
-def _torn(data: memoryview, at: int) -> bool:
-    """Whether nothing that checks follows the bad record at `at`: a record that does is not the tail of a write."""
-    seeds = {int(kind): zlib.crc32(bytes((kind,))) for kind in Kind}
-    for begin in range(at + 1, len(data) - HEAD_BYTES + 1):
-        length, crc, kind = _HEAD.unpack_from(data, begin)
-        end = begin + HEAD_BYTES + length
-        whole = kind in seeds and length and end <= len(data)
-        if whole and zlib.crc32(data[begin + HEAD_BYTES : end], seeds[kind]) == crc:
-            return False
-    return True

@@ -1,0 +1,75 @@
+"""The records of a ledger's file (`rollout.ledger.records`), up to its end or its torn tail.
+
+A bad record is torn where no whole one follows it, which may begin at any byte behind it: its length cannot be
+believed. Only what could be a record is checked: a kind, a length that fits into the file and belongs to the kind, and
+a first number that a run can reach.
+"""
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.ledger.records import BEGUN_BYTES, HEAD, HEAD_BYTES, NUMBER_BYTES, Kind
+
+_SEEDS = {int(kind): zlib.crc32(bytes((kind,))) for kind in Kind}
+_LEAST = HEAD_BYTES + NUMBER_BYTES
+"""Bytes of the shortest record."""
+_CHUNK = 1 << 22
+
+
+def records(data: memoryview, start: int) -> Iterator[tuple[int, int, int]]:
+    """The whole records from an offset on: the kind of each, and where its body begins and ends.
+
+    Raises:
+        ValueError: a record is damaged and others follow it; the text names its offset.
+    """
+    at, size = start, len(data)
+    seeds, unpack, crc32 = _SEEDS, HEAD.unpack_from, zlib.crc32
+    while at + HEAD_BYTES <= size:
+        length, crc, kind = unpack(data, at)
+        begin = at + HEAD_BYTES
+        end = begin + length
+        if end > size or kind not in seeds or crc32(data[begin:end], seeds[kind]) != crc:
+            if end == size or torn(data, at):
+                return
+            raise ValueError(f"the record at byte {at} is damaged, and others follow it")
+        yield kind, begin, end
+        at = end
+
+
+def torn(data: memoryview, at: int) -> bool:
+    """Whether nothing that checks follows the bad record at `at`: a record that does is not the tail of a write."""
+    for begin in _candidates(data, at + 1):
+        length, crc, kind = HEAD.unpack_from(data, begin)
+        if zlib.crc32(data[begin + HEAD_BYTES : begin + HEAD_BYTES + length], _SEEDS[kind]) == crc:
+            return False
+    return True
+
+
+def _candidates(data: memoryview, start: int) -> Iterator[int]:
+    """Where a record may begin."""
+    for first in range(start, len(data) - _LEAST + 1, _CHUNK):
+        # copied: an array over the file itself would hold it open
+        chunk = np.frombuffer(bytes(data[first : first + _CHUNK + _LEAST - 1]), np.uint8)
+        count = len(chunk) - _LEAST + 1
+        kinds = chunk[HEAD_BYTES - 1 : HEAD_BYTES - 1 + count]
+        high = chunk[_LEAST - 2 : _LEAST - 2 + count] | chunk[_LEAST - 1 : _LEAST - 1 + count]  # of the first number
+        found = np.flatnonzero((kinds >= min(Kind)) & (kinds <= max(Kind)) & (high == 0))
+        bytes_of = [chunk[found + place].astype(np.int64) << 8 * place for place in range(4)]
+        lengths = bytes_of[0] | bytes_of[1] | bytes_of[2] | bytes_of[3]
+        fit = _of_kind(kinds[found], lengths) & (first + found + HEAD_BYTES + lengths <= len(data))
+        yield from (first + found[fit]).tolist()
+
+
+def _of_kind(kinds: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether bodies of these kinds can have these lengths."""
+    numbers = (lengths >= NUMBER_BYTES) & (lengths % NUMBER_BYTES == 0)
+    found: NDArray[np.bool_] = (
+        ((kinds == Kind.FINISHED) & (lengths >= NUMBER_BYTES))
+        | ((kinds == Kind.BEGUN) & (lengths == BEGUN_BYTES))
+        | (((kinds == Kind.AGAIN) | (kinds == Kind.SAVED)) & (lengths == NUMBER_BYTES))
+        | (((kinds == Kind.TRAIN) | (kinds == Kind.BASE)) & numbers)
+    )
+    return found
