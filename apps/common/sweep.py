@@ -61,7 +61,7 @@ def another(kind: type, path: str, value: Any) -> Any:
     if value is None:
         (hint,) = set(get_args(hint)) - {NoneType}
         if get_origin(hint) is not Literal:
-            return {int: 2, float: 0.5, str: "other"}[hint]
+            return {int: 2, float: 0.5, str: "other", bool: False}[hint]
         value = get_args(hint)[-1]
     if get_origin(hint) is Literal:
         choices = get_args(hint)

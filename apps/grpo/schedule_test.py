@@ -103,6 +103,23 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypat
     assert shown[1]["requests"].endswith(" waiting")
 
 
+def test_fully_async_samples_ahead_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mode alone: half of the next step's groups are begun before this step is trained."""
+    begun: list[int] = []
+    train = FullyAsync._train
+
+    def looked_at(self: FullyAsync, decision: Train, since: float) -> StepResult:
+        begun.append(self._controller.state.next)
+        return train(self, decision, since)
+
+    monkeypatch.setattr(FullyAsync, "_train", looked_at)
+    config = small(tmp_path / "run", Schedule("fully_async"), steps=3, eval_every=3, save_every=3)
+    run(config, RECIPE)
+    prompts = config.prompts
+    assert begun == [prompts + prompts // 2, 2 * prompts + prompts // 2, 3 * prompts]
+    assert_trained(tmp_path / "run")
+
+
 def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the progress line of a whole run is told: the first step's sixteen end once the line has said so."""
     told, gate, live = [], tmp_path / "gate", Reporter.live
