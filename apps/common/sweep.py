@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apps.common.flags import flag, leaves
 
 C = TypeVar("C")
-CLOCK = ("time", "tokens_per_second")
+CLOCK = ("time", "tokens_per_second", "weights/pause_ms", "weights/staging_ms", "weights/link_share")
 NOT_COMPARED = {"config.json", "report.html", "tensorboard"}  # these hold every setting, or the clock
 
 

@@ -1,6 +1,7 @@
 """Who waits for whom between sampling and training: the face of a schedule, and the plain one, in turn."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -13,6 +14,7 @@ from apps.grpo.resting import sampling_turn
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import Tasks
+from apps.grpo.timeline import Timeline
 from engines import TrainEngine
 
 
@@ -58,10 +60,14 @@ class InTurn:
     engine: TrainEngine
     run_dir: Path
     done: int
+    timeline: Timeline | None = field(default=None, init=False)
+    """Rank 0's."""
 
     def __post_init__(self) -> None:
         check_ledgers(self.run_dir, "sync", 1, self.done)
         restore_tasks(self.session.tasks, self.run_dir, self.done)
+        if rank_and_world()[0] == 0:
+            object.__setattr__(self, "timeline", Timeline(self.run_dir, self.done))
 
     def __enter__(self) -> "InTurn":
         return self
@@ -73,12 +79,16 @@ class InTurn:
 
     def step(self, step: int) -> StepResult:
         """See `grpo_step`."""
-        return grpo_step(self.config, self.session, self.engine, step)
+        return grpo_step(self.config, self.session, self.engine, step, self.timeline)
 
     def evaluate(self) -> Evaluation:
         """See `Session.evaluate`."""
+        begun = time.perf_counter()
         with sampling_turn(self.session, self.engine):
-            return self.session.evaluate()
+            found = self.session.evaluate()
+        if self.timeline is not None:
+            self.timeline.add("sampler", "evaluate", begun, time.perf_counter())
+        return found
 
     def saving(self, step: int) -> None:
         """Where the tasks are."""

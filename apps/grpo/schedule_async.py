@@ -28,8 +28,9 @@ from apps.common.interrupts import Runner, held
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
+from apps.grpo.handed import Handed
 from apps.grpo.ledgers import ASYNC, check_ledgers
-from apps.grpo.live import EVERY, LoadElsewhere, Show
+from apps.grpo.live import EVERY, LoadElsewhere, Show, Ticker
 from apps.grpo.probes import Probes
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_async_ranks import Done, Give, Lead, TrainOn, evaluation_of
@@ -38,7 +39,7 @@ from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Evaluation, environment_of, hand_over
 from apps.grpo.step import StepResult, episode_advantages, rollout_metrics, train_on
 from apps.grpo.tasks import Tasks
-from apps.grpo.timeline import Timeline
+from apps.grpo.timeline import SamplerLane, Timeline
 from engines import TrainEngine
 from rollout import Episode, RolloutLedger, StalenessController
 from rollout.control.settings import StalenessSettings
@@ -103,15 +104,17 @@ class FullyAsync:
         self._lead = Lead()
         self._process = SamplingProcess(self._start, self._give, self._settings.version_of(done))
         self._begun: dict[int, float] = {}
-        self._sampling_since: float | None = None
-        self._timeline = Timeline(run_dir)
+        self._timeline = Timeline(run_dir, done)
+        self._sampling = SamplerLane(self._timeline)
         self._load = LoadElsewhere()
+        self._ticker = Ticker(self._tell_live)
         self._probes: Probes | None = None
 
     def __enter__(self) -> "FullyAsync":
         begun = False
         try:
             self._process.begin()
+            self._ticker.begin()
             if not self._replay:
                 self._open()
             self._lead.order(Done())
@@ -128,8 +131,13 @@ class FullyAsync:
 
     def _end(self) -> None:
         self._closing = True
-        self._process.close()
-        self._ledger.close()
+        try:
+            with self._lock:
+                self._sampling.rests()
+        finally:
+            self._process.close()
+            self._ticker.end()
+            self._ledger.close()
 
     def step(self, step: int) -> StepResult:
         """Wait for the groups of the step, train on them, and hand over weights where that is due."""
@@ -225,10 +233,8 @@ class FullyAsync:
                 self._queue.put(decision)
 
     def _play(self, group: int) -> None:
-        now = time.perf_counter()
-        if not self._begun:
-            self._sampling_since = now
-        self._begun[group] = now
+        self._sampling.runs()
+        self._begun[group] = time.perf_counter()
         state = self._controller.state
         oldest = min([*state.again, *(g.group for g in state.running), state.next])
         future = self._process.worker.call("play", group=group, oldest=oldest)
@@ -258,8 +264,8 @@ class FullyAsync:
 
     def _count_out(self, group: int) -> None:
         del self._begun[group]
-        if not self._begun and self._sampling_since is not None:
-            self._timeline.add("sampler", "sample", self._sampling_since, time.perf_counter())
+        if not self._begun:
+            self._sampling.rests()
 
     # -- this thread ----------------------------------------------------------------------------------------------
 
@@ -269,7 +275,6 @@ class FullyAsync:
             try:
                 found = self._queue.get(timeout=EVERY)
             except queue.Empty:
-                self._tell_live()
                 self._lead.waits()
                 continue
             if isinstance(found, WorkerDied):
@@ -333,7 +338,7 @@ class FullyAsync:
             assert isinstance(decision, Sync)
             waited = time.perf_counter()
             try:
-                size = self._give(self._living(), decision.version, decision.interrupt)
+                handed = self._give(self._living(), decision.version, decision.interrupt)
             except RuntimeError:
                 tries += 1
                 if tries > RESTARTS:
@@ -344,12 +349,14 @@ class FullyAsync:
             break
         ended = time.perf_counter()
         self._timeline.add("weights", "sync", waited, ended)
+        with self._lock:
+            self._sampling.held(ended - handed.times.paused_s, ended)
         self._process.version = decision.version
         self._probes = Probes(episodes, decision.version, self._living)
         self._tell(Synced())
         return {
             "weights/version": float(decision.version),
-            "weights/bytes": float(size),
+            **({"weights/bytes": float(handed.nbytes)} if self._served else handed.metrics),  # vLLM's are its own
             "time/wait_for_sync_s": waited - begun,
             "time/export_and_update_weights_s": ended - waited,
         }
@@ -367,8 +374,8 @@ class FullyAsync:
             place = self._rows.place(self._oldest())
         return start_generating(self._config, self._tasks, self._model, version, place, self._lead.wait_for)
 
-    def _give(self, worker: Workers, version: int, interrupt: bool = False) -> int:
-        """Hand over the present weights; the bytes of them."""
+    def _give(self, worker: Workers, version: int, interrupt: bool = False) -> Handed:
+        """Hand over the present weights."""
         live = not self._served  # vLLM reads a checkpoint's names
         pause: Literal["abort"] | None = "abort" if interrupt else None
         self._lead.order(Give(version, live))

@@ -103,8 +103,8 @@ def mismatch_meter(metrics: Mapping[str, float]) -> dict[str, float]:
     `mismatch/ess`: the effective sample size of the importance weights trainer / rollout as a share of the tokens,
     (sum w)^2 / (n sum w^2), 1 where the two policies are equal (Kong, 1992). `mismatch/p99`: 99 % of the tokens have a
     smaller |difference|; read from a histogram in half octaves, so that it adds up over ranks, and right to a factor of
-    1.42: interpolated on a log scale, 0 below the first edge, the maximum above the last. Other metrics stay as they are, and all do where those of
-    `mismatch` are missing (another objective).
+    1.42: interpolated on a log scale, 0 below the first edge, the maximum above the last. Other metrics stay as they
+    are, and all do where those of `mismatch` are missing (another objective).
     """
     if "mismatch/weight_square" not in metrics:
         return dict(metrics)
