@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apps.common.flags import flag, leaves
 
 C = TypeVar("C")
-CLOCK = ("time", "tokens_per_second")
+CLOCK = ("time", "tokens_per_second", "weights/pause_ms", "weights/staging_ms", "weights/link_share")
 NOT_COMPARED = {"config.json", "report.html", "tensorboard"}  # these hold every setting, or the clock
 
 
@@ -61,7 +61,7 @@ def another(kind: type, path: str, value: Any) -> Any:
     if value is None:
         (hint,) = set(get_args(hint)) - {NoneType}
         if get_origin(hint) is not Literal:
-            return {int: 2, float: 0.5, str: "other"}[hint]
+            return {int: 2, float: 0.5, str: "other", bool: False}[hint]
         value = get_args(hint)[-1]
     if get_origin(hint) is Literal:
         choices = get_args(hint)

@@ -30,7 +30,7 @@ OBEYED = {
     "schedule.staleness_threshold": Change(1.0, ASYNC),
     "schedule.parameter_sync_step": Change(2, ASYNC),
     "schedule.required_batches": Change(2, ASYNC),
-    "schedule.partial_rollout": Change(True, ASYNC),
+    "schedule.partial_rollout": Change(False, ASYNC),
     "offload": Change(True),
     "environment": Change(("NAME=value",)),
     "rollout.engine": Change("vllm"),

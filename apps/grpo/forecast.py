@@ -3,7 +3,7 @@
 python -m apps.grpo.forecast RUN_DIR --devices 8
 
 1. The first half of the run's steps becomes a `rollout.control.simulation.Workload`: kept episodes give the lengths,
-   metrics and timeline the seconds of a decoded token, of a trained one and of a transfer.
+   metrics and timeline the seconds of a decoded token, of a trained one and of a transfer (`apps.grpo.decoding`).
 2. The run's own schedule is simulated with it and stands beside the second half, which the figures have not seen: how
    far to trust the rest.
 3. Every split of the devices is simulated with the controller that would drive it; the best is drawn.
@@ -11,14 +11,17 @@ python -m apps.grpo.forecast RUN_DIR --devices 8
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from apps.common.config_file import CONFIG_NAME, load_config
+from apps.common.plan.cluster import Schedule
 from apps.grpo.config import GrpoConfig
+from apps.grpo.decoding import Load, fitted
 from apps.grpo.schedule_async_state import settings_of
+from rollout import RolloutConfig
 from rollout.control.settings import StalenessSettings
 from rollout.control.simulation import Forecast, Workload, choose_pools, forecast_table, in_turn, simulate
 from runlog import read_episodes, read_metrics
@@ -44,8 +47,8 @@ def workload_of(
 ) -> Workload:
     """The work of a run with these rows of metrics (steps only) and these lengths of answers.
 
-    Sampling's seconds are shared out over the tokens of the longest answer, the only one that never waits. Where
-    sampling and training overlap, a step tells what it waited for alone: `spans`, the run's timeline, have the rest.
+    Sampling and training are told apart by each step's own seconds where it has them, and by `spans`, the run's
+    timeline, where they overlap. How decoding grows with its rows is `fitted`.
 
     Raises:
         ValueError: the run has no step or kept no episode yet, or its timeline is missing.
@@ -53,20 +56,43 @@ def workload_of(
     rows = _steps(metrics)
     if not rows or not lengths:
         raise ValueError("a forecast needs at least two steps of a run, and its kept episodes (--keep-groups)")
-    sampling = [row["time/rollout_s"] for row in rows if "time/rollout_s" in row]
-    seconds = fmean(sampling) if len(sampling) == len(rows) else sampling_seconds(spans, len(rows))
-    longest = fmean(row["response/length_max"] for row in rows)
-    tokens = fmean(row["rollout/sampled_tokens"] for row in rows)
+    slots = together(config)
+    decode_s, row_s = fitted(_loads(rows, slots), _sampled(config, rows, spans))
     return Workload(
         lengths=tuple(lengths),
         group_size=config.group_size,
-        slots=config.prompts * config.group_size,
-        decode_s=max(1e-9, seconds / longest),
-        row_s=0.0,
+        slots=slots,
+        decode_s=max(1e-9, decode_s),
+        row_s=row_s,
         train_s=0.0,
-        token_s=fmean(row["time/train_s"] for row in rows) / tokens,
+        token_s=fmean(row["time/train_s"] for row in rows) / fmean(row["rollout/sampled_tokens"] for row in rows),
         sync_s=fmean(row.get("time/export_and_update_weights_s", 0.0) for row in rows),
     )
+
+
+def together(config: GrpoConfig) -> int:
+    """Answers that one sampler decodes side by side, at most."""
+    return config.cluster.rollout.max_requests or RolloutConfig.max_batch
+
+
+def _loads(rows: Sequence[Mapping[str, Any]], slots: int) -> list[Load]:
+    """What each step decoded: no fewer times than its longest answer has tokens, nor than its tokens fill the slots."""
+    return [
+        Load(max(row["response/length_max"], row["rollout/sampled_tokens"] / slots), row["rollout/sampled_tokens"])
+        for row in rows
+    ]
+
+
+def _sampled(config: GrpoConfig, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]) -> list[float]:
+    """The seconds in which each step's answers were sampled; the mean of all where answers of several steps overlap."""
+    found = [row["time/rollout_s"] for row in rows if "time/rollout_s" in row]
+    if len(found) == len(rows):
+        return found
+    seconds = sampling_seconds(spans, len(rows))
+    each = sorted(span for span in spans if span.kind == "sample")[: len(rows)]
+    if config.cluster.schedule.mode == "one_step_off" and len(each) == len(rows):
+        return [span.end - span.begin for span in each]  # one span a step, in their order
+    return [seconds] * len(rows)
 
 
 def sampling_seconds(spans: Sequence[Span], steps: int) -> float:
@@ -145,19 +171,30 @@ def picture(forecast: Forecast) -> str:
     return timeline_svg([Span(*span) for span in forecast.spans])
 
 
+def ahead_of(config: GrpoConfig, staleness: float | None = None) -> StalenessSettings:
+    """The bounds of the run where it is fully asynchronous, else of what it would be then; `staleness` in place of its
+    own threshold."""
+    cluster = config.cluster
+    if cluster.schedule.mode != "fully_async":
+        config = replace(config, cluster=replace(cluster, schedule=Schedule("fully_async")))
+    settings = settings_of(config)
+    return settings if staleness is None else replace(settings, staleness_threshold=staleness)
+
+
 def main() -> None:
     """Print the comparison and the table of splits, and write the best one's picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--devices", type=int, default=8, help="of both pools together")
-    parser.add_argument("--staleness", type=float, default=1.0, help="the threshold of the asynchronous schedule")
+    parser.add_argument(
+        "--staleness", type=float, help="the threshold of the asynchronous schedule, in place of its own"
+    )
     options = parser.parse_args()
     config = load_config(GrpoConfig, options.run_dir / CONFIG_NAME)
     metrics = read_metrics(options.run_dir)
     workload, found = halves(config, metrics, read_episodes(options.run_dir), read_timeline(options.run_dir))
     print(found.text)
-    ahead = StalenessSettings(config.prompts, config.steps, staleness_threshold=options.staleness, partial_rollout=True)
-    splits = choose_pools(ahead, workload, options.devices)
+    splits = choose_pools(ahead_of(config, options.staleness), workload, options.devices)
     print(forecast_table(splits))
     path = options.run_dir / "forecast.html"
     path.write_text(f"<!doctype html><meta charset=utf-8>{picture(splits[0])}\n", encoding="utf-8")

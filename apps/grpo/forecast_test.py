@@ -1,19 +1,31 @@
 """Forecasts from runs' files: what they are made from, and what they are held to."""
 
 import json
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from apps.common.config_file import CONFIG_NAME, dump_config
-from apps.common.plan.cluster import Schedule
+from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
 from apps.grpo.config import GrpoConfig
-from apps.grpo.forecast import Compared, halves, main, sampling_seconds, step_ends, workload_of
+from apps.grpo.forecast import (
+    Compared,
+    ahead_of,
+    halves,
+    main,
+    sampling_seconds,
+    step_ends,
+    together,
+    workload_of,
+)
+from rollout import RolloutConfig
 from rollout.control.settings import StalenessSettings
-from rollout.control.simulation import Workload, choose_pools
+from rollout.control.simulation import Workload, choose_pools, simulate
 from runlog import read_episodes, read_metrics
 from runlog.store import EPISODES, METRICS
 from runlog.timeline import LABEL, LANE, MOST_SPANS, TIMELINE, WIDTH, Span, read_timeline
@@ -61,7 +73,9 @@ def forecast(run_dir: Path, config: GrpoConfig) -> tuple[Workload, Compared]:
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule("one_step_off"), ASYNC], ids=lambda s: s.mode)
 def test_the_same_work_is_found_whether_it_overlapped_or_not(tmp_path: Path, schedule: Schedule) -> None:
     workload, _ = forecast(tmp_path / "run", written(tmp_path / "run", schedule))
-    assert workload.decode_s == pytest.approx(SAMPLE / LENGTH)
+    seconds = workload.decode_s * LENGTH + workload.row_s * 16 * LENGTH
+    assert seconds == pytest.approx(SAMPLE)
+    assert workload.row_s * 16 * LENGTH > 0.99 * SAMPLE  # one load was seen: no part of it is free
     assert workload.token_s == pytest.approx(TRAIN / (16 * LENGTH))
     assert workload.sync_s == pytest.approx(SYNC)
     assert set(workload.lengths) == {LENGTH}
@@ -119,6 +133,7 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
     drawing = ET.fromstring(page[page.index("<svg") :])
     workload, _ = halves(config, read_metrics(run_dir), read_episodes(run_dir), read_timeline(run_dir))
     settings = StalenessSettings(config.prompts, config.steps, staleness_threshold=1.0, partial_rollout=True)
+    assert settings == ahead_of(config)
     spans = [Span(*span) for span in choose_pools(settings, workload, 4)[0].spans]
     bars = drawing.findall("rect")
     assert {span.lane for span in spans} == {"sampler", "trainer", "weights"}
@@ -133,6 +148,92 @@ def test_the_fastest_split_is_drawn_as_a_report_draws_a_run(
     found = sorted((p["y"] // LANE, (p["x"] - LABEL) / scale, p["width"] / scale) for p in places)
     for bar, span in zip(found, expected, strict=True):
         assert bar == pytest.approx(span, abs=1e-3)
+
+
+PROMPTS, ANSWERS = 16, 8
+
+
+def simulated(run_dir: Path, truth: Workload, steps: int = 12) -> GrpoConfig:
+    """The files of a run in turn of one sampler and one trainer that are as fast as `truth` says."""
+    config = replace(GrpoConfig(), steps=steps, prompts=PROMPTS, group_size=ANSWERS, run_dir=run_dir)
+    run_dir.mkdir()
+    metrics: list[dict[str, Any]] = []
+    episodes: list[dict[str, Any]] = []
+    draw = random.Random(0)
+    for step in range(1, steps + 1):
+        lengths = draw.choices(truth.lengths, k=PROMPTS * ANSWERS)
+        sampled = sum(truth.decode_s + truth.row_s * sum(n > at for n in lengths) for at in range(max(lengths)))
+        trained = truth.token_s * sum(lengths)
+        metrics.append(
+            {
+                "step": step,
+                "response/length_max": max(lengths),
+                "rollout/sampled_tokens": sum(lengths),
+                "time/rollout_s": sampled,
+                "time/train_s": trained,
+                "time/export_and_update_weights_s": truth.sync_s,
+                "time/step_s": sampled + trained + truth.sync_s,
+            }
+        )
+        episodes += [{"step": step, "mask": [1] * n} for n in lengths]
+    for name, lines in ((METRICS, metrics), (EPISODES, episodes)):
+        (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_dir / CONFIG_NAME).write_text(dump_config(config))
+    return config
+
+
+TAILED = tuple(min(400, int(random.Random(n).lognormvariate(3.5, 0.8)) + 1) for n in range(400))
+TOKENS = PROMPTS * ANSWERS * sum(TAILED) / len(TAILED)
+"""Of a step, on average."""
+
+
+def truth_of(sampling: float, training: float, free: float) -> Workload:
+    """Seconds of a step's sampling and training, a device each; `free`: the share of sampling that no row adds to."""
+    return Workload(
+        TAILED,
+        ANSWERS,
+        RolloutConfig.max_batch,
+        decode_s=max(1e-9, free * sampling / max(TAILED)),
+        row_s=(1 - free) * sampling / TOKENS,
+        token_s=training / TOKENS,
+        sync_s=0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "training", "generators"), [(30.0, 1.0, {6, 7}), (1.0, 30.0, {1, 2}), (6.0, 6.0, {3, 4, 5})]
+)
+def test_the_pools_follow_what_a_run_waited_for(
+    sampling: float, training: float, generators: set[int], tmp_path: Path
+) -> None:
+    config = simulated(tmp_path / "run", truth_of(sampling, training, free=0.0))
+    workload, _ = forecast(tmp_path / "run", config)
+    assert choose_pools(ahead_of(config), workload, 8)[0].generators in generators
+
+
+@pytest.mark.parametrize("free", [0.05, 0.5, 0.9])
+def test_two_known_pools_are_told_apart_by_a_run_on_one_of_each(free: float, tmp_path: Path) -> None:
+    """How much faster a larger pool samples hangs on what no row adds to: steps of different loads tell."""
+    truth = truth_of(20.0, 5.0, free)
+    config = simulated(tmp_path / "run", truth)
+    workload, _ = forecast(tmp_path / "run", config)
+    settings = ahead_of(config)
+    for pools in ((2, 6), (6, 2)):
+        known, told = (simulate(settings, work, *pools).seconds for work in (truth, workload))
+        assert told == pytest.approx(known, rel=0.1)
+    assert workload.decode_s == pytest.approx(truth.decode_s, rel=0.05)
+    assert workload.row_s == pytest.approx(truth.row_s, rel=0.05)
+
+
+def test_the_run_is_simulated_by_its_own_bounds() -> None:
+    schedule = Schedule("fully_async", 0.25, 2, 3, partial_rollout=False)
+    config = replace(GrpoConfig(), prompts=8, eval_every=2, save_every=2, cluster=Cluster(schedule=schedule))
+    assert ahead_of(config) == StalenessSettings(8, config.steps, 0.25, 2, 3, partial_rollout=False)
+    assert ahead_of(config, 1.5) == StalenessSettings(8, config.steps, 1.5, 2, 3, partial_rollout=False)
+    turn = replace(config, cluster=Cluster())
+    assert ahead_of(turn) == StalenessSettings(8, config.steps, 0.5, partial_rollout=True)
+    layout = RolloutLayout("vllm", max_requests=96)
+    assert together(replace(config, cluster=Cluster(rollout=layout))) == 96
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:

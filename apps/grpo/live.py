@@ -92,6 +92,28 @@ class LoadElsewhere:
         return self._told
 
 
+class Ticker:
+    """Calls `tell` every half second from `begin` to `end`, in a thread of its own: whatever the run's thread is at."""
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell, self._over = tell, threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="live", daemon=True)
+
+    def begin(self) -> None:
+        """Tell from now on."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Tell nothing any more, once what is being told is told."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _tick(self) -> None:
+        while not self._over.wait(EVERY):
+            self._tell()
+
+
 class CountedEngine:
     """A sampler whose load is shown; all it does is the sampler's own."""
 

@@ -84,7 +84,7 @@ def test_the_sampler_is_handed_the_adapter_alone(tmp_path: Path) -> None:
         for version in (1, 2):
             for seed in range(2):
                 engine.train_batch(tiny_batch([20, 9, 14], seed=seed, vocab=60), SFT())
-            size = hand_over(engine, alone, version, runner, live=True)
+            size = hand_over(engine, alone, version, runner, live=True).nbytes
             adapters = [p for n, p in inside(engine).model.named_parameters() if is_adapter(n)]
             assert size == sum(p.numel() * p.element_size() for p in adapters)
             whole = list(engine.export_weights(live=True))

@@ -69,7 +69,8 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
     """What every step told, but for times, memory, and bytes handed over: a CPU's sampler may share its trainer's."""
-    timed = ("time", "seconds", "memory", "per_second", "weights/bytes")
+    passed = ("weights/bytes", "weights/pause_ms", "weights/staging_ms", "weights/link_share")
+    timed = ("time", "seconds", "memory", "per_second", *passed)
     rows = rows_of(run_dir)
     return [{name: value for name, value in row.items() if not any(part in name for part in timed)} for row in rows]
 

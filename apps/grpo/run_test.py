@@ -25,6 +25,7 @@ from engines.launch import launch
 from rollout import Completion, NativeEngine, Reply, Sampling, Task, TaskRow
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import instant
+from runlog.timeline import bubble_shares, read_timeline
 
 SMALL_MOVE = 1e-3  # less than the largest weight moves in four steps at the learning rate of these runs
 
@@ -61,7 +62,7 @@ def assert_learned(run_dir: Path, far: float = SMALL_MOVE) -> None:
 
 def same_row(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Equal but for the clock."""
-    clock = ("time", "tokens_per_second")
+    clock = ("time", "tokens_per_second", "weights/pause_ms", "weights/staging_ms", "weights/link_share")
     return all(right[name] == value for name, value in left.items() if not name.startswith(clock))
 
 
@@ -69,6 +70,20 @@ def same_row(left: dict[str, Any], right: dict[str, Any]) -> bool:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run_dir = tmp_path_factory.mktemp("run") / "run"
     return run(small(run_dir), RECIPE), run_dir
+
+
+def test_a_run_in_turn_shows_the_time_that_its_parts_wait(finished: Finished) -> None:
+    """Who was busy in each step, as its seconds say: what running ahead can gain."""
+    _, run_dir = finished
+    spans = read_timeline(run_dir)
+    steps = rows(run_dir)[1:]
+    for kind, name in (("sample", "rollout"), ("train", "train"), ("sync", "export_and_update_weights")):
+        seconds = [span.end - span.begin for span in spans if span.kind == kind]
+        assert seconds == pytest.approx([row[f"time/{name}_s"] for row in steps], abs=1e-3)
+    shares = bubble_shares(spans)
+    assert 1 < shares["trainer"] + shares["sampler"] < 2  # never both at once
+    assert "trainer idle" in (run_dir / "report.html").read_text()
+    assert all(row["weights/pause_ms"] > 0 for row in steps)
 
 
 def test_every_step_moves_the_weights(finished: Finished) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 from apps.common.interrupts import Runner
 from apps.common.ranks import rank_and_world
 from apps.grpo.config import GrpoConfig
+from apps.grpo.handed import Handed
 from apps.grpo.samplers import Media, plain_shown
 from apps.grpo.samplers_ray_devices import cluster_address, devices_handed_out, gpus_each, transport_of
 from apps.grpo.samplers_ray_ranks import Order, told
@@ -162,7 +163,7 @@ class RaySamplers:
         self._config, self._tasks, self._model = config, tasks, model
         self._engine: TrainEngine | None = None
         self._deaths = 0
-        self._ahead: int | None = None  # bytes of the next hand-over, which a revived pool had already
+        self._ahead: Handed | None = None  # the next hand-over, which a revived pool had already
         self.version = version
         self._pool = self._open(version)
 
@@ -214,12 +215,12 @@ class RaySamplers:
         answers = await asyncio.gather(*map(asyncio.wrap_future, asked))
         return [head["answer"] for head, _ in answers]
 
-    def take(self, engine: TrainEngine, runner: Runner) -> int:
+    def take(self, engine: TrainEngine, runner: Runner) -> Handed:
         """Give all samplers the engine's present weights as the next version; the bytes handed over."""
         self._engine = engine
         if self._ahead is not None:
-            size, self._ahead = self._ahead, None
-            return size
+            handed, self._ahead = self._ahead, None
+            return handed
         self.version += 1
         try:
             return self._push(runner)
@@ -229,7 +230,7 @@ class RaySamplers:
                 raise
         return self.revive(runner)
 
-    def revive(self, runner: Runner, trained: bool = False) -> int:
+    def revive(self, runner: Runner, trained: bool = False) -> Handed:
         """Begin another pool with the trainer's present weights; the bytes handed over. The trainer is not at work.
 
         `trained`: the weights are newer than those of the lost pool, and count as the next version. Before the first
@@ -252,18 +253,18 @@ class RaySamplers:
             try:
                 self._pool = in_place_of(lost, lambda: self._open(version))
                 if self._engine is None:
-                    return 0
-                size = self._push(runner)
+                    return Handed(0)
+                handed = self._push(runner)
             except RuntimeError as error:  # also where it dies before it has begun
                 if self._pool.alive:
                     raise
                 lost = self._pool.why or error
                 continue
             if ahead:
-                self._ahead = size
-            return size
+                self._ahead = handed
+            return handed
 
-    def _push(self, runner: Runner) -> int:
+    def _push(self, runner: Runner) -> Handed:
         assert self._engine is not None
         told(Order(True, self.version))
         # The native engine runs the module that is trained: its names are the module's. vLLM reads a checkpoint's.
@@ -280,12 +281,12 @@ class RaySession(Session):
 
     sampler: RaySamplers  # type: ignore[assignment]  # it answers with episodes, where an engine does with tokens
 
-    def sync(self, engine: TrainEngine) -> int:
+    def sync(self, engine: TrainEngine) -> Handed:
         """See `RaySamplers.take`."""
-        size = self.sampler.take(engine, self.runner)
+        handed = self.sampler.take(engine, self.runner)
         self.proof.owed = True
-        told(Order(False, self.sampler.version, size))
-        return size
+        told(Order(False, self.sampler.version, handed))
+        return handed
 
     def asked(self, make: Callable[[], Coroutine[Any, Any, T]], trained: bool = False) -> T:
         """What the coroutine answers; made anew after each death. `trained`: see `RaySamplers.revive`."""

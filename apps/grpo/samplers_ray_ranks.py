@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from apps.common.ranks import from_rank_0
+from apps.grpo.handed import Handed
 from apps.grpo.samplers import SamplerElsewhere
 from apps.grpo.session import Session, hand_over
 from engines import TrainEngine
@@ -24,7 +25,7 @@ class Order(NamedTuple):
 
     begins: bool
     version: int
-    size: int = 0
+    handed: Handed = Handed(0)
 
 
 def told(order: Order | None) -> Order:
@@ -46,8 +47,8 @@ class FollowingSession(Session):
 
     sampler: RayElsewhere  # type: ignore[assignment]  # it is asked for nothing but its version
 
-    def sync(self, engine: TrainEngine) -> int:
-        """Take part in what rank 0's `sync` does; the bytes handed over."""
+    def sync(self, engine: TrainEngine) -> Handed:
+        """Take part in what rank 0's `sync` does."""
         self.sampler.engine = engine
         return self._follow()
 
@@ -65,7 +66,7 @@ class FollowingSession(Session):
         self._follow()
         return []
 
-    def _follow(self) -> int:
+    def _follow(self) -> Handed:
         live = self.config.cluster.rollout.engine == "native"  # as rank 0's samplers take them
         while (order := told(None)).begins:
             assert self.sampler.engine is not None
@@ -73,4 +74,4 @@ class FollowingSession(Session):
             with suppress(NotAgreed):  # rank 0's samplers did not take them: it says how it goes on
                 hand_over(self.sampler.engine, SamplerElsewhere(0), order.version, self.runner, live=live)
         self.sampler.version = order.version
-        return order.size
+        return order.handed

@@ -1,6 +1,7 @@
 """Who waits for whom between sampling and training: the face of a schedule, and the plain one, in turn."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -14,6 +15,7 @@ from apps.grpo.samplers import prove_owed
 from apps.grpo.session import Evaluation, Session
 from apps.grpo.step import StepResult, grpo_step
 from apps.grpo.tasks import Tasks
+from apps.grpo.timeline import Timeline
 from engines import TrainEngine
 
 
@@ -59,10 +61,14 @@ class InTurn:
     engine: TrainEngine
     run_dir: Path
     done: int
+    timeline: Timeline | None = field(default=None, init=False)
+    """Rank 0's."""
 
     def __post_init__(self) -> None:
         check_ledgers(self.run_dir, "sync", 1, self.done)
         restore_tasks(self.session.tasks, self.run_dir, self.done)
+        if rank_and_world()[0] == 0:
+            object.__setattr__(self, "timeline", Timeline(self.run_dir, self.done))
 
     def __enter__(self) -> "InTurn":
         return self
@@ -74,12 +80,15 @@ class InTurn:
 
     def step(self, step: int) -> StepResult:
         """See `grpo_step`."""
-        return grpo_step(self.config, self.session, self.engine, step)
+        return grpo_step(self.config, self.session, self.engine, step, self.timeline)
 
     def evaluate(self) -> Evaluation:
         """See `Session.evaluate`."""
+        begun = time.perf_counter()
         with sampling_turn(self.session, self.engine):
             found = self.session.evaluate()
+        if self.timeline is not None:
+            self.timeline.add("sampler", "evaluate", begun, time.perf_counter())
         prove_owed(self.session, self.engine, found.episodes)
         return found
 

@@ -29,8 +29,9 @@ from apps.common.interrupts import Runner, held
 from apps.grpo.config import GrpoConfig
 from apps.grpo.cursors import load_cursor, save_cursor
 from apps.grpo.episode_metrics import age_metrics
+from apps.grpo.handed import Handed
 from apps.grpo.ledgers import ASYNC, check_ledgers
-from apps.grpo.live import EVERY, LoadElsewhere, Show
+from apps.grpo.live import EVERY, LoadElsewhere, Show, Ticker
 from apps.grpo.probes import Proofs
 from apps.grpo.samplers_ray import start_generating
 from apps.grpo.schedule_async_ranks import Done, Give, Lead, TrainOn, evaluation_of
@@ -40,7 +41,7 @@ from apps.grpo.schedule_rows import NumberedRows
 from apps.grpo.session import Evaluation, environment_of, hand_over
 from apps.grpo.step import StepResult, episode_advantages, rollout_metrics, train_on
 from apps.grpo.tasks import Tasks
-from apps.grpo.timeline import Timeline
+from apps.grpo.timeline import SamplerLane, Timeline
 from engines import TrainEngine
 from rollout import Episode, RolloutLedger, StalenessController
 from rollout.control.staleness import (
@@ -90,9 +91,10 @@ class FullyAsync:
         self._lead = Lead()
         self._process = SamplingProcess(self._start, self._give, number_of(self._settings, done))
         self._begun: dict[int, Workers] = {}  # by group: who samples it
-        self._sampling_since: float | None = None
-        self._timeline = Timeline(run_dir)
+        self._timeline = Timeline(run_dir, done)
+        self._sampling = SamplerLane(self._timeline)
         self._load = LoadElsewhere()
+        self._ticker = Ticker(self._tell_live)
         self._proofs = Proofs(lambda: self._living(proven=False))
 
     def __enter__(self) -> "FullyAsync":
@@ -100,6 +102,7 @@ class FullyAsync:
         try:
             self._process.begin()
             self._proofs.handed(self._process.version)
+            self._ticker.begin()
             if not self._replay:
                 self._open()
             self._lead.order(Done())
@@ -116,8 +119,13 @@ class FullyAsync:
 
     def _end(self) -> None:
         self._closing = True
-        self._process.close()
-        self._ledger.close()
+        try:
+            with self._lock:
+                self._sampling.rests()
+        finally:
+            self._process.close()
+            self._ticker.end()
+            self._ledger.close()
 
     def step(self, step: int) -> StepResult:
         """Wait for the groups of the step, train on them, and hand over weights where that is due."""
@@ -209,8 +217,7 @@ class FullyAsync:
                 self._queue.put(decision)
 
     def _play(self, group: int) -> None:
-        if not self._begun:
-            self._sampling_since = time.perf_counter()
+        self._sampling.runs()
         worker = self._begun[group] = self._process.worker
         state = self._controller.state
         oldest = min([*state.again, *(g.group for g in state.running), state.next])
@@ -241,8 +248,8 @@ class FullyAsync:
 
     def _count_out(self, group: int) -> None:
         del self._begun[group]
-        if not self._begun and self._sampling_since is not None:
-            self._timeline.add("sampler", "sample", self._sampling_since, time.perf_counter())
+        if not self._begun:
+            self._sampling.rests()
 
     # -- this thread ----------------------------------------------------------------------------------------------
 
@@ -252,7 +259,6 @@ class FullyAsync:
             try:
                 found = self._queue.get(timeout=EVERY)
             except queue.Empty:
-                self._tell_live()
                 self._lead.waits()
                 continue
             if isinstance(found, WorkerDied):
@@ -317,7 +323,7 @@ class FullyAsync:
             assert isinstance(decision, Sync)
             waited, worker = time.perf_counter(), self._living(proven=False)
             try:
-                size = self._give(worker, decision.version, decision.interrupt)
+                handed = self._give(worker, decision.version, decision.interrupt)
             except RuntimeError as error:
                 failures.append(error)
                 if len(failures) > RESTARTS:
@@ -329,12 +335,14 @@ class FullyAsync:
             break
         ended = time.perf_counter()
         self._timeline.add("weights", "sync", waited, ended)
+        with self._lock:
+            self._sampling.held(ended - handed.times.paused_s, ended)
         self._process.version = decision.version
         self._proofs.handed(decision.version, episodes)
         self._tell(Synced())
         return {
             "weights/version": float(decision.version),
-            "weights/bytes": float(size),
+            **({"weights/bytes": float(handed.nbytes)} if self._served else handed.metrics),  # vLLM's are its own
             "time/wait_for_sync_s": waited - begun,
             "time/export_and_update_weights_s": ended - waited,
         }
@@ -351,8 +359,8 @@ class FullyAsync:
             place = self._rows.place(self._oldest())
         return start_generating(self._config, self._tasks, self._model, version, place, self._lead.wait_for)
 
-    def _give(self, worker: Workers, version: int, interrupt: bool = False) -> int:
-        """Hand over the present weights; the bytes of them."""
+    def _give(self, worker: Workers, version: int, interrupt: bool = False) -> Handed:
+        """Hand over the present weights."""
         live = not self._served  # vLLM reads a checkpoint's names
         pause: Literal["abort"] | None = "abort" if interrupt else None
         self._lead.order(Give(version, live))

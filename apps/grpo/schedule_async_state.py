@@ -12,10 +12,10 @@ def settings_of(config: GrpoConfig) -> StalenessSettings:
     return StalenessSettings(
         groups_per_step=config.prompts,
         total_steps=config.steps,
-        staleness_threshold=schedule.staleness_threshold,
+        staleness_threshold=schedule.stale_share,
         parameter_sync_step=schedule.parameter_sync_step,
         required_batches=schedule.required_batches,
-        partial_rollout=schedule.partial_rollout,
+        partial_rollout=schedule.interrupts,
     )
 
 

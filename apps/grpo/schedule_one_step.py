@@ -85,7 +85,7 @@ class OneStepOff:
         check_ledgers(run_dir, "one_step_off", world, done)
         restore_tasks(session.tasks, run_dir, done)
         self._ledger = RolloutLedger(run_dir / AHEAD.format(rank), done)
-        self._timeline = Timeline(run_dir) if rank == 0 else None
+        self._timeline = Timeline(run_dir, done) if rank == 0 else None
         self._sampling: Background[list[Episode]] | None = None
         self._rows: Sequence[TaskRow] = ()
         self._mine: list[Episode] | None = None
@@ -121,13 +121,12 @@ class OneStepOff:
         if step + 1 < config.steps:
             self._mine = self._ended(step + 1, trained=True)
         sampled = time.perf_counter()
-        size = session.sync(engine)
+        handed = session.sync(engine)
         ended = time.perf_counter()
-        metrics |= prove_weights(session, engine, episodes)
+        metrics |= handed.metrics | prove_weights(session, engine, episodes)
         metrics |= rollout_metrics(episodes, session.environment_of)
         metrics |= {
             "weights/version": float(session.sampler.version),
-            "weights/bytes": float(size),
             "schedule/staleness": version - metrics["rollout/policy_version"],
             "time/train_s": trained - first,
             "time/wait_for_rollout_s": sampled - trained + first - begun,

@@ -49,7 +49,10 @@ def test_no_token_is_older_than_the_bound(whole: Path) -> None:
 
 def test_ranks_that_share_the_weights_train_on_nothing_old_where_nothing_may_be(tmp_path: Path) -> None:
     """Shards of FSDP2, and no slack: each step is sampled by the weights that it trains."""
-    changes: dict[str, Any] = {"schedule": Schedule("fully_async"), "engine": RECIPE.config.engine}
+    changes: dict[str, Any] = {
+        "schedule": Schedule("fully_async", 0.0, partial_rollout=False),
+        "engine": RECIPE.config.engine,
+    }
     go_on_ranks(tmp_path / "run", **changes)
     sound(tmp_path / "run", on_ranks(tmp_path / "run", **changes))
     assert [line["oldest"] for line in trained_by(tmp_path / "run", 0).values()] == [0, 1, 2, 3]

@@ -1,6 +1,7 @@
 """Schedules that sample ahead: what they train on and show, what may go on from them; kills: schedule_deaths_test."""
 
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,12 +14,15 @@ from apps.common import cli
 from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.reporter import Reporter
 from apps.common.trained import assert_trained
+from apps.grpo import live as looks
+from apps.grpo import schedule_async
 from apps.grpo.main import configure, run
 from apps.grpo.samplers import WeightsNotTakenError
 from apps.grpo.schedule_async import FullyAsync
-from apps.grpo.schedule_testing import ASYNC, ONE, rows, small
+from apps.grpo.schedule_testing import ASYNC, ONE, assert_timed, rows, small
 from apps.grpo.step import StepResult
 from apps.grpo.testing import RECIPE, HeldTasks, make_troubled_tasks
+from apps.grpo.timeline import SamplerLane
 from engines.launch import RankError
 from rollout.control.staleness import Train
 from rollout.sync.pieces import Bucket
@@ -54,6 +58,10 @@ def test_one_step_off_shows_when_who_was_busy(one_step: Path) -> None:
     assert "Timeline" in (one_step / "report.html").read_text()
 
 
+def test_each_hand_over_is_timed(one_step: Path) -> None:
+    assert_timed(rows(one_step)[1:])
+
+
 def test_one_step_off_on_two_ranks(one_step: Path, tmp_path: Path) -> None:
     run(small(tmp_path / "two", ONE, processes=2), RECIPE)
     for left, right in zip(rows(one_step)[1:], rows(tmp_path / "two")[1:], strict=True):
@@ -84,6 +92,7 @@ def test_what_runs_ahead_does_not_take_over_from_a_run_in_turn(schedule: Schedul
 
 def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampling process is asked, and its answer is shown at the next look."""
+    monkeypatch.setattr(looks, "EVERY", 3600)  # the test looks itself
     shown: list[dict[str, Any]] = []
     train = FullyAsync._train
 
@@ -101,6 +110,56 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypat
     assert set(shown[1]) == {"queue", "sampling", "staleness", "episodes", "requests"}
     assert shown[1]["episodes"].endswith(" in flight")
     assert shown[1]["requests"].endswith(" waiting")
+
+
+def test_fully_async_samples_ahead_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mode alone: half of the next step's groups are begun before this step is trained."""
+    begun: list[int] = []
+    cut: list[tuple[float, float]] = []
+    train, held = FullyAsync._train, SamplerLane.held
+
+    def looked_at(self: FullyAsync, decision: Train, since: float) -> StepResult:
+        begun.append(self._controller.state.next)
+        return train(self, decision, since)
+
+    def noted(self: SamplerLane, begin: float, end: float) -> None:
+        cut.append((begin, end))
+        held(self, begin, end)
+
+    monkeypatch.setattr(FullyAsync, "_train", looked_at)
+    monkeypatch.setattr(SamplerLane, "held", noted)
+    config = small(tmp_path / "run", Schedule("fully_async"), steps=3, eval_every=3, save_every=3)
+    run(config, RECIPE)
+    prompts = config.prompts
+    assert begun == [prompts + prompts // 2, 2 * prompts + prompts // 2, 3 * prompts]
+    pauses = [row["weights/pause_ms"] for row in rows(tmp_path / "run")[1:]]
+    assert [1000 * (end - begin) for begin, end in cut] == pytest.approx(pauses)  # the sampler's lane shows them
+    assert_timed(rows(tmp_path / "run")[1:])
+    assert_trained(tmp_path / "run")
+
+
+def test_what_is_in_flight_is_shown_while_training_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step's training waits until three looks have been told amid it, the sampling process's answer too."""
+    told: list[Mapping[str, Any]] = []
+    train, enough = schedule_async.train_on, threading.Event()  # type: ignore[attr-defined]
+    tell = Reporter.live
+
+    def watch(self: Reporter, values: Mapping[str, Any]) -> None:
+        tell(self, values)
+        told.append(values)
+        if len(told) > 2 and "episodes" in values:
+            enough.set()
+
+    def hold(*arguments: Any) -> Any:
+        told.clear()
+        assert enough.wait(120), "nothing is shown while this process trains"
+        return train(*arguments)
+
+    monkeypatch.setattr(Reporter, "live", watch)
+    monkeypatch.setattr(schedule_async, "train_on", hold)
+    run(small(tmp_path / "run", ASYNC, steps=1, eval_every=1), RECIPE)
+    assert {"queue", "sampling", "staleness", "episodes", "requests"} == set(told[-1])
+    assert not [thread for thread in threading.enumerate() if thread.name == "live"]
 
 
 def test_a_run_shows_what_its_sampling_process_has_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
@@ -66,6 +67,17 @@ def proofs(steps: list[dict[str, Any]], name: str = "weights/probe/abs") -> list
     wait for nobody, a row tells of the hand-over before, and the last one of both."""
     assert all(name in row for row in steps[1:])
     return [row[name] for row in steps if name in row]
+
+
+def assert_timed(steps: list[dict[str, Any]]) -> None:
+    """Each step tells of its hand-over: how long it took the sampler, and at what share of one rate that was."""
+    rates = []
+    for row in steps:
+        assert min(row["weights/staging_ms"], row["weights/pause_ms"], row["weights/bytes"]) > 0
+        seconds = (row["weights/staging_ms"] + row["weights/pause_ms"]) / 1000
+        assert seconds <= row["time/export_and_update_weights_s"]
+        rates.append(row["weights/bytes"] / seconds / row["weights/link_share"])
+    assert rates == pytest.approx([rates[0]] * len(steps))
 
 
 def shared_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:

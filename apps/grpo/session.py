@@ -15,6 +15,7 @@ from apps.common.ranks import all_ranks, gather_lists, rank_and_world
 from apps.common.tokens import end_of_turn
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import environment_metrics, episode_metrics
+from apps.grpo.handed import Handed
 from apps.grpo.live import CountedEngine, CountedFactory, Live
 from apps.grpo.own import template_options
 from apps.grpo.own_tasks import OwnTasks
@@ -84,8 +85,8 @@ class Session:
     live: Live = field(default_factory=Live)
     proof: Proof = field(default_factory=Proof)
 
-    def sync(self, engine: TrainEngine) -> int:
-        """Give the sampler the engine's present weights under the next version number; the bytes handed over.
+    def sync(self, engine: TrainEngine) -> Handed:
+        """Give the sampler the engine's present weights under the next version number.
 
         The samplers of all ranks take them, or none does. Nothing is handed over where they compute with the engine's
         own tensors.
@@ -200,33 +201,34 @@ def hand_over(
     *,
     live: bool,
     pause: Literal["finish", "abort"] | None = None,
-) -> int:
-    """Give a sampler the engine's present weights as number `version`; the bytes handed over. Every rank calls it.
+) -> Handed:
+    """Give a sampler the engine's present weights as number `version`. Every rank calls it.
 
     The samplers of all ranks take them, or none does. Of an engine with an adapter that alone: a sampler begins with
     the base. `live`: under the names of the module that is trained, in place of a checkpoint's. `pause`: how sampling
     is held meanwhile (`rollout.transfer_weights`).
     """
-    size = 0
+    size, device = 0, "cpu"
     layout = adapter_layout(engine, live)
     adapter = None if layout is None else Adapter(layout.rank, layout.scale, layout.layers)
     pieces = engine.export_weights(live=live) if adapter is None else adapter_pieces(engine, live)
 
     def counted() -> Iterator[WeightPiece]:
-        nonlocal size
+        nonlocal size, device
         for piece in pieces:
+            device = str(piece.flat.device)
             size += piece.flat.numel() * piece.flat.element_size()
             yield piece
 
     stream = buckets(counted(), BUCKET_BYTES)
     manifest = Manifest(version, adapter=adapter)
-    runner.run(transfer_weights([sampler], manifest, stream, pause=pause, agree=all_ranks))
-    return size
+    times = runner.run(transfer_weights([sampler], manifest, stream, pause=pause, agree=all_ranks))
+    return Handed(size, times, "cpu" if getattr(sampler, "through_host", False) else device)
 
 
-def share(engine: TrainEngine, sampler: SharingEngine, version: int, runner: Runner) -> int:
-    """Let a sampler that computes with the engine's own tensors have them as number `version`; the bytes handed over:
-    none. Every rank calls it, and their samplers all go on, or none does.
+def share(engine: TrainEngine, sampler: SharingEngine, version: int, runner: Runner) -> Handed:
+    """Let a sampler that computes with the engine's own tensors have them as number `version`; no byte is handed over.
+    Every rank calls it, and their samplers all go on, or none does.
 
     Raises:
         RuntimeError: the engine lends them no longer (it was moved to the host).
@@ -235,8 +237,7 @@ def share(engine: TrainEngine, sampler: SharingEngine, version: int, runner: Run
     lent = shared_weights(engine)
     if isinstance(lent, No):
         raise RuntimeError(f"weights {version} can't be shared with the sampler any more: {lent.reason}")
-    runner.run(share_weights(sampler, version, lent, agree=all_ranks))
-    return 0
+    return Handed(0, runner.run(share_weights(sampler, version, lent, agree=all_ranks)))
 
 
 def environment_of(tasks: Tasks, task_id: str) -> str | None:

@@ -13,6 +13,7 @@ from apps.grpo.episode_metrics import environment_metrics, episode_metrics
 from apps.grpo.resting import sampling_turn
 from apps.grpo.samplers import prove_owed, prove_weights
 from apps.grpo.session import Session
+from apps.grpo.timeline import Timeline
 from engines import TrainEngine, base_policy
 from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
 from objectives.off_policy import mismatch_meter
@@ -34,8 +35,10 @@ class StepResult:
     rows: Sequence[TaskRow] | None = None
 
 
-def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: int) -> StepResult:
-    """Do step number `step`, from 0; afterwards the sampler holds the new weights."""
+def grpo_step(
+    config: GrpoConfig, session: Session, engine: TrainEngine, step: int, timeline: Timeline | None = None
+) -> StepResult:
+    """Do step number `step`, from 0; then the sampler holds the new weights. `timeline` is told who was busy when."""
     begun = time.perf_counter()
     with sampling_turn(session, engine):
         episodes = session.sample(step)  # each with the reward that its task gave
@@ -45,14 +48,17 @@ def grpo_step(config: GrpoConfig, session: Session, engine: TrainEngine, step: i
     batch["advantages"] = advantages_of(batch, config, step)
     metrics = train_on(batch, config, engine)
     trained = time.perf_counter()
-    size = session.sync(engine)
+    handed = session.sync(engine)
     ended = time.perf_counter()
-    metrics |= prove_weights(session, engine, episodes)
+    if timeline is not None:
+        timeline.add("sampler", "sample", begun, sampled)
+        timeline.add("trainer", "train", sampled, trained)
+        timeline.add("weights", "sync", trained, ended)
+    metrics |= handed.metrics | prove_weights(session, engine, episodes)
 
     metrics |= rollout_metrics(episodes, session.environment_of)
     metrics |= {
         "weights/version": float(session.sampler.version),
-        "weights/bytes": float(size),
         "time/rollout_s": sampled - begun,
         "time/train_s": trained - sampled,
         "time/export_and_update_weights_s": ended - trained,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -13,12 +14,15 @@ from tensordict import TensorDict
 from apps.grpo import step as module
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import episode_metrics
+from apps.grpo.handed import Handed
 from apps.grpo.samplers import prove_owed
 from apps.grpo.session import Proof
 from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
 from apps.grpo.testing import RECIPE
 from objectives.advantages import estimate
 from rollout import Episode, Score, Segment, to_batch
+from rollout.sync.rate import copy_rate
+from rollout.sync.transfer import TransferTimes
 from seqpack import index_select
 from seqpack.batches.batch import jagged
 
@@ -236,10 +240,10 @@ class Session:
     def environment_of(self, task_id: str) -> None:
         return None
 
-    def sync(self, engine: Any) -> int:
+    def sync(self, engine: Any) -> Handed:
         self.events.append(("sync", len(engine.trained)))
         self.sampler.version += 1
-        return 4096
+        return Handed(4096, TransferTimes(0.5, 0.25))
 
     def probed(self, prompts: Sequence[Any], media: Sequence[Any]) -> list[Any]:
         assert media == [None] * len(prompts)
@@ -254,7 +258,13 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
     engine = recorder()
     session: Any = Session(events)
     config = replace(CONFIG, control="shuffled-advantages")
-    result = grpo_step(config, session, engine, 7)
+    spans: list[Any] = []
+    result = grpo_step(config, session, engine, 7, SimpleNamespace(add=lambda *span: spans.append(span)))  # type: ignore[arg-type]
+    assert spans == [
+        ("sampler", "sample", 100.0, 103.0),
+        ("trainer", "train", 103.0, 110.0),
+        ("weights", "sync", 110.0, 115.0),
+    ]
     assert events == [("sample", 7), ("sync", 1), ("probed", 6, 2)]
     batch = to_batch(episodes())
     want = advantages_of(batch, config, 7)
@@ -275,6 +285,9 @@ def test_a_step_samples_trains_and_hands_over(monkeypatch: pytest.MonkeyPatch) -
         "rollout/retried_episodes": 0.0,
         "weights/version": 6.0,
         "weights/bytes": 4096.0,
+        "weights/pause_ms": 250.0,
+        "weights/staging_ms": 500.0,
+        "weights/link_share": 4096 / 0.75 / copy_rate(4096, torch.device("cpu")),
         "time/rollout_s": 3.0,
         "time/train_s": 7.0,
         "time/export_and_update_weights_s": 5.0,

@@ -3,19 +3,58 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from runlog.timeline import TIMELINE
 
 
 class Timeline:
-    """Appends spans to the run folder's file; `add` may be called by any thread. Times are of `time.perf_counter()`."""
+    """Appends spans to the run folder's file; `add` may be called by any thread. Times are of `time.perf_counter()`.
 
-    def __init__(self, run_dir: Path) -> None:
+    `done`: steps of the checkpoint that the run goes on from; what the file says of later ones is undone.
+    """
+
+    def __init__(self, run_dir: Path, done: int) -> None:
         self._path = run_dir / TIMELINE
         self._clock = time.time() - time.perf_counter()
+        self._write({"start": done})
 
     def add(self, lane: str, kind: str, begin: float, end: float) -> None:
         """One span of one lane."""
-        span = {"lane": lane, "kind": kind, "begin": round(begin + self._clock, 4), "end": round(end + self._clock, 4)}
+        times = {"begin": round(begin + self._clock, 4), "end": round(end + self._clock, 4)}
+        self._write({"lane": lane, "kind": kind, **times})
+
+    def _write(self, row: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(span) + "\n")
+            file.write(json.dumps(row) + "\n")
+
+
+class SamplerLane:
+    """The sampler's spans: from when something is sampled until nothing is, and between two times that it was held.
+
+    Its owner has one thread in it at a time.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._since: float | None = None
+
+    def runs(self) -> None:
+        """Something is sampled from now on, where nothing was."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def rests(self) -> None:
+        """Nothing is sampled any more."""
+        self._cut(time.perf_counter())
+        self._since = None
+
+    def held(self, begin: float, end: float) -> None:
+        """What is sampled was held meanwhile, for new weights."""
+        if self._since is not None:
+            self._cut(begin)
+            self._since = max(self._since, end)
+
+    def _cut(self, end: float) -> None:
+        if self._since is not None and end > self._since:
+            self._timeline.add("sampler", "sample", self._since, end)

@@ -16,6 +16,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SamplerDevice = Literal["auto", "cpu"]
 WeightTransport = Literal["auto", "objects", "gloo", "nccl", "hccl"]
 Mode = Literal["sync", "one_step_off", "fully_async"]
+AHEAD = 0.5
+"""Share of a window that fully_async samples ahead unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -192,14 +194,16 @@ class Schedule:
 
     mode: Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])] = "sync"
     """Sampling then training; training on the batch before; or a queue between the two."""
-    staleness_threshold: float = 0.0
-    """Share of a step's samples that may come from older weights (fully_async)."""
+    staleness_threshold: float | None = None
+    """Share of a step's samples that may come from older weights (fully_async); without it 0.5. 0 samples nothing
+    ahead, and training and sampling take turns."""
     parameter_sync_step: int = 1
     """Optimizer steps between two transfers of weights (fully_async)."""
     required_batches: int = 1
     """Mini-batches of prompts that an optimizer step waits for (fully_async)."""
-    partial_rollout: bool = False
-    """Interrupt generation for new weights and go on with the same tokens (fully_async)."""
+    partial_rollout: bool | None = None
+    """Interrupt generation for new weights and go on with the same tokens (fully_async, which does unless this is
+    False: new weights then wait until nothing is sampled)."""
 
     def __post_init__(self) -> None:
         _refuse(self.problems())
@@ -207,15 +211,27 @@ class Schedule:
     def problems(self) -> Iterator[str]:
         """Texts of all that is wrong, each beginning with a field's name."""
         found = [*_other(self, "mode", Mode), *_below(self, 1, "parameter_sync_step", "required_batches")]
-        if not 0 <= self.staleness_threshold < 100:
+        if not 0 <= self.stale_share < 100:
             found.append(f"staleness_threshold must lie in [0, 100), got {self.staleness_threshold}")
         yield from found
-        queue = (self.staleness_threshold, self.parameter_sync_step, self.required_batches, self.partial_rollout)
+        queue = (self.stale_share, self.parameter_sync_step, self.required_batches, self.interrupts)
         if not found and self.mode != "fully_async" and queue != (0.0, 1, 1, False):
             yield (
                 "staleness_threshold, parameter_sync_step, required_batches and partial_rollout have no effect with "
                 f"mode {self.mode!r}: use mode 'fully_async'"
             )
+
+    @property
+    def stale_share(self) -> float:
+        """`staleness_threshold` as it holds: where nothing is said, a fully asynchronous run samples ahead."""
+        if self.staleness_threshold is not None:
+            return self.staleness_threshold
+        return AHEAD if self.mode == "fully_async" else 0.0
+
+    @property
+    def interrupts(self) -> bool:
+        """`partial_rollout` as it holds: where nothing is said, a fully asynchronous run does not wait for answers."""
+        return self.mode == "fully_async" if self.partial_rollout is None else self.partial_rollout
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,17 @@ def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[
         make()
 
 
+def test_fully_async_samples_ahead_and_interrupts_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    ahead, told = Schedule("fully_async"), Schedule("fully_async", 0.0, partial_rollout=False)
+    assert (ahead.stale_share, ahead.interrupts) == (0.5, True)
+    assert (told.stale_share, told.interrupts) == (0.0, False)
+    for mode in ("sync", "one_step_off"):
+        assert (Schedule(mode).stale_share, Schedule(mode).interrupts) == (0.0, False)
+    path = tmp_path / "config.json"
+    path.write_text(dump_config(Schedule()).replace("null", "0.0", 1).replace("null", "false", 1))
+    assert load_config(Schedule, path).stale_share == 0  # a run's file that says what it does is read
+
+
 FULL = Cluster(
     pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
     rollout=RolloutLayout(

@@ -260,10 +260,10 @@ def _schedule(plan: Plan, work: Work) -> None:
     lines: list[str] = [schedule.mode]
     if schedule.mode == "fully_async":
         required = -(-work.rows // work.mini_batches) * schedule.required_batches
-        most = int(required * (schedule.staleness_threshold + 1) * schedule.parameter_sync_step)
+        most = int(required * (schedule.stale_share + 1) * schedule.parameter_sync_step)
         lines[0] += f": an optimizer step takes {required} groups, weights move every {schedule.parameter_sync_step}"
         lines.append(f"at most {most} groups are in flight or waiting, then sampling pauses")
-        if schedule.partial_rollout:
+        if schedule.interrupts:
             lines.append("generation is interrupted for new weights and goes on: log-probs of several versions mix")
     plan.sections["Schedule"] = lines
 

@@ -140,7 +140,7 @@ SCHEDULES = {
     "--cluster.schedule.staleness-threshold 0.5": Cluster(schedule=Schedule("fully_async", 0.5)),
     "--cluster.schedule.parameter-sync-step 2": Cluster(schedule=Schedule("fully_async", parameter_sync_step=2)),
     "--cluster.schedule.required-batches 2": Cluster(schedule=Schedule("fully_async", required_batches=2)),
-    "--cluster.schedule.partial-rollout True": Cluster(schedule=Schedule("fully_async", partial_rollout=True)),
+    "--cluster.schedule.partial-rollout False": Cluster(schedule=Schedule("fully_async", partial_rollout=False)),
 }
 
 

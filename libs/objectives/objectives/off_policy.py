@@ -71,8 +71,8 @@ def weights(
     return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=drop)
 
 
-EDGES = tuple(2.0**power for power in range(-14, 5))
-"""Of the histogram of |difference|: octaves from rounding in bfloat16 to nonsense."""
+EDGES = tuple(2.0 ** (half / 2) for half in range(-28, 9))
+"""Of the histogram of |difference|: half octaves from rounding in bfloat16 to nonsense."""
 
 
 def mismatch(trainer_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -102,9 +102,9 @@ def mismatch_meter(metrics: Mapping[str, float]) -> dict[str, float]:
 
     `mismatch/ess`: the effective sample size of the importance weights trainer / rollout as a share of the tokens,
     (sum w)^2 / (n sum w^2), 1 where the two policies are equal (Kong, 1992). `mismatch/p99`: 99 % of the tokens have a
-    smaller |difference|; read from a histogram in octaves, so that it adds up over ranks: interpolated on a log scale,
-    0 below the first edge, the maximum above the last. Other metrics stay as they are, and all do where those of
-    `mismatch` are missing (another objective).
+    smaller |difference|; read from a histogram in half octaves, so that it adds up over ranks, and right to a factor of
+    1.42: interpolated on a log scale, 0 below the first edge, the maximum above the last. Other metrics stay as they
+    are, and all do where those of `mismatch` are missing (another objective).
     """
     if "mismatch/weight_square" not in metrics:
         return dict(metrics)
@@ -123,7 +123,7 @@ def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: floa
     if below == 0:
         return 0.0
     high, low = shares[below - 1], shares[below]
-    return EDGES[below - 1] * 2 ** ((high - level) / (high - low))
+    return EDGES[below - 1] * (EDGES[below] / EDGES[below - 1]) ** ((high - level) / (high - low))
 
 
 def _above(edge: float) -> str:

@@ -121,7 +121,7 @@ def test_the_meter_is_the_definition_whatever_the_parts(gaps: list[float], parts
     if exact > off_policy.EDGES[-1]:
         assert meter["mismatch/p99"] == sizes[0]
     elif exact > off_policy.EDGES[0]:
-        assert exact / 2 <= meter["mismatch/p99"] <= 2 * exact
+        assert exact / 1.42 <= meter["mismatch/p99"] <= 1.42 * exact
     else:
         assert meter["mismatch/p99"] == 0
 
@@ -131,6 +131,9 @@ def test_the_meter_of_equal_policies_and_of_one_apart_in_a_hundred() -> None:
     assert (equal["mismatch/ess"], equal["mismatch/p99"], equal["mismatch/kl"]) == (1.0, 0.0, 0.0)
     assert off_policy.mismatch_meter(means_of([0.0] * 99 + [3.0]))["mismatch/p99"] == 0.0
     assert 1.5 <= off_policy.mismatch_meter(means_of([0.0] * 98 + [3.0] * 2))["mismatch/p99"] <= 4.0
+    for size in (0.011, 0.3, 0.9, 2.9):  # between two octaves, off by what half of one explains
+        found = off_policy.mismatch_meter(means_of([0.0] * 50 + [size] * 50))["mismatch/p99"]
+        assert size / 1.42 <= found <= 1.42 * size
 
 
 def test_refusals() -> None:

@@ -1,4 +1,8 @@
-"""When the parts of a run were busy: spans in lanes, drawn one under the other, with the share of time that is idle."""
+"""When the parts of a run were busy: spans in lanes, drawn one under the other, with the share of time that is idle.
+
+A file of them (`TIMELINE`) has a span a line, and a line {"start": N} where a process began the run, or went on with it
+from its checkpoint of N steps.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,16 +27,44 @@ class Span(NamedTuple):
 
 
 def read_timeline(run_dir: Path | str) -> list[Span]:
-    """The spans of a run folder; a last line that was cut short is left out. Nothing where there are none."""
+    """The spans of a run folder; a last line that was cut short is left out. Nothing where there are none.
+
+    What was done after the checkpoint that a later process went on from is undone and left out, and so is the time in
+    which no process ran: each goes on where the one before ended.
+    """
     path = Path(run_dir) / TIMELINE
     spans: list[Span] = []
+    latest: list[Span] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
-        spans.append(Span(str(row["lane"]), str(row["kind"]), float(row["begin"]), float(row["end"])))
-    return spans
+        if "start" in row:
+            spans, latest = until_step(joined(spans, latest), int(row["start"])), []
+        else:
+            latest.append(Span(str(row["lane"]), str(row["kind"]), float(row["begin"]), float(row["end"])))
+    return joined(spans, latest)
+
+
+def joined(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:
+    """Spans of two processes, the second of which begins as the first ends, by the clock of the second."""
+    if not before or not after:
+        return [*before, *after]
+    late = min(span.begin for span in after) - max(span.end for span in before)
+    return [*(s._replace(begin=s.begin + late, end=s.end + late) for s in before), *after]
+
+
+def until_step(spans: Sequence[Span], steps: int) -> list[Span]:
+    """What of the spans belongs to the first `steps` steps: up to the last of them, or the sync that follows it."""
+    trained = sorted(span for span in spans if (span.lane, span.kind) == ("trainer", "train"))
+    if not steps:
+        return []
+    if len(trained) < steps:
+        return list(spans)  # the file does not tell of all
+    last, undone = trained[steps - 1].end, trained[steps].begin if len(trained) > steps else float("inf")
+    end = max([last, *(s.end for s in spans if s.kind == "sync" and last <= s.begin < undone)])
+    return [s._replace(end=min(s.end, end)) for s in spans if s.begin < end]
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:

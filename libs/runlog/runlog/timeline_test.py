@@ -53,3 +53,45 @@ def test_a_run_folder_with_a_timeline_has_it_in_its_report(tmp_path: Path) -> No
     (tmp_path / TIMELINE).write_text("\n".join(lines) + '\n{"lane": "cut sho')
     assert read_timeline(tmp_path) == SPANS
     assert "trainer idle 70%" in write_report(tmp_path).read_text()
+
+
+DAY = 86400.0
+
+
+def written(run_dir: Path, *rows: Span | int) -> list[Span]:
+    """What is read of a file with these spans; a number is where a process began, at so many steps."""
+    lines = [json.dumps({"start": row} if isinstance(row, int) else row._asdict()) for row in rows]
+    (run_dir / TIMELINE).write_text("\n".join(lines) + "\n")
+    return read_timeline(run_dir)
+
+
+def step(begin: float, sampled: float, trained: float, synced: float) -> list[Span]:
+    """A step in turn."""
+    return [
+        Span("sampler", "sample", begin, sampled),
+        Span("trainer", "train", sampled, trained),
+        Span("weights", "sync", trained, synced),
+    ]
+
+
+def test_the_day_before_a_run_went_on_is_nobodys_idle_time(tmp_path: Path) -> None:
+    """Ten seconds of work, a day, ten seconds of work."""
+    spans = [
+        Span(lane, kind, at, at + 10) for at in (0, DAY) for lane, kind in (("trainer", "train"), ("sampler", "sample"))
+    ]
+    assert bubble_shares(written(tmp_path, 0, *spans[:2], 1, *spans[2:])) == {"trainer": 0.0, "sampler": 0.0}
+    assert bubble_shares(written(tmp_path, *spans))["trainer"] > 0.99  # one process that did nothing all day
+
+
+def test_steps_that_a_run_did_again_are_counted_once(tmp_path: Path) -> None:
+    """The checkpoint holds one step of two; the second is done again, and was half done a third time."""
+    kept, undone = step(0, 3, 5, 6), step(6, 9, 11, 12)
+    again = step(DAY, DAY + 3, DAY + 5, DAY + 6)
+    left = [*kept, *undone, Span("sampler", "sample", 12, 14)]
+    found = written(tmp_path, 0, *left, 1, again[0], 1, *again)
+    assert [(s.lane, s.begin - found[0].begin, s.end - found[0].begin) for s in found] == [
+        (s.lane, s.begin, s.end) for s in [*kept, *undone]
+    ]
+    assert written(tmp_path, 0, *left, 0, *again) == again  # it began anew
+    ahead = Span("sampler", "sample", 3, 14)  # beside training, cut where the checkpoint is
+    assert max(s.end for s in written(tmp_path, 0, *kept, *undone, ahead, 1)) == 6

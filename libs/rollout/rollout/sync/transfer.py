@@ -10,8 +10,10 @@ A receiver that dies or hangs counts as one that failed: the others keep the old
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rollout.divergence import NotFiniteError
@@ -70,6 +72,16 @@ class Borrower(Protocol):
 Agree = Callable[[bool], bool]
 
 
+@dataclass(frozen=True)
+class TransferTimes:
+    """Seconds that a transfer took its receivers; what its sender made the weights in is in neither."""
+
+    staged_s: float
+    """Receiving, while they went on sampling."""
+    paused_s: float
+    """From when they held sampling until they went on; of a swap under way, from its begin."""
+
+
 class NotAgreed(ValueError):  # noqa: N818  what happened, in the words of a log
     """This process could take the weights, and another one could not."""
 
@@ -82,8 +94,8 @@ async def transfer_weights(
     pause: Literal["finish", "abort"] | None = "finish",
     timeout: float = 600.0,
     agree: Agree | None = None,
-) -> None:
-    """Give the weights of `manifest` to all receivers, or to none.
+) -> TransferTimes:
+    """Give the weights of `manifest` to all receivers, or to none; how long it took them.
 
     `pause` is how sampling is held while the receivers swap; None swaps under way, one receiver after the other.
     `timeout` bounds each call to a receiver, in seconds. `agree(ok)` is collective and says whether all processes are
@@ -105,10 +117,12 @@ async def transfer_weights(
         if not taken:
             await group.tell_living(lambda receiver: receiver.abort())
         await group.tell_living(lambda receiver: receiver.resume())
+    return TransferTimes(group.staged_s, time.perf_counter() - group.held_since)
 
 
-async def share_weights(borrower: Borrower, version: int, lent: Any, *, agree: Agree | None = None) -> None:
-    """Let a sampler that computes with the trainer's tensors go on with their present values, as `version`.
+async def share_weights(borrower: Borrower, version: int, lent: Any, *, agree: Agree | None = None) -> TransferTimes:
+    """Let a sampler that computes with the trainer's tensors go on with their present values, as `version`; how long
+    it was held for that.
 
     Nothing is copied. `lent` is what the trainer lends now (`rollout.native.sharing.Lent`); `agree` as in
     `transfer_weights`: each process has a sampler beside its own trainer, and all of them go on or none does.
@@ -117,7 +131,7 @@ async def share_weights(borrower: Borrower, version: int, lent: Any, *, agree: A
         ValueError: the weights can't be taken here or on another process. Values that the trainer has changed are of no
             version then, and the sampler refuses to sample until a hand-over succeeds.
     """
-    taken = False
+    taken, begun = False, time.perf_counter()
     try:
         await _together(borrower.offer(version, lent), agree, SHARED)
         await _together(borrower.commit(version), agree, SHARED)
@@ -126,6 +140,7 @@ async def share_weights(borrower: Borrower, version: int, lent: Any, *, agree: A
         if not taken:
             await borrower.abort()
         await borrower.resume()
+    return TransferTimes(0.0, time.perf_counter() - begun)
 
 
 class _Group:
@@ -134,6 +149,7 @@ class _Group:
     def __init__(self, receivers: Sequence[Receiver], version: int, timeout: float) -> None:
         self.receivers = receivers
         self.version = version
+        self.staged_s = self.held_since = 0.0
         self._timeout = timeout
         self._lost: set[int] = set()
 
@@ -148,6 +164,13 @@ class _Group:
             text = str(error) or type(error).__name__
             where = f"receiver {i} of {len(self.receivers)}: " if len(self.receivers) > 1 else ""
             raise kind(f"weights {self.version} are not taken, the old ones stay: {where}{text}") from error
+        return answers
+
+    async def stage(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
+        """`ask`, and count the seconds."""
+        begun = time.perf_counter()
+        answers = await self.ask(call)
+        self.staged_s += time.perf_counter() - begun
         return answers
 
     async def tell_living(self, call: Callable[[Receiver], Awaitable[object]]) -> None:
@@ -166,10 +189,10 @@ class _Group:
 async def _stage(group: _Group, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
     stream = iter(buckets)
     try:
-        await group.ask(lambda receiver: receiver.prepare(manifest))
+        await group.stage(lambda receiver: receiver.prepare(manifest))
         missing: list[object] = []
         for bucket in stream:
-            missing = await group.ask(lambda receiver, bucket=bucket: receiver.receive(bucket))  # type: ignore[misc]
+            missing = await group.stage(lambda receiver, bucket=bucket: receiver.receive(bucket))  # type: ignore[misc]
         for i, count in enumerate(missing or [None]):
             if count != 0:
                 raise ValueError(
@@ -183,6 +206,7 @@ async def _stage(group: _Group, manifest: Manifest, buckets: Iterable[Bucket]) -
 async def _commit(group: _Group, pause: Literal["finish", "abort"] | None) -> None:
     if pause is not None:
         await group.ask(lambda receiver: receiver.pause(pause))
+    group.held_since = time.perf_counter()
     await group.ask(lambda receiver: receiver.commit(group.version))
 
 

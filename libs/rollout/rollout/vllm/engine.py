@@ -25,13 +25,14 @@ from rollout.failure import EpisodeFailed
 from rollout.requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
+from rollout.sync.rate import copy_rate
 from rollout.vllm.capability import VLLM
 from rollout.vllm.config import VllmConfig, accelerator_arguments, text_config
 from rollout.vllm.copies import Copies
 from rollout.vllm.cpu import chosen_dtype, prompt_refusal
 from rollout.vllm.images import shown_in, sight_of
 from rollout.vllm.requests import Request, Requests
-from rollout.vllm.weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, copy_rate, tied_head
+from rollout.vllm.weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, tied_head
 from seqpack.capability import No, Yes
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,6 @@ class VllmEngine:
         self._closed = False
         self._asleep = self._unread = False
         self._staged_s = 0.0
-        self._rate = 0.0
         self.transfer: Transfer | None = None
         self._weights = SharedWeights(checkpoint_shapes(model), tied, version, config.vllm.weights_on_device)
         self._copies = Copies(config.vllm, self._weights.inherited)
@@ -324,8 +324,7 @@ class VllmEngine:
 
     def _note_transfer(self, paused: float) -> None:
         nbytes = self._weights.nbytes
-        self._rate = self._rate or copy_rate(nbytes, self._weights.device)
-        share = nbytes / (self._staged_s + paused) / self._rate
+        share = nbytes / (self._staged_s + paused) / copy_rate(nbytes, self._weights.device)
         self.transfer = Transfer(nbytes, self._staged_s, paused, share)
 
     async def abort(self) -> None:

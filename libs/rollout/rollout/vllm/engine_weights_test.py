@@ -6,6 +6,7 @@ One process serves most tests, a second one keeps prompts.
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -20,6 +21,7 @@ from rollout.engine import Completion, Sampling
 from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest, manifest_of
 from rollout.sync.pieces import Piece, buckets
+from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.pieces import pieces_of
 from rollout.testing.served import (
@@ -94,14 +96,20 @@ def test_every_parameter_arrives(restored: VllmEngine) -> None:
                 parameter += torch.randn_like(parameter) * size
         stale = distances(model, PROMPTS, old).mean()
         assert stale > 2 * MEAN, f"{name} makes no difference"
+        begun = time.perf_counter()
         update(restored, model)
+        took = time.perf_counter() - begun
         done = sample(restored, PROMPTS)
         assert distances(model, PROMPTS, done).mean() < stale / 2, name
         assert set(done[0].policy_versions) == {restored.version}
     assert restored.transfer is not None
     assert restored.transfer.nbytes >= sum(p.numel() * p.element_size() for p in model.parameters())
-    assert 0 < restored.transfer.link_share < 2
-    assert restored.transfer.paused_s > 0
+    seconds = restored.transfer.staged_s + restored.transfer.paused_s
+    rate = copy_rate(restored.transfer.nbytes, restored._weights.device)
+    assert 0 < restored.transfer.paused_s < seconds <= took
+    assert restored.transfer.link_share == pytest.approx(
+        rate / copy_rate(restored.transfer.nbytes, restored._weights.device)
+    )
 
 
 def test_an_adapter_alone_arrives(restored: VllmEngine) -> None:

@@ -12,7 +12,6 @@ A file has no name (memfd), and a device's memory a handle: both go with the pro
 
 import mmap
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -237,26 +236,10 @@ def checkpoint_pieces(model: Path) -> Iterable[BucketPiece]:
                 yield BucketPiece(name, tuple(tensor.shape), tensor.dtype, 0, tensor.reshape(-1))
 
 
-def copy_rate(nbytes: int, device: torch.device) -> float:
-    """Bytes a second at which this host copies memory, or a device its own, measured once: the link's rate."""
-    source = torch.ones(min(max(nbytes, 1 << 24), 1 << 28), dtype=torch.uint8, device=device)
-    goal = torch.zeros_like(source)
-    _wait(device)
-    begun = time.perf_counter()
-    goal.copy_(source)
-    _wait(device)
-    return source.numel() / (time.perf_counter() - begun)
-
-
 def _has_cuda() -> bool:
     """Whether this process's accelerator is a CUDA device; beside another one, torch.cuda is not asked at all."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == "cuda"
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _files(model: Path) -> list[Path]:

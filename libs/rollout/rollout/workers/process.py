@@ -38,6 +38,7 @@ class WorkerProcess:
         self._waiting: dict[int, Future[Message]] = {}
         self._next = 0
         self._dead = False
+        self.through_host = True
         self.why: BaseException | None = None
         self.ready: Future[Message] = Future()
         self._waiting[-1] = self.ready

@@ -15,6 +15,9 @@ class Workers(Receiver, Protocol):
     why: BaseException | None
     """What became of it, once it is dead."""
 
+    through_host: bool
+    """Whether weights pass through host memory on their way to it."""
+
     @property
     def alive(self) -> bool:
         """Whether all of it can still be asked."""

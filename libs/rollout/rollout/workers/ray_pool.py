@@ -113,6 +113,7 @@ class RayPool:
         self._broadcast = (
             None if transport == "objects" else PoolBroadcast(transport, self._ask, demand.workers, seconds)
         )
+        self.through_host = transport != "nccl"
         self._group = _placed(demand, strategy, patience, apart)
         self._places: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         self._lock = threading.Lock()

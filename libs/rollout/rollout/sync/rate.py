@@ -1,0 +1,24 @@
+"""How fast the link is that weights take: memory, of the host or of a device."""
+
+import functools
+import time
+
+import torch
+
+
+@functools.lru_cache(maxsize=16)
+def copy_rate(nbytes: int, device: torch.device) -> float:
+    """Bytes a second at which this host copies memory, or a device its own, measured once: the link's rate."""
+    most = 1 << 28 if device.type == "cpu" else 1 << 26  # a device may be full
+    source = torch.ones(min(max(nbytes, 1 << 24), most), dtype=torch.uint8, device=device)
+    goal = torch.zeros_like(source)
+    _wait(device)
+    begun = time.perf_counter()
+    goal.copy_(source)
+    _wait(device)
+    return source.numel() / (time.perf_counter() - begun)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
