@@ -295,7 +295,7 @@ class RaySession(Session):
                 found = self.runner.run(make())
                 break
             except WorkerDied:
-                self.proof.owed |= self.sampler.revive(self.runner, trained) > 0
+                self.proof.owed |= self.sampler.revive(self.runner, trained).nbytes > 0
         told(Order(False, self.sampler.version))
         return found
 
