@@ -10,6 +10,7 @@ import torch
 from apps.common.ranks import gather_lists, rank_and_world
 from apps.grpo.config import GrpoConfig
 from apps.grpo.samplers import WeightsNotTakenError, plain_answer, prove_weights
+from apps.grpo.session import Proof
 from engines import EngineConfig, build_engine
 from engines.launch import launch
 from engines.tiny import tiny_model
@@ -36,8 +37,9 @@ def prove_on_a_rank(scales: tuple[float, ...]) -> list[Any]:
         for parameter in module.parameters():
             parameter.mul_(scales[rank])
     answers = told(module, Sampling(max_new_tokens=6 - 3 * rank, seed=rank))
+    sampler = SimpleNamespace(version=3)
     session: Any = SimpleNamespace(
-        config=GrpoConfig(), sampler=SimpleNamespace(version=3), probed=lambda prompts, media: [answers]
+        config=GrpoConfig(), sampler=sampler, probed=lambda prompts, media: [answers], proof=Proof()
     )
     episodes: Any = [SimpleNamespace(group=i, segments=[segment_of(prompt)]) for i, prompt in enumerate(PROMPTS)]
     try:

@@ -36,7 +36,7 @@ def fail_commits(*which: int) -> None:
 
 def scale(worker: int) -> None:
     """The sampling process number `worker`, from 0, gets its first weights half as large again."""
-    real, handed = WorkerProcess.receive, []
+    real, handed = WorkerProcess.receive, list[int]()
     committed, workers = WorkerProcess.commit, list[WorkerProcess]()
 
     async def receive(self: WorkerProcess, bucket: Bucket) -> int:

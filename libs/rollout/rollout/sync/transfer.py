@@ -104,8 +104,8 @@ async def transfer_weights(
 
     Raises:
         ValueError: a receiver refused the weights, here or on another process.
-        RuntimeError: a receiver failed or did not answer. In both cases every living receiver has its old weights and
-            is sampling.
+        RuntimeError: a receiver failed or did not answer. It is told nothing more and is to be ended: nobody knows
+            which weights it has. In both cases every other receiver has its old weights and is sampling.
     """
     group = _Group(receivers, manifest.version, timeout)
     taken = False
