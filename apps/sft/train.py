@@ -140,7 +140,7 @@ class _Steps:
         config, engine, log = self.config, self.engine, self.log
         for line in self.conversations.skipped.lines():
             log.note(line)
-        log.note(f"optimizer: {engine.state_summary()['optimizer']}")
+        log.note("layers compiled: {compiled}\noptimizer: {optimizer}".format_map(engine.state_summary()))
         found = self._begin(earlier)
         ahead = parse_context_parallel(config.engine.context_parallel) == 1
         clock = time.perf_counter()

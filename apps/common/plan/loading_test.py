@@ -1,5 +1,6 @@
 """The arithmetic of reading is that of the engines on the real module."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ from transformers import PretrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConf
 
 from apps.common.plan.loading import largest_bytes, loading_table, share_bytes
 from apps.common.plan.model_shape import ModelShape
+from apps.grpo.main import main as grpo_main
 from apps.grpo.recipes.qwen3_5_27b_fsdp2 import QWEN3_5_27B
 from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import QWEN3_5_35B_A3B
 from apps.grpo.recipes.qwen3_5_122b_a10b_megatron import QWEN3_5_122B_A10B
+from apps.sft.main import main as sft_main
 from engines.weights.memory import loading_memory
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "gated_attention": True}
@@ -57,6 +60,21 @@ def test_one_rank_and_four(shape: ModelShape) -> None:
     # Vectors of few entries are not shared out evenly.
     assert share_bytes(shape, 4) <= four.share < 1.05 * share_bytes(shape, 4)
     assert largest_bytes(shape, 4) == four.largest
+
+
+@pytest.mark.parametrize(
+    ("main", "models"),
+    [(grpo_main, ["27B", "35B-A3B", "122B-A10B"]), (sft_main, ["397B-A17B"])],
+    ids=["grpo", "sft"],
+)
+def test_the_apps_print_it(main: Any, models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--loading"])
+    assert stop.value.code == 0
+    rows = capsys.readouterr().out.splitlines()
+    for name in models:
+        (row,) = (row for row in rows if row.startswith(f"| Qwen3.5-{name} |"))
+        assert len(re.findall(r"[\d.]+ \+ [\d.]+", row)) == 5  # of 1 to 64 ranks
 
 
 def test_the_table_names_the_models_of_the_recipes() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from engines import EngineConfig, LoraConfig, build_engine
+from engines.adapters.lora import whole
 from engines.execution.rates import rate_scales
 from engines.execution.schedule import learning_rate
 from engines.families.registry import family_of
@@ -19,6 +20,7 @@ from engines.fsdp2.executor import FSDP2Executor
 from engines.parallel.choice import layout_of, planner_and_inputs
 from engines.parallel.groups import ParallelGroups
 from engines.step import Engine
+from engines.testing.executors import inside
 from engines.testing.expert_parallel import float64_shards, weights
 from engines.testing.float64 import Float64Stays
 from engines.testing.forked import launch_forked
@@ -130,6 +132,30 @@ def test_every_optimizer_gives_each_group_its_rate(kind: str) -> None:
     assert got == pytest.approx(want, rel=loose)
     for name, value in weights(plain).items():
         torch.testing.assert_close(weights(mine)[name], value, rtol=loose, atol=loose, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_a_rate_of_zero_keeps_its_bits_and_counts_in_the_norm(kind: str) -> None:
+    frozen = "lora_A" if kind == "adapters" else "embed_tokens|gate_proj"
+    rates = ((f"{frozen}=0",), ())
+    built = [engine(**{**KINDS[kind], "learning_rates": one}) for one in rates]
+    before = {name: value.clone() for name, value in values(built[0]).items()}
+    norms = []
+    for step in range(3):
+        norms += [one.train_batch(tiny_batch(LENGTHS, seed=step), SFT())["grad_norm"] for one in built]
+    assert norms[0] == norms[1] > 0.1  # where it is clipped
+    moved = [{n for n, value in values(one).items() if not torch.equal(value, before[n])} for one in built]
+    named = {name for name in before if re.search(frozen, name)}
+    assert named
+    assert named <= moved[1]
+    assert not named & moved[0]
+    assert len(moved[0]) >= 0.9 * len(before.keys() - named)  # a scalar may well keep its bits
+
+
+def values(built: Any) -> dict[str, torch.Tensor]:
+    """Of what is trained."""
+    found = inside(built).state()["model"]
+    return {name: whole(value) for name, value in found.items() if name != "lora_base"}
 
 
 def test_a_first_step_of_adapters_is_as_long_as_its_rate() -> None:

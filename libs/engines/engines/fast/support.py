@@ -1,5 +1,6 @@
 """Whether the fast path can run, asked before it is switched on: Yes, or No with the reason in words."""
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,12 +13,33 @@ from engines.fast.triton_kernels import has_triton
 from engines.loading import compute_dtype
 
 LAYERS = Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
+KERNELS = ("flash_qla", "triton")
 REPLICATED = Yes("fast/replicated_two_test.py::test_two_ranks_equal_one")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the decision looks at of a device: torch's name of its kind, what is computed in, the first number of its
+    compute capability, and kernels that are not installed."""
+
+    kind: str
+    dtype: torch.dtype = torch.float32
+    capability: int = 0
+    missing: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(config: EngineConfig, device: torch.device) -> "Machine":
+        """Look at a device; only a CUDA one is asked more than its kind."""
+        if device.type != "cuda":
+            return Machine(device.type)
+        missing = tuple(name for name in KERNELS if find_spec(name) is None)
+        return Machine("cuda", compute_dtype(config, device), torch.cuda.get_device_capability(device)[0], missing)
 
 
 def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
     """Whether decoder layers and head can run as compiled functions over fused kernels."""
-    reason = settings_refusal(config) or _model(model_config) or _machine(config, model_config, device)
+    reason = settings_refusal(config) or model_refusal(model_config)
+    reason = reason or machine_refusal(Machine.of(config, device), model_config.get_text_config())
     return LAYERS if reason is None else No(reason)
 
 
@@ -81,7 +103,8 @@ def settings_refusal(config: EngineConfig) -> str | None:
     return None
 
 
-def _model(model_config: Any) -> str | None:
+def model_refusal(model_config: Any) -> str | None:
+    """Why layers of this model are not written as functions; None where they are."""
     family, text = family_of(model_config), model_config.get_text_config()
     if family.name != "qwen3_5":
         return f"only the layers of Qwen3.5 (dense) are written as functions, not those of {family.name}"
@@ -92,17 +115,16 @@ def _model(model_config: Any) -> str | None:
     return None
 
 
-def _machine(config: EngineConfig, model_config: Any, device: torch.device) -> str | None:
-    if device.type != "cuda":
+def machine_refusal(machine: Machine, text: Any) -> str | None:
+    """Why this machine has no fused kernels for layers of these sizes (`text`: a text model's configuration)."""
+    if machine.kind != "cuda":
         return "on a CPU the plain layers are as fast"
-    if compute_dtype(config, device) != torch.bfloat16:
+    if machine.dtype != torch.bfloat16:
         return "the fused kernels compute in bfloat16"
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if machine.capability != 9:
         return "the delta rule's kernels are FlashQLA's for Hopper (compute capability 9.0)"
-    missing = [name for name in ("flash_qla", "triton") if find_spec(name) is None]
-    if missing:
-        return f"{missing[0].replace('_', '-')} is not installed"
-    text = model_config.get_text_config()
+    if machine.missing:
+        return f"{machine.missing[0].replace('_', '-')} is not installed"
     sizes = {text.linear_key_head_dim, text.linear_value_head_dim}
     if "linear_attention" in text.layer_types and sizes != {128}:
         return f"FlashQLA's kernels have heads of 128 features, the model {sorted(sizes)}"

@@ -12,7 +12,6 @@ from engines.testing.executors import inside
 from engines.testing.forked import launch_forked
 from engines.tiny import tiny_config, tiny_model
 from engines.weights.memory import loading_memory
-from engines.weights.memory_test import status
 from engines.weights.model_weights import live_tensors
 from engines.weights.saving import save_configuration, save_weights
 
@@ -30,6 +29,11 @@ SIZES = {
 }
 DEVICE_SLACK, HOST_SLACK = 16 * MIB, 96 * MIB
 """Of the device: buffers, and what the allocator rounds up. Of the host: modules, kernels and the driver's own."""
+
+
+def status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    return int(line.split()[1]) * 1024
 
 
 def held_while_loading(small: str, large: str) -> tuple[int, int, int]:

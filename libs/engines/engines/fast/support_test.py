@@ -1,0 +1,122 @@
+"""Every reason for which layers are not compiled, or weights not replicated, from plain data: no device is asked."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from engines import EngineConfig, LoraConfig
+from engines.capability import No, Yes
+from engines.fast.support import (
+    Machine,
+    compiled_layers,
+    machine_refusal,
+    model_refusal,
+    replicated_weights,
+    settings_refusal,
+    use_compiled_layers,
+    use_replicated_weights,
+)
+from engines.tiny import FUSED_SIZES, tiny_config
+
+HOPPER = Machine("cuda", torch.bfloat16, 9)
+MACHINES: list[tuple[Machine, str]] = [
+    (Machine("cpu"), "on a CPU the plain layers are as fast"),
+    (Machine("npu"), "on a CPU the plain layers are as fast"),
+    (Machine("cuda", torch.float32, 9), "compute in bfloat16"),
+    (Machine("cuda", torch.bfloat16, 8), r"Hopper \(compute capability 9.0\)"),
+    (Machine("cuda", torch.bfloat16, 10), r"Hopper \(compute capability 9.0\)"),
+    (Machine("cuda", torch.bfloat16, 9, ("flash_qla", "triton")), "^flash-qla is not installed"),
+    (Machine("cuda", torch.bfloat16, 9, ("triton",)), "^triton is not installed"),
+]
+
+
+def text(**changes: Any) -> Any:
+    return tiny_config("dense", **{**FUSED_SIZES, **changes}).get_text_config()
+
+
+@pytest.mark.parametrize(("machine", "reason"), MACHINES)
+def test_a_machine_without_the_kernels_says_what_it_lacks(machine: Machine, reason: str) -> None:
+    assert machine_refusal(HOPPER, text()) is None
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(machine_refusal(machine, text()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"linear_key_head_dim": 64}, r"heads of 128 features, the model \[64, 128\]"),
+        ({"linear_value_head_dim": 256}, r"heads of 128 features, the model \[128, 256\]"),
+        ({"head_dim": 264}, "at most 256 features, a multiple of 8; the model 264"),
+        ({"head_dim": 60}, "at most 256 features, a multiple of 8; the model 60"),
+    ],
+)
+def test_heads_of_another_size_are_named(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(machine_refusal(HOPPER, text(**changes)))
+
+
+def test_layers_of_attention_alone_need_no_heads_of_the_delta_rule() -> None:
+    sizes = {"linear_key_head_dim": 64, "layer_types": ["full_attention"] * text().num_hidden_layers}
+    assert machine_refusal(HOPPER, text(**sizes)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("moe", {}, r"only the layers of Qwen3.5 \(dense\) are written as functions, not those of qwen3_5_moe"),
+        ("next", {}, "not those of qwen3_next"),
+        ("dense", {"attention_bias": True}, "attention with biases"),
+        ("dense", {"hidden_act": "gelu"}, "the activation is gelu"),
+    ],
+)
+def test_another_model_is_named(kind: str, changes: dict[str, Any], reason: str) -> None:
+    assert model_refusal(tiny_config("dense")) is None
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(model_refusal(tiny_config(kind, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"vision": "frozen"}, "behind a vision tower"),
+        ({"gradient_checkpointing": True, "activation_offload": True}, "are not moved to the host"),
+        ({"batching": "padded"}, "set batching='packed'"),
+        ({"context_parallel": "dynamic"}, "whose ranks share sequences"),
+        ({"context_parallel": "static:2"}, "whose ranks share sequences"),
+    ],
+)
+def test_settings_are_named(options: dict[str, Any], reason: str) -> None:
+    assert settings_refusal(EngineConfig(context_parallel="static:1")) is None
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(settings_refusal(EngineConfig(**options)))
+
+
+def test_what_is_asked_for_is_had_or_refused_with_the_reason() -> None:
+    cpu, config = torch.device("cpu"), tiny_config("dense")
+    assert use_compiled_layers(EngineConfig(compile="off"), config, cpu) == No("compile='off'")
+    assert use_compiled_layers(EngineConfig(), config, cpu) == compiled_layers(EngineConfig(), config, cpu)
+    with pytest.raises(ValueError, match="compile='on' cannot be had: on a CPU the plain layers are as fast; use"):
+        use_compiled_layers(EngineConfig(compile="on"), config, cpu)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"shard_ranks": 1}, "shard_ranks asks for sharded weights"),
+        ({"vision": "trained"}, "a vision tower is sharded"),
+        ({"lora": LoraConfig(rank=2)}, "adapters and the weights under them are sharded"),
+        ({"moments_dtype": "bfloat16"}, "keep float32 moments"),
+        ({"optimizer_on_host": True}, "keep their states on the device"),
+        ({"optimizer_on_host": True, "parameters_on_host": True}, "replicated weights are on the device"),
+        ({"master_dtype": "bfloat16"}, "keep float32 masters"),
+    ],
+)
+def test_weights_that_cannot_be_replicated_say_why(options: dict[str, Any], reason: str) -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(use_replicated_weights(EngineConfig(weights="replicated"), cpu, 2), Yes)
+    assert use_replicated_weights(EngineConfig(weights="sharded"), cpu, 1) == No("weights='sharded'")
+    assert use_replicated_weights(EngineConfig(), cpu, 1) == No("on a CPU sharding costs nothing")
+    answer = replicated_weights(EngineConfig(**options), cpu)
+    assert isinstance(answer, No)
+    assert reason in answer.reason
