@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chat_tools.parsing import writing
-from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Pythonic, Tagged
+from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, Pythonic, Recipients, Tagged
 
 Writer = Callable[[Format, Sequence[Call]], str]
 _CHATML = ("<|im_end|>", "<|endoftext|>")
@@ -186,6 +186,16 @@ _ALL = (
         reasoning=(("<mm:think>", "</mm:think>"),),
         ends=("[e~[",),
         bare=True,
+    ),
+    Format(
+        "muse_glimmer",
+        writer=writing.tagged_messages,
+        section=("<atem:function_calls>", "</atem:function_calls>"),
+        calls=(('<atem:invoke name="', "</atem:invoke>"),),
+        body=Tagged(name_end='">', key=('<atem:parameter name="', '">'), value=("", "</atem:parameter>"), guess=True),
+        reasoning=(),
+        ends=("<|eom|>", "<|eot|>", "<|start|>assistant"),
+        recipients=Recipients(" to=", "<|message|>", "self", "user"),
     ),
     Format(
         "granite",

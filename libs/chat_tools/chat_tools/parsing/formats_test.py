@@ -149,6 +149,29 @@ def test_kimi_k3_says_the_type_and_escapes_what_stands_in_quotes() -> None:
     assert call.arguments_dict() == odd
 
 
+MUSE = (
+    " to=self<|message|>so<|eom|><|start|>assistant to=user<|message|>Look.<|eom|>"
+    '<|start|>assistant to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n'
+    '<atem:parameter name="city">Paris</atem:parameter>\n<atem:parameter name="n">3</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=g<|message|><atem:function_calls>\n"
+    '<atem:invoke name="g">\n</atem:invoke>\n</atem:function_calls><|eot|>'
+)
+
+
+@pytest.mark.parametrize("prefill", [None, "", "<|start|>assistant"])
+def test_muse_glimmer_calls_in_messages_of_their_own(prefill: str | None) -> None:
+    message = parse(MUSE, "muse_glimmer", TOOLS, prefill=prefill)
+    assert [(call.name, call.arguments_dict()) for call in message.tool_calls] == BOTH
+    assert (message.reasoning, message.content, message.malformed) == ("so", "Look.", ())
+    # The end of a message closes no thought that the prompt might have begun.
+    later = parse(MUSE[MUSE.index("<|start|>assistant to=f") :], "muse_glimmer", TOOLS, prefill=prefill)
+    assert [call.name for call in later.tool_calls] == ["f", "g"]
+    assert parse(" going to=here and to=there", "muse_glimmer", prefill="").content == " going to=here and to=there"
+    for quoted in ("In short: ", " to=user<|message|>", " to=self<|message|>", " to=self<|message|>I say", " to=f: "):
+        text = quoted + "<atem:function_calls>" + MUSE.partition("<atem:function_calls>")[2]
+        assert [call.name for call in parse(text, "muse_glimmer", TOOLS, prefill="").tool_calls] == ["g"]
+
+
 def test_text_that_only_looks_like_a_list_of_calls_is_content() -> None:
     for name, text in [("phi4_mini", "functools.lru_cache is a decorator"), ("xlam", "[1, 2] is a list")]:
         assert parse(text, name).content == text

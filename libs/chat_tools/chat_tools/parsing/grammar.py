@@ -79,6 +79,19 @@ class Channels(NamedTuple):
     recipient: str
 
 
+class Recipients(NamedTuple):
+    """Messages that say whom they are for: `mark` NAME `message` TEXT.
+
+    One for `reasoning` is reasoning, one for `content` content; one for a tool is a call if its text begins with the
+    format's section, which is one nowhere else.
+    """
+
+    mark: str
+    message: str
+    reasoning: str
+    content: str
+
+
 class Format(NamedTuple):
     """A format of assistant turns.
 
@@ -89,7 +102,7 @@ class Format(NamedTuple):
     `aliases` are other names of it: the peers' parsers, the models, the templates. `writer` writes calls as a model
     trained on the format does (`chat_tools.parsing.writing`); by it the format has an example, a round-trip test, a
     page and seeds for the fuzzer. `sign` is a text that stands in its chat templates alone, where the first marker does
-    not.
+    not. `recipients` are the headers of messages, where a turn is made of some and calls are written with tags.
     """
 
     name: str
@@ -103,6 +116,7 @@ class Format(NamedTuple):
     aliases: tuple[str, ...] = ()
     writer: Callable[[Format, Sequence[Call]], str] | None = None
     sign: str = ""
+    recipients: Recipients | None = None
 
     def write(self, calls: Sequence[Call]) -> str:
         """Write calls as a model does, with the wrapper around them. ValueError for a format without a writer."""

@@ -20,54 +20,17 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.bodies import body_reader, compile_body
+from chat_tools.parsing.bodies import NAME_END, Tables, body_reader, tables_of
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
 from chat_tools.parsing.channels import ChannelReader
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait
 from chat_tools.parsing.elements import ElementReader
 from chat_tools.parsing.formats import find_format
-from chat_tools.parsing.grammar import Channels, Format, Json
+from chat_tools.parsing.grammar import Channels, Format, Recipients
 from chat_tools.parsing.preview import Preview
-from chat_tools.parsing.preview_tables import PreviewTables
 from chat_tools.parsing.result import Event, Kind, ParsedMessage, Segment
 from chat_tools.parsing.segments import Recorder
 from chat_tools.parsing.tagged import TaggedReader
-
-
-class Tables:
-    """The markers of a format, compiled; one per format and process."""
-
-    def __init__(self, fmt: Format) -> None:
-        self.fmt = fmt
-        self.think = dict(fmt.reasoning)
-        self.think_end = {closing: Marks.of([closing]) for closing in self.think.values()}
-        self.calls = dict(fmt.calls)
-        self.call_opens = list(self.calls)
-        self.call_closes = [closing for closing in self.calls.values() if closing]
-        section = [*(fmt.section or ())]
-        stops = [*section, *self.call_opens, *self.call_closes, *fmt.ends]
-        body = fmt.body
-        channels = [body.start, body.channel, *body.ends] if isinstance(body, Channels) else []
-        self.top = Marks.of([*self.think, *self.think_end, *stops, *channels])
-        self.thinking = frozenset([*self.think, *self.think_end])
-        self.resync = Marks.of(stops) if stops else self.top
-        self.inside = Marks.of([*stops, *self.thinking]) if section else self.top  # what ends text inside a section
-        # An opening marker that looks like a special token is one wherever it stands; others are quoted in texts too.
-        self.certain = frozenset(mark for mark in self.call_opens if mark.startswith(("<|", "<｜")))
-        # What may close a call that begins the answer without a marker.
-        self.bare_close = self.call_closes[0] if fmt.opening and isinstance(body, Json) and body.header else ""
-        self.body = compile_body(fmt, stops, list(self.thinking))
-        self.preview = PreviewTables(fmt)
-
-
-_TABLES: dict[Format, Tables] = {}
-
-
-def _tables(fmt: Format) -> Tables:
-    tables = _TABLES.get(fmt)
-    if tables is None:
-        tables = _TABLES[fmt] = Tables(fmt)
-    return tables
 
 
 class StreamParser:
@@ -90,7 +53,7 @@ class StreamParser:
         prefill: str | None = None,
         silent: bool = False,
     ) -> None:
-        tables = self.tables = _tables(find_format(format))
+        tables = self.tables = tables_of(find_format(format))
         begun = _begun(tables, prefill or "")
         self._reader = Reader()
         self._recorder = Recorder(len(begun), silent)
@@ -174,7 +137,7 @@ class StreamParser:
                 self._thought = True
                 recorder.release()
                 recorder.opens("reasoning", reader.pos)
-                yield from self._reasoning(think[mark])
+                yield from self._reasoning(tables.think_end[think[mark]])
                 yield from self._opening()
             elif mark in thinking and not self._thought:
                 reader.pos += len(mark)
@@ -186,6 +149,8 @@ class StreamParser:
             elif mark in ends:
                 reader.pos += len(mark)
                 recorder.closes("content", reader.pos)
+            elif tables.fmt.recipients is not None and mark == tables.fmt.recipients.mark:
+                yield from self._message_for(tables.fmt.recipients)
             elif channels is not None and mark in channels.tables.opens:
                 yield from channels.read()
             else:
@@ -225,6 +190,26 @@ class StreamParser:
         else:
             recorder.malformed(reader.pos, f"{mark} closes nothing")
 
+    def _message_for(self, header: Recipients) -> Wait[None]:
+        """Read a message's header, and the call or the reasoning behind it."""
+        reader, recorder, section = self._reader, self._recorder, self.tables.fmt.section
+        begin = reader.pos = reader.pos + len(header.mark)
+        yield from reader.search(NAME_END)
+        name = reader.slice(begin, reader.pos)
+        if not (yield from reader.at([header.message])):
+            reader.rewind(begin)
+            recorder.text("content", begin, header.mark)
+            return
+        reader.pos += len(header.message)
+        if name == header.reasoning:
+            recorder.opens("reasoning", reader.pos)
+            yield from self._reasoning(self.tables.ends)
+        elif name != header.content and section and (yield from reader.at([section[0]])):
+            reader.pos += len(section[0])
+            yield from self._section()
+        else:
+            recorder.closes("content", reader.pos)
+
     def _text(self, kind: Kind, marks: Marks) -> re.Match[str] | None:
         """Take text of a kind up to the next marker, or as much as there is."""
         reader, recorder = self._reader, self._recorder
@@ -234,13 +219,12 @@ class StreamParser:
             recorder.text(kind, end, "" if recorder.silent else reader.slice(start, end))
         return match
 
-    def _reasoning(self, close: str) -> Wait[None]:
-        marks = self.tables.think_end[close]
-        while self._text("reasoning", marks) is None:
+    def _reasoning(self, marks: Marks) -> Wait[None]:
+        while (match := self._text("reasoning", marks)) is None:
             if self._reader.final:
                 return
             yield
-        self._reader.pos += len(close)
+        self._reader.pos += len(match.group())
         self._recorder.closes("reasoning", self._reader.pos)
 
     def _opening(self) -> Wait[None]:

@@ -75,7 +75,9 @@ class PreviewTables:
         self.further: list[Head] = []
         self.tagged = body if isinstance(body, Tagged) else Tagged("", ("", ""), ("", ""))
         self.prefix = body.prefix if isinstance(body, Elements) else ""
-        section = rf"(?P<section>{re.escape(fmt.section[0])}\s*+)?+" if fmt.section else ""
+        to = fmt.recipients
+        header = rf"{re.escape(to.mark.strip())}[\w.\-]*+{re.escape(to.message)}" if to is not None else ""
+        section = rf"(?P<section>{header}{re.escape(fmt.section[0])}\s*+)?+" if fmt.section else ""
         opens = "|".join(re.escape(mark) for mark, _ in fmt.calls)
         marked = rf"{section}(?P<mark>{opens})" if opens else section
         if isinstance(body, Tagged):

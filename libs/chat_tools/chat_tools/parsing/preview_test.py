@@ -261,6 +261,6 @@ def test_without_a_prefill_calls_are_told_when_they_are_known_to_be_no_reasoning
 
 
 def test_a_format_whose_thoughts_are_messages_needs_no_prefill() -> None:
-    assert set(formats()) - set(THINKING) == {"harmony"}
+    assert set(formats()) - set(THINKING) == {"harmony", "muse_glimmer"}
     text = write_turn("harmony", [("f", {"text": LONG})])
     assert len(hears_at_once(StreamParser("harmony", TOOLS), text, 1)) == 1

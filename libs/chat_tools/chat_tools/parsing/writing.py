@@ -32,6 +32,14 @@ def tagged(fmt: Format, calls: Sequence[Call]) -> str:
     return f"{fmt.section[0]}\n{written}\n{fmt.section[1]}" if fmt.section else written
 
 
+def tagged_messages(fmt: Format, calls: Sequence[Call]) -> str:
+    """Tagged calls, each in a wrapper and a message of its own; the first header follows the prompt's."""
+    assert fmt.recipients is not None
+    end, _, start = fmt.ends
+    heads = (f"{fmt.recipients.mark}{name}{fmt.recipients.message}" for name, _ in calls)
+    return f"{end}{start}".join(head + tagged(fmt, [call]) for head, call in zip(heads, calls, strict=True))
+
+
 def tagged_in_one_line(fmt: Format, calls: Sequence[Call]) -> str:
     """Tagged calls without white space between tags."""
     written = "".join(_tagged(fmt, *call).replace("\n" + fmt.calls[0][1], fmt.calls[0][1]) for call in calls)
@@ -226,6 +234,14 @@ def write_turn(fmt: Format, calls: Sequence[Call], content: str = "", reasoning:
     """Write a turn as a model trained on the format would: reasoning, content, calls."""
     if isinstance(fmt.body, Channels):
         return _channels(fmt, fmt.body, calls, content, reasoning)
+    if fmt.recipients is not None:
+        to, (end, _, start) = fmt.recipients, fmt.ends
+        said = [
+            f"{to.mark}{name}{to.message}{text}"
+            for name, text in ((to.reasoning, reasoning), (to.content, content))
+            if text
+        ]
+        return f"{end}{start}".join([*said, *([fmt.write(calls)] if calls else [])])
     text = ""
     if reasoning:
         opening, closing = fmt.reasoning[0]
