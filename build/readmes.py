@@ -5,10 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-LINES, WIDTH = (
-    60,
-    160,
-)  # of a library's README; tables and code may be wider, and a row of a table then takes more lines
+LINES, WIDTH = 60, 160  # of a library's README; tables and code may be wider, and a row then takes more lines
 CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^()\s]+)\)|src=\"([^\"]+)\"")
 PROPERTIES = re.compile(r"^\s*@given\(", re.M)
