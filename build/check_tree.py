@@ -2,8 +2,8 @@
 
 Tracked files must not hold a registry's host, a path of somebody's machine, trailing blanks or names beyond ASCII; each
 Python file is in a Bazel target, each test file in a test target; the arrows between the libraries hold for every
-target of a folder, tests included; READMEs fit a screen, pages are linked and links lead somewhere (readmes.py); the
-house is kept (house.py).
+target of a folder, tests included; READMEs fit a screen, pages are linked, links lead somewhere and the front page's
+numbers are the tree's (readmes.py); the house is kept (house.py).
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from house import check_house
-from readmes import check_links, check_reached, check_screens
+from readmes import check_installs, check_links, check_numbers, check_reached, check_screens
 
 # Spelled so that this file does not hold them itself.
 FORBIDDEN = {
@@ -90,8 +90,11 @@ def main() -> int:
     os.chdir(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     names = tracked()
     complaints = check_text(names) + check_targets(names) + check_arrows()
-    complaints += [fault for check in (check_screens, check_reached, check_links) for fault in check(Path())]
-    complaints += check_house({name: Path(name).read_text() for name in names if name.endswith(".py")})
+    complaints += [
+        fault for check in (check_screens, check_reached, check_links, check_installs) for fault in check(Path())
+    ]
+    sources = {name: Path(name).read_text() for name in names if name.endswith(".py")}
+    complaints += check_house(sources) + check_numbers(Path("README.md").read_text(), sources)
     print("\n".join(complaints))
     print(f"{len(names)} tracked files, {len(complaints)} complaints")
     return int(bool(complaints))

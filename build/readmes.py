@@ -2,11 +2,14 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-LINES, WIDTH = 60, 160  # of a library's README; tables and code may be wider, and a row of a table then takes more lines
+LINES, WIDTH = 60, 160  # of a library's README; tables and code may be wider, and a row then takes more lines
 CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^()\s]+)\)|src=\"([^\"]+)\"")
+PROPERTIES = re.compile(r"^\s*@given\(", re.M)
+FROM_INDEX = re.compile(r"pip install [^`;]*\btessera-\w+")
 HOW_TO = re.compile(r"(add|bring|from|use)-")
 OF_THE_APPS = "add-a-recipe.md"
 
@@ -60,6 +63,17 @@ def check_reached(root: Path) -> list[str]:
     return complaints
 
 
+def check_installs(root: Path) -> list[str]:
+    """Complaints about pages that install our distributions from an index, none of which has them."""
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("libs/*/*.md")]
+    return [
+        f"{page.relative_to(root)}:{number}: {found[0]!r}: they are on no index yet, write ./libs/NAME"
+        for page in sorted(pages)
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if (found := FROM_INDEX.search(line))
+    ]
+
+
 def check_links(root: Path) -> list[str]:
     """Complaints about links of READMEs and pages to files that are not there."""
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("libs/*/*.md"), *root.glob("build/*.md")]
@@ -68,4 +82,21 @@ def check_links(root: Path) -> list[str]:
         for page in sorted(pages)
         for link, path in targets(page).items()
         if not path.exists()
+    ]
+
+
+def check_numbers(front: str, sources: Mapping[str, str]) -> list[str]:
+    """Complaints about numbers of the front page that the tree (its Python files, by name) says otherwise."""
+    properties = sum(bool(PROPERTIES.search(text)) for name, text in sources.items() if name.endswith("_test.py"))
+    longest = max(text.count("\n") for text in sources.values())
+    rows = {
+        "Property-based tests, files": f"over {(properties - 1) // 20 * 20}",  # one test more changes no page
+        "Longest Python file, lines": str(longest),
+    }
+    lines = [[cell.strip() for cell in line.split("|")[1:3]] for line in front.splitlines() if line.startswith("|")]
+    said = {cells[0]: cells[1] for cells in lines}
+    return [
+        f"README.md: {row} is {said.get(row)!r}, the tree says {number!r}"
+        for row, number in rows.items()
+        if said.get(row) != number
     ]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from readmes import check_links, check_reached, check_screens, readmes
+from readmes import check_installs, check_links, check_numbers, check_reached, check_screens, readmes
 
 ROOT = Path(__file__).absolute().parents[1]
 
@@ -12,7 +12,7 @@ def test_the_libraries_pages_are_so() -> None:
     """Links are for check_tree, which sees every file."""
     assert len(readmes(ROOT)) == 7
     assert len(list((ROOT / "docs").glob("*.md"))) > 15
-    assert check_screens(ROOT) + check_reached(ROOT) == []
+    assert check_screens(ROOT) + check_reached(ROOT) + check_installs(ROOT) == []
 
 
 def tree(root: Path) -> Path:
@@ -35,7 +35,7 @@ def tree(root: Path) -> Path:
 
 def complaints(root: Path) -> list[str]:
     """All of them."""
-    return check_screens(root) + check_reached(root) + check_links(root)
+    return check_screens(root) + check_reached(root) + check_links(root) + check_installs(root)
 
 
 def test_a_tree_without_a_fault_has_no_complaint(tmp_path: Path) -> None:
@@ -44,10 +44,19 @@ def test_a_tree_without_a_fault_has_no_complaint(tmp_path: Path) -> None:
 
 PLANTED = [
     ("libs/a/README.md", "x\n" * 60, "libs/a/README.md: 68 lines on a screen of 160 columns, more than 60"),
-    ("libs/a/README.md", f"| {'x' * 160 * 52} |\n", "libs/a/README.md: 61 lines on a screen of 160 columns, more than 60"),
+    (
+        "libs/a/README.md",
+        f"| {'x' * 160 * 52} |\n",
+        "libs/a/README.md: 61 lines on a screen of 160 columns, more than 60",
+    ),
     ("libs/a/README.md", "z" * 161, "libs/a/README.md:8: 161 characters, more than 160"),
     ("docs/new.md", "x\n", "docs/new.md: linked from no README and not from docs/architecture.md"),
     ("docs/status.md", "[gone](gone.md#x)\n", "docs/status.md: gone.md#x leads nowhere"),
+    (
+        "docs/use-it.md",
+        "`pip install torch 'tessera-a[x]'`\n",
+        'docs/use-it.md:4: "pip install torch \'tessera-a": they are on no index yet, write ./libs/NAME',
+    ),
     ("README.md", '<img src="docs/gone.png">\n', "README.md: docs/gone.png leads nowhere"),
     ("libs/a/README.md", "[m](MEASURED.md)\n", "libs/a/README.md: MEASURED.md leads nowhere"),
 ]
@@ -66,3 +75,16 @@ def test_how_to_use_a_library_stands_in_its_readme(tmp_path: Path) -> None:
     (root / "docs/bring-it.md").write_text("x\n")
     (root / "README.md").write_text("[bring](docs/bring-it.md)\n")
     assert complaints(root) == ["docs/bring-it.md: linked from no library's README"]
+
+
+def test_a_stale_number_of_the_front_page_is_named() -> None:
+    front = "| | us | them |\n| Property-based tests, files | over 20 | 0 |\n| Longest Python file, lines | 3 | 9 |\n"
+    sources = {f"a{n}_test.py": "import x\n    @given(x)\n" for n in range(21)} | {"b.py": "@given(x)\n2\n3\n"}
+    assert check_numbers(front, sources) == []
+    assert check_numbers(front, sources | {"c_test.py": "@given\n"}) == []
+    more = sources | {f"c{n}_test.py": "@given(\n" for n in range(20)} | {"d.py": "\n" * 4}
+    assert check_numbers(front, more) == [
+        "README.md: Property-based tests, files is 'over 20', the tree says 'over 40'",
+        "README.md: Longest Python file, lines is '3', the tree says '4'",
+    ]
+    assert len(check_numbers("", sources)) == 2

@@ -1,4 +1,4 @@
-"""The countdown of recipes in README.md and status.md is the one that both apps count: `--recipe list`."""
+"""What README.md and status.md count of recipes and formats is what the tree has: `--recipe list`, `formats()`."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from apps.grpo.main import main as grpo
 from apps.sft.main import main as sft
+from chat_tools import formats
 
 ROOT = Path(__file__).parents[1]
 COUNTED = re.compile(r"(\d+) recipes, (\d+) can be run today, (\d+) shrunk")
@@ -25,3 +26,7 @@ def test_a_page_counts_the_recipes_as_the_apps_do(page: str, capsys: pytest.Capt
     recipes, ready, shrunk = totals
     text = " ".join((ROOT / page).read_text().split())
     assert re.findall(r"(\d+ of \d+)", text) == [f"{ready} of {recipes}", f"{shrunk} of {recipes}"]
+
+
+def test_the_front_page_counts_the_formats_of_tool_calls() -> None:
+    assert re.findall(r"\| (\d+) formats, streamed", (ROOT / "README.md").read_text()) == [str(len(formats()))]
