@@ -5,6 +5,7 @@ The sampler (a rollout engine: other kernels, other precision, perhaps older wei
 probability ratio, truncated: biased a little, of bounded variance. Everything here is constant to autograd.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
