@@ -124,7 +124,7 @@ def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: floa
     if below == 0:
         return 0.0
     high, low = shares[below - 1], shares[below]
-    return EDGES[below - 1] * math.pow(EDGES[below] / EDGES[below - 1], (high - level) / (high - low))
+    return float(EDGES[below - 1] * (EDGES[below] / EDGES[below - 1]) ** ((high - level) / (high - low)))
 
 
 def _above(edge: float) -> str:
