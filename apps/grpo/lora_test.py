@@ -37,8 +37,9 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_the_policy_is_held_to_the_base(tmp_path: Path) -> None:
-    for name, kl_coef in (("free", 1e-9), ("held", 100.0)):
-        run(small(tmp_path / name, kl_coef, steps=3), RECIPE)
+    for name, kl_coef in (("free", 1e-9), ("held", 10.0)):
+        config = small(tmp_path / name, kl_coef, steps=3)
+        run(replace(config, engine=replace(config.engine, lr=1e-2)), RECIPE)  # at larger ones the penalty overshoots
         assert_trained(tmp_path / name, only="_proj|in_proj")
     free, held = (rows_of(tmp_path / name) for name in ("free", "held"))
     assert free[0]["train/kl"] == held[0]["train/kl"] == 0.0  # an adapter begins as nothing

@@ -55,7 +55,10 @@ def test_the_held_out_loss_falls_and_every_weight_moves(finished: Finished) -> N
 
 
 def test_a_run_whose_last_step_is_skipped_is_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Its weights are those of the step before."""
     plain, calls = SFT.__call__, itertools.count(1)
@@ -67,6 +70,7 @@ def test_a_run_whose_last_step_is_skipped_is_exported(
     monkeypatch.setattr(SFT, "__call__", broken)
     engine = replace(quickstart.RECIPE.config.engine, on_nonfinite="skip")
     run(small(tmp_path, steps=3, engine=engine))
+    assert "layers compiled: no: on a CPU the plain layers are as fast" in "".join(capfd.readouterr())
     assert "exported after 1 skipped steps, the last 1 in a row" in caplog.text
     assert all(bool(weight.isfinite().all()) for weight in weights(tmp_path).values())
 

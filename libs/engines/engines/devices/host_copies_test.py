@@ -134,3 +134,31 @@ def test_an_engine_goes_to_memory_that_is_kept(weights: str, ranks: int) -> None
     if ranks == 1:
         assert found["pinned"] == {True}
         assert found["same"]
+
+
+def moved_megatron() -> tuple[int, int, float, float]:
+    """Bytes that an offload frees and those of weights, masters and moments; the next step's loss, and of one that
+    stayed."""
+    devices, losses = devices_of("npu"), []
+    for moves in (True, False):
+        model = tiny_model("dense", num_hidden_layers=2)
+        built = build_engine(EngineConfig(device="npu", backend="megatron", lr=1e-2, max_tokens_per_rank=64), model)
+        built.train_batch(tiny_batch(LENGTHS), SFT())
+        if moves:
+            before, size = state_of(built), sum(tensor.nbytes for tensor in inside(built)._kept())
+            for _ in range(2):
+                held = allocated(devices)
+                built.offload()
+                freed = held - allocated(devices)
+                assert all(content.is_pinned() for _, content in inside(built)._moved._kept)
+                built.onload()
+            assert_same(state_of(built), before)
+        losses.append(float(built.train_batch(tiny_batch(LENGTHS, seed=1), SFT())["loss"]))
+    return freed, size, losses[0], losses[1]
+
+
+@ON_NPU
+def test_megatrons_buffers_go_there_too() -> None:
+    freed, size, moved, stayed = on_npu(moved_megatron)
+    assert freed >= size > 0
+    assert moved == stayed
