@@ -69,7 +69,7 @@ _ALL = (
     ),
     Format(
         "hermes",
-        aliases=("qwen25",),
+        aliases=("qwen25", "qwen3_json"),
         writer=writing.objects,
         calls=(("<tool_call>", "</tool_call>"),),
         body=Json(),

@@ -24,6 +24,14 @@ def test_all_templates_are_there() -> None:
     assert len(CONVERSATIONS) == 14
 
 
+@pytest.mark.parametrize("name", ["hunyuan_a13b", "internlm2_tool", "llama4_pythonic", "phi4_mini", "xlam_llama"])
+def test_vllms_examples_have_families(name: str) -> None:
+    """They are tried by hand (MEASURED.md): the templates lie in vLLM's source distribution."""
+    family = family_of(f"tool_chat_template_{name}")
+    assert set(family.closings) <= set(family.stops)
+    assert set(family.stops) != {"</s>"}, "Mistral's, whose name is a beginning of none of these"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_template_conforms(name: str) -> None:
     row = check_template(name)
