@@ -96,9 +96,7 @@ def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
     if mode != "sync":
         found += ["--objective.off-policy", "truncate"]
     if mode == "fully_async":
-        found += [
-            "--cluster.schedule.staleness-threshold", str(options.staleness), "--cluster.schedule.partial-rollout",
-        ]  # fmt: skip
+        found += ["--cluster.schedule.staleness-threshold", str(options.staleness)]
     return found
 
 
