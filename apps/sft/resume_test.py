@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from apps.common import cli
 from apps.common.config_file import load_config
+from apps.common.divergence import check_loss
 from apps.quickstart.model import save_tiny_model
 from apps.sft import train as train_module
 from apps.sft.best import best_path
@@ -46,10 +47,9 @@ def exported_loss(of: SftConfig) -> float:
 
 def killed_after(step: int, of: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run until the next step is evaluated: what was saved after `step` is whole by then."""
-    real = train_module.check_loss
 
     def stop(now: int, loss: float, vocab_size: int) -> None:
-        real(now, loss, vocab_size)
+        check_loss(now, loss, vocab_size)
         if now == step + 1:
             raise RuntimeError("killed")
 
@@ -107,10 +107,9 @@ def test_best_may_be_asked_for_of_a_run_that_kept_none(tmp_path: Path, steps: in
 
 def test_a_best_that_was_changed_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
-    real = train_module.check_loss
 
     def swap(step: int, loss: float, vocab_size: int) -> None:
-        real(step, loss, vocab_size)
+        check_loss(step, loss, vocab_size)
         if step == 6:
             shutil.rmtree(best_path(run_dir))
             shutil.copytree(run_dir / "checkpoints" / "step-000003", best_path(run_dir))

@@ -1,7 +1,7 @@
 """This app's steps against TRL's SFTTrainer: the same model, rows, order, optimizer and budget, in one run.
 
-    python -m apps.sft.benchmarks.against_trl [--device cpu|cuda] [--steps N] [--trl NAME ...] [--out FILE]
-        (trl, datasets and accelerate on the path)
+    python -m apps.sft.benchmarks.against_trl [--device cpu|cuda] [--case NAME ...] [--steps N]
+        [--trl NAME ...] [--out FILE] (trl, datasets and accelerate on the path)
 
 Both take rows that are tokenised already, in the same order and with the same mask, and a constant rate, and clip at 1.
 Both are timed from the end of one step to the end of the next, from rows to loss, so with collation; TRL logs every
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from apps.common.tokens import quiet_libraries
-from apps.sft.benchmarks.setting import TASKS, Task
+from apps.sft.benchmarks.setting import CASES, Task, hybrid
 from apps.sft.benchmarks.trl_side import VARIANTS, Curve, Stopwatch, clear, train
 from apps.sft.fit import fit
 from apps.sft.samples import batch_of
@@ -82,7 +82,8 @@ def table(found: dict[str, Curve], count: int) -> None:
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=list(TASKS), default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=None, help="on a CPU; by default short")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--trl", nargs="+", choices=list(VARIANTS), default=None, help="ways to run TRL")
     parser.add_argument("--out", type=Path)
@@ -94,12 +95,18 @@ def main() -> None:
     quiet_libraries()
     torch.set_num_threads(1 if given.device == "cpu" else torch.get_num_threads())
     variants = given.trl or (["no checkpointing"] if given.device == "cpu" else list(VARIANTS))
-    with TemporaryDirectory() as made:
-        task = TASKS[given.device](Path(made), given.steps)
-        found = measure(task, variants, Path(made))
-    table(found, given.steps)
+    if given.device == "cuda" and given.case:
+        raise SystemExit("--case is of a CPU: leave it out with --device cuda")
+    builds = {"gpu": hybrid} if given.device == "cuda" else {name: CASES[name] for name in given.case or ["short"]}
+    every = {}
+    for name, build in builds.items():
+        print(f"\n{name}", flush=True)
+        with TemporaryDirectory() as made:
+            found = measure(build(Path(made), given.steps), variants, Path(made))
+        table(found, given.steps)
+        every[name] = {side: asdict(curve) for side, curve in found.items()}
     if given.out:
-        given.out.write_text(json.dumps({name: asdict(curve) for name, curve in found.items()}))
+        given.out.write_text(json.dumps(every))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,45 @@ import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from apps.common.tokens import load_tokenizer
-from apps.quickstart.model import save_tiny_model
+from apps.quickstart.model import MakeConfig, save_tiny_model, tiny_config
 from apps.quickstart.tokenizer import PAD, build_tokenizer
 from apps.sft.config import DataConfig, SftConfig
 from apps.sft.course import course_of
 from apps.sft.data import load_conversations, write_demonstrations
 from apps.sft.reading.sources import Source
 from apps.sft.samples import Sample, as_sample
-from engines import EngineConfig
+from engines import EngineConfig, LoraConfig
 
 Steps = Sequence[Sequence[Sample]]
 """The rows of each step."""
 
-ROW_TOKENS, ROWS, LONGEST, WORDS = 8192, 16, 2048, 4096
-"""Of a step on a GPU: tokens, rows, tokens of a row at most, and different ids in all."""
+ROW_TOKENS = 8192
+"""Of a step on a GPU."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Rows of a step: how many, their tokens in all, those of a row at most, and the middle of the logarithms."""
+
+    rows: int
+    tokens: int
+    longest: int
+    middle: float
+    words: int
+    """Different ids in all."""
+
+    def draw(self, rng: torch.Generator) -> list[int]:
+        """Lengths that add up to `tokens`, lognormal but for the last."""
+        while True:
+            draws = (torch.randn(self.rows - 1, generator=rng) * 0.8 + self.middle).exp().clamp(16, self.longest)
+            lengths: list[int] = draws.int().tolist()
+            left = self.tokens - sum(lengths)
+            if 16 <= left <= self.longest:
+                return [*lengths, left]
+
+
+ON_GPU = Lengths(16, ROW_TOKENS, 2048, 5.9, 4096)
+ON_CPU = Lengths(12, 2560, 1024, 5.0, 256)
 
 
 @dataclass(frozen=True)
@@ -40,9 +66,21 @@ class Task:
         return [sum(len(row["input_ids"]) for row in rows) for rows in self.steps]
 
 
-def tiny(folder: Path, count: int) -> Task:
-    """The quickstart's model of 0.2 million parameters and its demonstrations, 64 short rows a step, on a CPU."""
-    model = save_tiny_model(folder / "model", 0)
+def _wide(hidden: int) -> MakeConfig:
+    """The quickstart's model at a width: 64 is its own, with 0.2 million parameters; 256 has 2.8."""
+
+    def make(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
+        config = tiny_config(vocab_size, pad_token_id, eos_token_id, hidden)
+        half = config.head_dim // 8  # of the rotated pairs
+        config.rope_parameters = {**config.rope_parameters, "mrope_section": [half, half // 2, half // 2]}
+        return config
+
+    return make
+
+
+def tiny(folder: Path, count: int, hidden: int = 64) -> Task:
+    """The quickstart's model at a width and its demonstrations, 64 short rows a step, on a CPU."""
+    model = save_tiny_model(folder / "model", 0, _wide(hidden))
     tokenizer = load_tokenizer(model)
     data = DataConfig(max_tokens=256, demonstrations=4096)
     source = Source(write_demonstrations(data, 0, folder / "rows.jsonl"))
@@ -50,6 +88,13 @@ def tiny(folder: Path, count: int) -> Task:
     course = course_of(SftConfig(steps=count, data=data), rows)
     steps = [[rows.train[i] for i in course.rows(step)] for step in range(count)]
     return Task(model, tokenizer, steps, EngineConfig(device="cpu", lr=3e-3))
+
+
+def mixed(folder: Path, count: int, hidden: int = 64, lora: LoraConfig = LoraConfig()) -> Task:  # noqa: B008
+    """The quickstart's model at a width, on a CPU, on 2,560 tokens a step in 12 rows of long-tailed lengths."""
+    model = save_tiny_model(folder / "model", 0, _wide(hidden))
+    engine = EngineConfig(device="cpu", lr=1e-3, lora=lora)
+    return Task(model, load_tokenizer(model), random_steps(count, ON_CPU), engine)
 
 
 HYBRID = {
@@ -81,27 +126,25 @@ def hybrid(folder: Path, count: int) -> Task:
     made.save_pretrained(model)
     tokenizer.save_pretrained(model)
     engine = EngineConfig(device="cuda", lr=1e-4, max_tokens_per_rank=ROW_TOKENS)
-    return Task(model, tokenizer, random_steps(count), engine)
+    return Task(model, tokenizer, random_steps(count, ON_GPU), engine)
 
 
-def random_steps(count: int) -> Steps:
+def random_steps(count: int, lengths: Lengths) -> Steps:
     """Rows of ids that are the rarer the larger, so that there is something to learn; the last 70 % are trained."""
     rng = torch.Generator().manual_seed(0)
-    return [[_row(length, rng) for length in _lengths(rng)] for _ in range(count)]
+    return [[_row(length, lengths.words, rng) for length in lengths.draw(rng)] for _ in range(count)]
 
 
-def _row(length: int, rng: torch.Generator) -> Sample:
-    ids = (torch.rand(length, generator=rng) ** 4 * WORDS).long()
+def _row(length: int, words: int, rng: torch.Generator) -> Sample:
+    ids = (torch.rand(length, generator=rng) ** 4 * words).long()
     return as_sample(ids.tolist(), [place >= max(1, int(0.3 * length)) for place in range(length)])
 
 
-def _lengths(rng: torch.Generator) -> list[int]:
-    """`ROWS` lengths that add up to `ROW_TOKENS`, lognormal but for the last."""
-    while True:
-        draws = (torch.randn(ROWS - 1, generator=rng) * 0.8 + 5.9).exp().clamp(16, LONGEST).int().tolist()
-        left = ROW_TOKENS - sum(draws)
-        if 16 <= left <= LONGEST:
-            return [*draws, left]
-
-
-TASKS: dict[str, Callable[[Path, int], Task]] = {"cpu": tiny, "cuda": hybrid}
+CASES: dict[str, Callable[[Path, int], Task]] = {
+    "short": tiny,
+    "larger-short": partial(tiny, hidden=256),
+    "long": mixed,
+    "larger": partial(mixed, hidden=256),
+    "lora": partial(mixed, hidden=256, lora=LoraConfig(rank=8)),
+}
+"""On a CPU, by name."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch.utils.data import SequentialSampler
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -108,7 +109,11 @@ def train(task: Task, variant: str, folder: Path) -> Curve:
     loaded = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation=attention)
     clock = _Clock(device)
     trainer = _InOrder(
-        loaded, _config(task, options, folder), train_dataset=Dataset.from_list(rows), processing_class=task.tokenizer
+        loaded,
+        _config(task, options, folder),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=task.tokenizer,
+        peft_config=_adapter(task),
     )
     trainer.add_callback(clock)
     trainer.train()
@@ -147,6 +152,16 @@ def _config(task: Task, options: dict[str, Any], folder: Path) -> SFTConfig:
         report_to=[],
         disable_tqdm=True,
         **given,
+    )
+
+
+def _adapter(task: Task) -> Any:
+    """Adapters of the same rank and scale on the same layers; where they begin is drawn by each side for itself."""
+    lora = task.engine.lora
+    if not lora.rank:
+        return None
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
 
 
