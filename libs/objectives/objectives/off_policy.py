@@ -5,6 +5,7 @@ The sampler (a rollout engine: other kernels, other precision, perhaps older wei
 probability ratio, truncated: biased a little, of bounded variance. Everything here is constant to autograd.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -123,7 +124,8 @@ def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: floa
     if below == 0:
         return 0.0
     high, low = shares[below - 1], shares[below]
-    return EDGES[below - 1] * (EDGES[below] / EDGES[below - 1]) ** ((high - level) / (high - low))
+    step = EDGES[below] / EDGES[below - 1]
+    return EDGES[below - 1] * math.pow(step, (high - level) / (high - low))
 
 
 def _above(edge: float) -> str:
