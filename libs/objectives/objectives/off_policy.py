@@ -72,7 +72,7 @@ def weights(
     return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=drop)
 
 
-EDGES = tuple(2.0 ** (half / 2) for half in range(-28, 9))
+EDGES: tuple[float, ...] = tuple(2.0 ** (half / 2) for half in range(-28, 9))
 """Of the histogram of |difference|: half octaves from rounding in bfloat16 to nonsense."""
 
 
