@@ -72,7 +72,7 @@ def weights(
     return sequence_weights(trainer_log_probs, rollout_log_probs, loss_mask, cu_seqlens, cap, mask=drop)
 
 
-EDGES = tuple(2.0 ** (half / 2) for half in range(-28, 9))
+EDGES: tuple[float, ...] = tuple(2.0 ** (half / 2) for half in range(-28, 9))
 """Of the histogram of |difference|: half octaves from rounding in bfloat16 to nonsense."""
 
 
@@ -124,7 +124,8 @@ def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: floa
     if below == 0:
         return 0.0
     high, low = shares[below - 1], shares[below]
-    return float(EDGES[below - 1] * (EDGES[below] / EDGES[below - 1]) ** ((high - level) / (high - low)))
+    step = EDGES[below] / EDGES[below - 1]
+    return EDGES[below - 1] * math.pow(step, (high - level) / (high - low))
 
 
 def _above(edge: float) -> str:
