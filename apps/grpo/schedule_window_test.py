@@ -54,7 +54,7 @@ def test_a_run_that_ended_inside_a_window_goes_on(tmp_path: Path) -> None:
 
 SCHEDULES = {
     "two batches a step": replace(ASYNC, required_batches=2),
-    "weights wait until nothing runs": Schedule("fully_async", staleness_threshold=0.5, parameter_sync_step=2),
+    "weights wait until nothing runs": Schedule("fully_async", 0.5, parameter_sync_step=2, partial_rollout=False),
 }
 
 
