@@ -124,8 +124,8 @@ def test_compiled_once_whatever_the_batch(way: str, tmp_path: Path) -> None:
     assert compilations() == before
 
 
-def test_of_33000_tokens_one_function_at_most_is_compiled_again_and_none_after_it() -> None:
-    """The one exception, which docs/engines-speed.md names."""
+def test_of_33000_tokens_four_functions_at_most_are_compiled_again_and_none_after_them() -> None:
+    """The exception, which docs/engines-speed.md names."""
     built = engine(compile="on", max_tokens_per_rank=34_000)
     built.train_batch(batch(), SFT())
     before, long = compilations(), [4096] * 8 + [232]
