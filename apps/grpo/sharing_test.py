@@ -15,6 +15,7 @@ import apps.grpo.parts as parts
 from apps.common.plan.cluster import Cluster, Schedule
 from apps.common.reporter import Reporter
 from apps.grpo.config import GrpoConfig, WarmStart
+from apps.grpo.handed import Handed
 from apps.grpo.main import run
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
@@ -172,7 +173,7 @@ def test_weights_that_are_not_finite_end_the_run_before_an_answer(
 ) -> None:
     sync = Session.sync
 
-    def broken(self: Session, engine: Any) -> int:
+    def broken(self: Session, engine: Any) -> Handed:
         with torch.no_grad():
             engine.executor.model.model.norm.weight.to_local()[0] = torch.inf
         return sync(self, engine)

@@ -46,7 +46,7 @@ def device_mib() -> float:
 def host_mib() -> float:
     """Pages of this process and its children; those that they share are counted for each."""
     own = psutil.Process()
-    return sum(process.memory_info().rss for process in (own, *own.children(recursive=True))) / MIB
+    return float(sum(process.memory_info().rss for process in (own, *own.children(recursive=True))) / MIB)
 
 
 def test_ten_steps_in_turn_on_one_device_take_no_more_than_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
