@@ -75,6 +75,7 @@ CHANGES = {
     "cluster.rollout.cuda_graph_sizes": Change((1, 2)),
     "cluster.rollout.vllm": Change(("block_size=32",)),
     "cluster.environment": Change(("NAME=value",)),
+    "cluster.schedule.partial_rollout": Change(True),  # False is what a run in turn does
     "objective.policy_loss": Change("cispo"),
     "objective.clip_low": Change(0.001),
     "objective.clip_high": Change(0.001),
