@@ -38,7 +38,7 @@ def test_skip_ends_at_the_tenth_in_a_row(loss: float, norm: float) -> None:
     with pytest.raises(NonFiniteError, match=r"^step 20: the .*, and 10 steps in a row made no update: lower lr"):
         guard.check(20, loss, norm)
     assert guard.skipped == 22
-    with pytest.raises(NonFiniteError, match="^the last 10 steps made no update"):
+    with pytest.raises(NonFiniteError, match=r"^the last 10 steps made no update"):
         guard.check_export()
 
 
