@@ -3,6 +3,7 @@
     python -m apps.sft.benchmarks.against_trl [--device cpu|cuda] [--case NAME ...] [--steps N]
         [--trl NAME ...] [--out FILE] (trl, datasets and accelerate on the path)
 
+Each side has a process of its own, in which ours sets what the app sets (threads, collector, freed memory).
 Both take rows that are tokenised already, in the same order and with the same mask, and a constant rate, and clip at 1.
 Both are timed from the end of one step to the end of the next, from rows to loss, so with collation; TRL logs every
 step, as our loop does. On a CPU: one thread, float32, the process's own seconds, so that a busy machine matters
@@ -14,7 +15,9 @@ side: the curves are to be equal, but for TRL's "packing", whose steps have othe
 import argparse
 import json
 import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,17 +27,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
+from apps.common.ranks import init_rank
 from apps.common.tokens import quiet_libraries
-from apps.sft.benchmarks.setting import CASES, Task, hybrid
-from apps.sft.benchmarks.trl_side import VARIANTS, Curve, Stopwatch, clear, train
+from apps.sft.benchmarks.setting import CASES, VARIANTS, Curve, Stopwatch, Task, hybrid
 from apps.sft.fit import fit
 from apps.sft.samples import batch_of
 from engines import build_engine
 from objectives import SFT
 
 
-def ours(task: Task) -> Curve:
+BUILDS = {**CASES, "gpu": hybrid}
+
+
+def side(name: str, case: str, count: int, threads: int) -> Curve:
+    """Train `count` steps of a case by one side, in the process that calls."""
+    quiet_libraries()
+    torch.set_num_threads(threads)
+    with TemporaryDirectory() as made:
+        task = BUILDS[case](Path(made), count)
+        if name == "ours":
+            return ours(task, threads)
+        from apps.sft.benchmarks.trl_side import train
+
+        return train(task, name, Path(made) / "trl")
+
+
+def ours(task: Task, threads: int) -> Curve:
     """The losses and times of this app's loop."""
+    init_rank(threads, 0)
     engine = build_engine(replace(task.engine, model=str(task.model)))
     watch, losses = Stopwatch(task.engine.device), []
     for _, metrics in fit(engine, lambda step: batch_of(task.steps[step]), SFT(), len(task.steps), ahead=True):
@@ -45,13 +65,12 @@ def ours(task: Task) -> Curve:
     return Curve(losses, task.tokens, watch.seconds, peak)
 
 
-def measure(task: Task, variants: list[str], folder: Path) -> dict[str, Curve]:
+def measure(case: str, count: int, threads: int, variants: list[str]) -> dict[str, Curve]:
     """Every side's curve, ours first; a line each as it ends."""
     found: dict[str, Curve] = {}
     for name in ("ours", *variants):
-        clear()
-        found[name] = ours(task) if name == "ours" else train(task, name, folder / "trl")
-        curve = found[name]
+        with ProcessPoolExecutor(1, get_context("spawn")) as own:
+            curve = found[name] = own.submit(side, name, case, count, threads).result()
         facts: dict[str, Any] = {
             "median_step_ms": round(1e3 * sorted(curve.seconds[3:])[len(curve.seconds[3:]) // 2], 1)
         }
@@ -92,17 +111,14 @@ def main() -> None:
         raise SystemExit("--steps must be at least 5: the first three are not timed")
     if given.device == "cuda" and torch.cuda.device_count() != 1:
         raise SystemExit("set CUDA_VISIBLE_DEVICES to one GPU: TRL takes all that it sees")
-    quiet_libraries()
-    torch.set_num_threads(1 if given.device == "cpu" else torch.get_num_threads())
+    threads = 1 if given.device == "cpu" else torch.get_num_threads()
     variants = given.trl or (["no checkpointing"] if given.device == "cpu" else list(VARIANTS))
     if given.device == "cuda" and given.case:
         raise SystemExit("--case is of a CPU: leave it out with --device cuda")
-    builds = {"gpu": hybrid} if given.device == "cuda" else {name: CASES[name] for name in given.case or ["short"]}
     every = {}
-    for name, build in builds.items():
+    for name in ["gpu"] if given.device == "cuda" else given.case or ["short"]:
         print(f"\n{name}", flush=True)
-        with TemporaryDirectory() as made:
-            found = measure(build(Path(made), given.steps), variants, Path(made))
+        found = measure(name, given.steps, threads, variants)
         table(found, given.steps)
         every[name] = {side: asdict(curve) for side, curve in found.items()}
     if given.out:

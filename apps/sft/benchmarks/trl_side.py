@@ -1,8 +1,5 @@
 """TRL's side of `against_trl`: its SFTTrainer over rows that are tokenised already, in the order that they have."""
 
-import gc
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +10,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from apps.sft.benchmarks.setting import ROW_TOKENS, Task
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Loss, useful tokens and seconds of each step, from the end of the one before; the device's peak from step 4."""
-
-    losses: list[float]
-    tokens: list[int]
-    seconds: list[float]
-    peak_gib: float = 0.0
-
-    def rate(self) -> float:
-        """Useful tokens a second: the median of the steps after the third."""
-        rates = sorted(n / took for n, took in zip(self.tokens[3:], self.seconds[3:], strict=True))
-        return rates[len(rates) // 2]
-
-
-class Stopwatch:
-    """Seconds between marks: the process's own on a CPU, where others may be busy, the clock's on a GPU."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-        self.seconds: list[float] = []
-        self._last = self._now()
-
-    def _now(self) -> float:
-        if not self.cuda:
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def mark(self) -> None:
-        """End one step."""
-        now = self._now()
-        self.seconds.append(now - self._last)
-        self._last = now
-        if self.cuda and len(self.seconds) == 3:
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak_gib(self) -> float:
-        """Of the device's memory since the third mark."""
-        return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else 0.0
+from apps.sft.benchmarks.setting import VARIANTS, Curve, Stopwatch, Task
 
 
 class _InOrder(SFTTrainer):  # type: ignore[misc]
@@ -79,20 +34,6 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         del args, kwargs
         assert self.watch is not None
         self.watch.mark()
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {"gradient_checkpointing": True},
-    "no checkpointing": {"gradient_checkpointing": False},
-    "padding-free": {"gradient_checkpointing": False, "padding_free": True},
-    "packing": {
-        "gradient_checkpointing": False,
-        "packing": True,
-        "max_length": ROW_TOKENS,
-        "per_device_train_batch_size": 1,
-    },
-}
-"""What differs from TRL's defaults. "padding-free" packs the rows of a step, "packing" (best fit) all rows."""
 
 
 def train(task: Task, variant: str, folder: Path) -> Curve:
@@ -190,10 +131,3 @@ def _attention() -> str:
     AttentionInterface.register("varlen", attend)
     AttentionMaskInterface.register("varlen", lambda *args, **kwargs: None)  # noqa: ARG005
     return "varlen"
-
-
-def clear() -> None:
-    """Give back what the run before held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

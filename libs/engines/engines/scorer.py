@@ -11,6 +11,7 @@ from engines.families.registry import family_of
 from engines.families.router import Routing
 from engines.log_probs import token_log_probs
 from engines.media.tower import embeddings
+from engines.packing.read_rows import READ
 from seqpack.adapters.model import packed_output
 
 
@@ -76,6 +77,7 @@ class TokenScorer(nn.Module):
             assert inputs.vision is not None, "the inputs of a vision-language model have something to see"
             embedded = embeddings(decoder, tower, inputs.input_ids, inputs.vision)
         if inputs.context is not None:
+            inputs.context.derived[READ] = inputs.rows
             return packed_output(
                 self.model, inputs.input_ids, inputs.position_ids, inputs.context, decoder, embedded, **options
             )

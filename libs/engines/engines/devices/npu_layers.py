@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch, apply
+from engines.devices.layer_kinds import Forwards, is_silu, with_forward
 from engines.devices.npu import torch_npu
 from engines.devices.npu_operators import (
     VERSIONS,
@@ -32,14 +33,6 @@ from engines.families.registry import family_of
 
 EXPERTS = "npu_grouped_matmul"
 ROTARY = "apply_rotary_pos_emb"
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
-CENTRED_NORMS = ("Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
-"""Their weight is kept as its distance from one."""
-GATED_NORMS = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated")
-MLPS = (
-    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP"),
-    *("Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP"),
-)
 
 
 def asked_for(config: EngineConfig, device: torch.device) -> bool:
@@ -69,42 +62,14 @@ def _patches(model: Any) -> Iterator[Patch]:
     attention = {type(m): _attention(type(m)) for m in model.modules() if type(m).__name__ == family.attention}
     for module in model.modules():
         name = type(module).__name__
-        if (forward := attention.get(type(module)) or _forward_of(module, name)) is not None:
+        if (forward := attention.get(type(module)) or _FORWARDS.of(module)) is not None:
             yield Patch(module, "__class__", with_forward(type(module), forward))
-        elif name == family.experts and _is_silu(module):
+        elif name == family.experts and is_silu(module):
             experts.append(module)
     if experts:
         ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
     for config in {id(module.config): module.config for module in experts}.values():
         yield Patch(config, "_experts_implementation", EXPERTS)
-
-
-def _forward_of(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The forward that takes the place of a module's own; None where none does."""
-    if name in NORMS:
-        return _norm
-    if name in CENTRED_NORMS:
-        return _centred_norm
-    if name in GATED_NORMS and getattr(module, "activation", "silu") == "silu":
-        return _gated_norm
-    if name in MLPS and _is_silu(module):
-        return _mlp
-    return None
-
-
-def _is_silu(module: Any) -> bool:
-    return isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
-
-
-_MADE: dict[tuple[Any, Any], type[nn.Module]] = {}
-
-
-def with_forward(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of the same name whose forward is another; one for each of both."""
-    if (kind, forward) not in _MADE:
-        members = {"forward": forward, "__module__": kind.__module__}
-        _MADE[kind, forward] = type(kind.__name__, (kind,), members)
-    return _MADE[kind, forward]
 
 
 def _attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -133,6 +98,9 @@ def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
 def _mlp(self: Any, x: Tensor) -> Tensor:
     down: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
     return down
+
+
+_FORWARDS = Forwards(_norm, _centred_norm, _gated_norm, _mlp)
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines import EngineConfig, build_engine
-from engines.devices import npu_layers
+from engines.devices import layer_kinds
 from engines.devices.npu import torch_npu
 from engines.devices.npu_layers import use_npu_operators
 from engines.megatron.groups import release
@@ -166,6 +166,6 @@ def test_families_are_complete() -> None:
             name = type(module).__name__
             if "Norm" in name or name.endswith("MLP"):
                 left.add(name)
-    named = {*npu_layers.NORMS, *npu_layers.CENTRED_NORMS, *npu_layers.GATED_NORMS, *npu_layers.MLPS}
+    named = {*layer_kinds.NORMS, *layer_kinds.CENTRED_NORMS, *layer_kinds.GATED_NORMS, *layer_kinds.MLPS}
     assert left - named == set()
     assert len(left & named) > 8

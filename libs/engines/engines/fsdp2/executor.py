@@ -24,6 +24,7 @@ from engines.capability import No, Yes
 from engines.config import EngineConfig
 from engines.devices.choice import devices_of
 from engines.devices.host_copies import HostCopies
+from engines.devices.host_layers import use_host_norms
 from engines.devices.npu_layers import asked_for, use_npu_operators
 from engines.execution.ahead import MicroBatchesAhead
 from engines.execution.early import EarlyRead
@@ -45,6 +46,7 @@ from engines.fsdp2.sharding import whole as whole_shards
 from engines.loading import DTYPES, compute_dtype, device_of
 from engines.log_probs import token_log_probs
 from engines.packing.model import adapt_for_packing
+from engines.packing.read_rows import compute_read_rows
 from engines.parallel.groups import ParallelGroups
 from engines.scorer import ModelScores, TokenScorer
 from engines.weights.disk import DiskWeights
@@ -87,6 +89,8 @@ class FSDP2Executor:
         self._digest: Tensor | None = None
         self.device = device_of(config, model)
         self.npu_operators = use_npu_operators(model) if asked_for(config, self.device) else None
+        if self.device.type == "cpu":
+            use_host_norms(model)
         if config.batching == "packed":
             adapt_for_packing(model)
         else:
@@ -94,6 +98,8 @@ class FSDP2Executor:
         self.compiled = compiled
         if compiled:
             use_layer_functions(model)
+        elif config.batching == "packed":
+            compute_read_rows(model)
         model.eval()
         if config.gradient_checkpointing:
             recompute_layers(model, config.activation_offload)

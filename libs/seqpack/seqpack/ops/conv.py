@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from seqpack.ops.calls import ConvCall
 from seqpack.ops.probe import Request, choose
-from seqpack.ops.rows import lengths_of, positions_of, put_rows, take_rows
+from seqpack.ops.rows import lengths_of, positions_of, row_blocks
 
 Activation = Literal["silu"] | None
 
@@ -71,24 +71,28 @@ def causal_conv1d_naive(call: ConvCall) -> Tensor:
 
 
 def causal_conv1d_torch(call: ConvCall) -> Tensor:
-    """Compute it with K multiply-adds over a buffer that has K - 1 rows of past in front of every sequence."""
-    x, total, gap = call.x, call.x.shape[0], call.weight.shape[1] - 1
-    compute = _compute_dtype(x, call.weight)
-    lengths = torch.tensor(lengths_of(call.cu_seqlens, total), dtype=torch.int64, device=x.device)
-    sequence, _ = positions_of(lengths)
-    n = lengths.numel()
-    slots = torch.arange(total, device=x.device) + (sequence + 1) * gap
-    source, places = x.to(compute), slots
-    if call.initial_state is not None and gap:
-        front = lengths.cumsum(0) - lengths + torch.arange(n, device=x.device) * gap
-        source = torch.cat([source, call.initial_state.transpose(1, 2).reshape(n * gap, -1).to(compute)])
-        places = torch.cat([slots, (front[:, None] + torch.arange(gap, device=x.device)).flatten()])
-    buffer = put_rows(source[:, None], torch.zeros_like(places), places, 1, total + n * gap)[0, 0]
-    y = _SlidingSum.apply(buffer, call.weight.t().to(compute).contiguous())
-    y = take_rows(y[None, None], torch.zeros_like(slots), slots - gap)[:, 0]
+    """Compute it with K multiply-adds over the packed row, each past token taken as zero across a boundary."""
+    x, weight = call.x, call.weight
+    compute = _compute_dtype(x, weight)
+    lengths = torch.tensor(lengths_of(call.cu_seqlens, x.shape[0]), dtype=torch.int64, device=x.device)
+    _, position = positions_of(lengths)
+    w = weight.t().to(compute).contiguous()
+    y: Tensor = _SlidingSum.apply(x.to(compute), w, position)
+    if call.initial_state is not None and weight.shape[1] > 1:
+        y = _add_states(y, w, lengths, call.initial_state.to(compute))
     if call.bias is not None:
         y = y + call.bias.to(compute)
     return (silu(y) if call.activation == "silu" else y).to(x.dtype)
+
+
+def _add_states(y: Tensor, w: Tensor, lengths: Tensor, state: Tensor) -> Tensor:
+    """Add to the first K - 1 tokens of each sequence what they see of its state [n, D, K - 1]."""
+    gap, starts = w.shape[0] - 1, lengths.cumsum(0) - lengths
+    state = state.transpose(1, 2)
+    for place in range(gap):
+        seen = lengths > place
+        y = y.index_add(0, starts[seen] + place, (state[seen, place:] * w[: gap - place]).sum(1))
+    return y
 
 
 def _compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -97,28 +101,48 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _SlidingSum(torch.autograd.Function):
-    """y[t] = sum_j w[j] * buffer[t + j] for buffer [L, D] and w [K, D]; keeps one copy of the buffer instead of K."""
+    """y[t] = sum_j w[K - 1 - j] * x[t - j] over j <= position[t], for x [T, D], w [K, D] and position i64[T].
+
+    On a CPU a block of rows at a time: what is made on the way takes no fresh memory.
+    """
 
     @staticmethod
-    def forward(ctx: Any, buffer: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(buffer, w)
-        kernel, length = w.shape[0], max(0, buffer.shape[0] - w.shape[0] + 1)
-        y = buffer[:length] * w[0]
-        for j in range(1, kernel):
-            y.addcmul_(buffer[j : j + length], w[j])
+    def forward(ctx: Any, x: Tensor, w: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, position)
+        y = torch.empty_like(x)
+        for rows in row_blocks(x):
+            torch.mul(x[rows], w[-1], out=y[rows])
+            for j in range(1, w.shape[0]):
+                here, past = _shifted(rows, j)
+                y[here].addcmul_(_zeroed(x[past], position[here] < j), w[-1 - j])
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
-        buffer, w = ctx.saved_tensors
-        length = grad.shape[0]
-        d_buffer, d_w = torch.zeros_like(buffer), torch.zeros_like(w)
-        for j in range(w.shape[0]):
-            d_buffer[j : j + length].addcmul_(grad, w[j])
-            d_w[j] = (grad * buffer[j : j + length]).sum(0)
-        return d_buffer, d_w
+        x, w, position = ctx.saved_tensors
+        d_x, d_w = torch.empty_like(x), torch.zeros_like(w)
+        for rows in row_blocks(x):
+            torch.mul(grad[rows], w[-1], out=d_x[rows])
+            d_w[-1] += (grad[rows] * x[rows]).sum(0)
+            for j in range(1, w.shape[0]):
+                here, past = _shifted(rows, j)  # past rows are in this block or the one before, which has begun
+                seen = _zeroed(grad[here], position[here] < j)
+                d_x[past].addcmul_(seen, w[-1 - j])
+                d_w[-1 - j] += (seen * x[past]).sum(0)
+        return d_x, d_w, None
+
+
+def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
+    """A copy with zeros in these rows (a mask), which are few; masked_fill takes as long as five copies."""
+    return x.clone().index_fill_(0, rows.nonzero().squeeze(1), 0)
+
+
+def _shifted(rows: slice, by: int) -> tuple[slice, slice]:
+    """Of these rows the ones that have a row `by` places earlier, and those rows."""
+    start = min(max(rows.start, by), rows.stop)
+    return slice(start, rows.stop), slice(start - by, rows.stop - by)
 
 
 def causal_conv1d_state(x: Tensor, cu_seqlens: Tensor, kernel: int, initial_state: Tensor | None = None) -> Tensor:

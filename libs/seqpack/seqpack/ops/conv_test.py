@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -5,9 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqpack.ops import conv
 from seqpack.ops.conv import Activation, causal_conv1d, causal_conv1d_state, causal_conv1d_step
+from seqpack.ops.rows import row_blocks
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 0)
+
+
+@pytest.fixture(params=[1 << 18, 1], ids=["one block", "blocks of 16 rows"], autouse=True, scope="module")
+def blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv, "row_blocks", partial(row_blocks, numbers=request.param))
+        yield
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqpack.ops.calls import DeltaCall, DeltaStep
 from seqpack.ops.delta_rule_chunks import chunked
+from seqpack.ops.norms import unit_rows
 from seqpack.ops.probe import Request, choose
 from seqpack.ops.rows import lengths_of
 
@@ -181,8 +182,9 @@ def gated_delta_rule_torch(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
     lengths = lengths_of(call.cu_seqlens, call.v.shape[0])
     q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
     if call.l2norm_qk:
-        q, k = _l2norm(q), _l2norm(k)
-    q = q * call.scale
+        q, k = unit_rows(q, L2_EPS, call.scale), unit_rows(k, L2_EPS)
+    else:
+        q = q * call.scale
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=1), k.repeat_interleave(groups, dim=1)
     state = None if call.initial_state is None else call.initial_state.to(dtype)

@@ -96,3 +96,10 @@ def take_rows(buffer: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Undo `put_rows`: read [T, H, ...] out of [num_rows, H, num_columns, ...]; rows and columns as there."""
     result: Tensor = _Take.apply(buffer, rows, columns)
     return result
+
+
+def row_blocks(x: Tensor, numbers: int = 1 << 18) -> list[slice]:
+    """Rows of x [N, D] to work on at once: on a CPU so few that memory freed by one block serves the next, else all."""
+    total, features = x.shape
+    size = max(16, numbers // max(1, features)) if x.device.type == "cpu" else max(1, total)
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch
-from engines.devices.npu_layers import apply_to, asked_for, with_forward
+from engines.devices.layer_kinds import with_forward
+from engines.devices.npu_layers import apply_to, asked_for
 from engines.devices.npu_operators import VERSIONS, rms_norm, rotary_of_tokens, swiglu_halves
 from engines.megatron.attention import PackedCoreAttention
 from engines.megatron.norms import CentredNorm, Norm
