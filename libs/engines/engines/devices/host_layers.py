@@ -27,12 +27,13 @@ def use_host_norms(model: Any) -> Applied:
 
 def _patches(model: nn.Module) -> Iterator[Patch]:
     for module in model.modules():
+        kind: Any = type(module)
         if (own := _FORWARDS.of(module)) is not None:
-            yield Patch(module, "__class__", with_forward(type(module), _or_stock(type(module), own)))
+            yield Patch(module, "__class__", with_forward(kind, _or_stock(kind, own)))
 
 
 @cache
-def _or_stock(kind: type[nn.Module], own: Forward) -> Forward:
+def _or_stock(kind: Any, own: Forward) -> Forward:
     def forward(self: Any, x: Tensor, *args: Tensor) -> Tensor:
         chosen = own if x.dtype in _WIDE and self.weight.dtype == x.dtype else kind.forward
         normed: Tensor = chosen(self, x, *args)

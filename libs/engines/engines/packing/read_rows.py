@@ -69,6 +69,6 @@ class _Rows:
             if rows is None or len(rows) > _WORTH * len(flat):
                 return original(x)
             y = original(flat.index_select(0, rows))
-            return y.new_zeros(len(flat), y.shape[-1]).index_copy(0, rows, y).unflatten(0, x.shape[:-1])
+            return y.new_zeros(len(flat), y.shape[-1]).index_copy(0, rows, y).view(*x.shape[:-1], y.shape[-1])
 
         return forward

@@ -32,7 +32,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, factor: float) -> Tensor:
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(eps).rsqrt_()
-        y = x * r
+        y: Tensor = x * r
         ctx.save_for_backward(x, weight, r)
         ctx.factor = factor
         return y.mul_(factor if weight is None else weight * factor)
