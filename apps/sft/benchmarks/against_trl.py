@@ -35,7 +35,6 @@ from apps.sft.samples import batch_of
 from engines import build_engine
 from objectives import SFT
 
-
 BUILDS = {**CASES, "gpu": hybrid}
 
 

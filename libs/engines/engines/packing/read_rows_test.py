@@ -46,11 +46,13 @@ def calls(model: Any) -> dict[str, list[int]]:
     """How many rows each linear layer of the last decoder layer is given, filled as it is called."""
     seen: dict[str, list[int]] = {}
     layer = family_of(model.config).layers(model)[-1]
+
+    def note(name: str, given: Tensor) -> None:
+        seen.setdefault(name, []).append(given[..., 0].numel())
+
     for name, module in layer.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(
-                lambda _, args, name=name: seen.setdefault(name, []).append(args[0][..., 0].numel())
-            )
+            module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))  # type: ignore[misc]
     return seen
 
 
