@@ -52,7 +52,7 @@ def calls(model: Any) -> dict[str, list[int]]:
 
     for name, module in layer.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))  # type: ignore[misc]
+            module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
     return seen
 
 
@@ -72,9 +72,7 @@ def test_scores_and_gradients_are_those_of_all_rows(case: str) -> None:
     torch.testing.assert_close(hidden, wanted, rtol=1e-10, atol=1e-10)
     assert grads.keys() == wanted_grads.keys()
     for name, grad in grads.items():
-        torch.testing.assert_close(
-            grad, wanted_grads[name], rtol=1e-8, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        assert (grad - wanted_grads[name]).abs().max() <= 1e-9 * (1 + wanted_grads[name].abs().max()), name
 
 
 def test_recomputed_layers_see_the_same_rows() -> None:
