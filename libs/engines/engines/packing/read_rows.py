@@ -29,13 +29,14 @@ _WORTH = 0.9
 def compute_read_rows(model: Any) -> tuple[nn.Module, ...]:
     """Let the last decoder layer of a model look at `PackedContext.derived[READ]`; returns the modules that do.
 
-    For a model that is adapted for packing. An MLP of routed experts stays as it is: its router counts every row.
+    For a model that is adapted for packing. None of a family with experts: routers count what every row chooses.
     """
     family = family_of(model.config)
+    if family.routed:
+        return ()
     layer: Any = family.layers(model)[-1]
     mixer, _ = next(iter(family.mixers(layer)))
-    found = [module for name, module in mixer.named_children() if name in _OF_A_ROW]
-    found += [] if family.routed else [layer.mlp]
+    found = [*(module for name, module in mixer.named_children() if name in _OF_A_ROW), layer.mlp]
     here = _Rows()
     mixer.forward = MethodType(here.told(mixer.forward), mixer)
     for module in found:

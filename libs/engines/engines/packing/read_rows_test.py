@@ -21,9 +21,8 @@ DELTA_LAST = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "dense": ("dense", {}, 3),
     "delta net last": ("dense", DELTA_LAST, 3),
-    "experts": ("moe", {}, 2),
-    "experts, delta net last": ("moe", DELTA_LAST, 2),
-    "joint projections": ("next", DELTA_LAST, 1),
+    "experts": ("moe", {}, 0),
+    "joint projections, experts": ("next", DELTA_LAST, 0),
     "attention alone": ("attention", {}, 3),
 }
 """A model, and how many modules look at the rows."""
