@@ -7,8 +7,11 @@ in it later, by hand, bazelw tells Bazel (hub_look.py).
 
 def _pip_hub_impl(ctx):
     variant = ctx.os.environ.get("TESSERA_HUB", "")
-    lock = ctx.attr.variants_by_name.get(variant, None) if variant else None
-    lock = ctx.path(Label(lock)) if lock else ctx.path(ctx.attr.lock)
+    other = ctx.attr.variants_by_name.get(variant, None) if variant else None
+    lock = ctx.path(Label(other)) if other else ctx.path(ctx.attr.lock)
+
+    # A variant wants the builds of the registry, with the libraries that they need, whatever else pip has (torch +cpu).
+    local_builds = [] if other else ctx.attr.local_builds
     python = ctx.read(ctx.path(Label("@interpreter//:base.txt"))).strip()
     command = [
         python,
@@ -17,7 +20,7 @@ def _pip_hub_impl(ctx):
         "--hub=" + ctx.name,
         "--lock=" + str(lock),
         "--target=" + str(ctx.path("")),
-    ] + ["--local-build=" + name for name in ctx.attr.local_builds]
+    ] + ["--local-build=" + name for name in local_builds]
     if ctx.attr.data_only:
         command.append("--data-only")
     if ctx.attr.fallback_lock:
@@ -61,7 +64,7 @@ def pip_hub(name, lock, fallback_lock = None, local_builds = ["torch"], variants
       fallback_lock: where packages are looked up that the lock lacks, because this machine's pip chose another
         build (of torch) than the lock was made for.
       local_builds: packages of which this machine's pip may prefer a build of its own (torch +cpu); the lock lists the
-        hashes of all that are accepted.
+        hashes of all that are accepted. A variant's lock lists none.
       over: the hub under this one: what its lock (`over_lock`) lists is depended on there and not installed again.
       over_lock: the lock of that hub.
       over_packages: only these packages of that hub lie under this one (with all they need); all of them where empty.

@@ -1,5 +1,6 @@
 """What a hub installs is the same bytes wherever it lies: nothing in it names the folder of its installation."""
 
+import hashlib
 import marshal
 import re
 import subprocess
@@ -30,14 +31,25 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, "-m", "pip"]
 
 
+def build_of_tiny(folder: Path, version: str = "1.0") -> Path:
+    """A wheel of this version."""
+    folder.mkdir(parents=True)
+    path = folder / f"tiny-{version}-py3-none-any.whl"
+    files = {
+        name.replace("1.0", version): text.replace("\nVersion: 1.0", f"\nVersion: {version}")
+        for name, text in FILES.items()
+    }
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+        record = f"tiny-{version}.dist-info/RECORD"
+        wheel.writestr(record, "".join(f"{name},,\n" for name in [*files, record]))
+    return path
+
+
 def hub(target: Path, pip: list[str]) -> dict[str, bytes]:
     """Install a wheel as a hub does; every file's bytes by its path."""
-    (target / "wheels").mkdir(parents=True)
-    with zipfile.ZipFile(target / "wheels/tiny-1.0-py3-none-any.whl", "w") as wheel:
-        for name, text in FILES.items():
-            wheel.writestr(name, text)
-        record = "tiny-1.0.dist-info/RECORD"
-        wheel.writestr(record, "".join(f"{name},,\n" for name in [*FILES, record]))
+    build_of_tiny(target / "wheels")
     assert install_hub.install(pip, target) == ["tiny"]
     site = target / "tiny/site-packages"
     return {str(path.relative_to(site)): path.read_bytes() for path in site.rglob("*") if path.is_file()}
@@ -72,6 +84,28 @@ def test_a_hubs_packages_are_other_peoples_code(tmp_path: Path, pip: list[str]) 
     (theirs,) = tmp_path.glob("tiny/*/tiny/__init__.py")
     assert is_local_module_file(install_hub.__file__)
     assert not is_local_module_file(str(theirs))
+
+
+def test_a_locks_own_build_is_taken_where_pip_prefers_another(
+    tmp_path: Path, pip: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a lock for CUDA it is the registry's torch, whatever +cpu build lies here; of one that lists that, it."""
+    registry, local = build_of_tiny(tmp_path / "index/tiny"), build_of_tiny(tmp_path / "local", "1.0+cpu")
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in [registry, local]}
+    page = f'<a href="{registry.name}#sha256={digests[registry]}">{registry.name}</a>'
+    (registry.parent / "index.html").write_text(page)
+    monkeypatch.setenv("PIP_INDEX_URL", f"file://{tmp_path / 'index'}")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(local.parent))
+    entry = f"tiny==1.0 \\\n    --hash=sha256:{digests[registry]}\n"
+    for name in ["cuda", "cpu", "refused"]:
+        (tmp_path / name / "wheels").mkdir(parents=True)
+    install_hub.download(pip, {"tiny": entry}, tmp_path / "cuda")
+    both = f"{entry[:-1]} \\\n    --hash=sha256:{digests[local]}\n"
+    install_hub.download_local_build(pip, both, tmp_path / "cpu")
+    assert [path.name for path in tmp_path.glob("cuda/wheels/*")] == [registry.name]
+    assert [path.name for path in tmp_path.glob("cpu/wheels/*")] == [local.name]
+    with pytest.raises(SystemExit, match="which the lock does not list"):
+        install_hub.download_local_build(pip, entry, tmp_path / "refused")
 
 
 FORKED = """# Made by a tool.

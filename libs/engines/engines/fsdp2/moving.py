@@ -1,6 +1,8 @@
 """Weights and moments that are moved between a device and host memory."""
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,8 @@ def move_all(module: nn.Module, beside: Iterable[Tensor], device: torch.device, 
         if isinstance(one, FSDPModule):
             one.reshard()  # the shards are its parameters then
     take = _moved([*module.parameters(), *module.buffers(), *beside], device, copies)
-    module._apply(take)  # what `Module.to` is, with copies that have arrived already
+    with _cycles_freed():
+        module._apply(take)  # what `Module.to` is, with copies that have arrived already
     return take
 
 
@@ -34,6 +37,22 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """The tensors of an optimizer's states that move."""
     states = (value for state in optimizer.state.values() for value in state.values())
     return (value for value in states if isinstance(value, Tensor) and value.ndim)
+
+
+@contextmanager
+def _cycles_freed() -> Iterator[None]:
+    """Free what is left in cycles: torch keeps an exception of each DTensor's move, with its frames and their tensors.
+
+    What is made inside stays young, so that the youngest generation is all that is looked through.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if enabled:
+            gc.enable()
 
 
 def _moved(tensors: list[Tensor], device: torch.device, copies: HostCopies) -> Take:
