@@ -137,7 +137,7 @@ def test_fully_async_samples_ahead_as_it_comes(
     pauses = [row["weights/pause_ms"] for row in rows(tmp_path / "run")[1:]]
     assert [1000 * (end - begin) for begin, end in cut] == pytest.approx(pauses)  # the sampler's lane shows them
     assert_timed(rows(tmp_path / "run")[1:])
-    assert all(row["train/off_policy/weight"] > 0 for row in rows(tmp_path / "run")[1:])
+    assert max(row["train/off_policy/weight"] for row in rows(tmp_path / "run")[1:]) > 0  # 0 where no group teaches
     assert "off-policy weights: mask" in capsys.readouterr().out
     assert_trained(tmp_path / "run")
 
