@@ -1,7 +1,7 @@
 """Every setting of a GRPO run, one frozen dataclass a concern."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -247,6 +247,13 @@ class GrpoConfig:
         """Texts of all that is wrong beside the parts, each with a flag."""
         # what is wrong together may follow from a value that is wrong alone: that is told first
         yield from [*self.out_of_range()] or [*self._groups(), *self._updates(), *self._lengths(), *self._windows()]
+
+    @property
+    def corrected_objective(self) -> GRPO:
+        """`objective` as it holds: where no off-policy weights are named, with those that the schedule asks for."""
+        if self.objective.off_policy is not None:
+            return self.objective
+        return replace(self.objective, off_policy=self.cluster.schedule.correction)
 
     def out_of_range(self) -> Iterator[str]:
         """Fields that can't have their value, whatever the others have."""

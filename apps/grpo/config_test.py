@@ -9,7 +9,9 @@ from apps.common.config_file import dump_config, load_config
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.registry import recipes
+from apps.grpo.step import correction_line
 from engines import EngineConfig
+from objectives.off_policy import Correction
 from rollout import Sampling
 
 RECIPES = {name: recipe.config for name, recipe in recipes().items()}
@@ -45,6 +47,31 @@ def test_flags_reach_into_every_group() -> None:
     config = configure(words.split())
     assert (config.engine.lr, config.objective.clip_high) == (0.5, 0.3)
     assert (config.sampling.temperature, config.data.digits) == (0.7, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "holds"),
+    [
+        ("", None, "none"),
+        ("--schedule one_step_off", None, "none"),
+        ("--schedule fully_async", None, "mask"),
+        ("--schedule fully_async --cluster.schedule.staleness-threshold 0", None, "none"),
+        ("--schedule fully_async --objective.off-policy none", "none", "none"),
+        ("--schedule fully_async --objective.off-policy truncate --objective.off-policy-cap 3", "truncate", "truncate"),
+        ("--schedule one_step_off --objective.off-policy mask", "mask", "mask"),
+    ],
+)
+def test_off_policy_weights_follow_the_schedule_unless_they_are_named(
+    words: str, asked: Correction | None, holds: Correction, tmp_path: Path
+) -> None:
+    """The run's file keeps what was asked for, so that it means the same when the run goes on."""
+    config, path = configure(words.split()), tmp_path / "config.json"
+    path.write_text(dump_config(config))
+    assert json.loads(path.read_text())["objective"]["off_policy"] == asked
+    for read in (config, load_config(GrpoConfig, path)):
+        assert read.corrected_objective == replace(config.objective, off_policy=holds)
+    line = correction_line(config)
+    assert line is None if asked == holds or holds == "none" else line is not None and holds in line
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --threads sets what a rank uses
+
+import tyro
 
 from apps.common import cli
 from apps.common.cli import CommandLine
@@ -36,9 +38,14 @@ from engines.launch import ensure_group, launch, under_torchrun
 from engines.weights.hub import model_directory
 from objectives.advantages import ESTIMATORS
 from objectives.losses import POLICY_LOSSES
+from objectives.off_policy import Correction
 from runlog import check_tracker
 
 RUNS = Path("runs/grpo")
+OFF_POLICY = (
+    "Weights between the policy the update starts from and the sampler. Unless they are named (None), mask where "
+    "fully_async samples ahead of training, else none."
+)
 
 
 def command_line() -> CommandLine[GrpoConfig]:
@@ -50,7 +57,11 @@ def command_line() -> CommandLine[GrpoConfig]:
         runs=RUNS,
         by_flag={"--environment": "environment", "--model": "math", "--data": "math", "--preset": "math"},
         owned=OWNED,
-        types={"advantage": Literal[tuple(ESTIMATORS)], "objective.policy_loss": Literal[tuple(POLICY_LOSSES)]},
+        types={
+            "advantage": Literal[tuple(ESTIMATORS)],
+            "objective.policy_loss": Literal[tuple(POLICY_LOSSES)],
+            "objective.off_policy": Annotated[Correction | None, tyro.conf.arg(help=OFF_POLICY)],
+        },
         peers=PEERS,
         fixed=("recipe", "model", "warm_start", "engine.lora"),
         beside=_unused,

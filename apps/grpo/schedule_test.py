@@ -112,8 +112,10 @@ def test_fully_async_shows_what_is_in_flight_and_waits(tmp_path: Path, monkeypat
     assert shown[1]["requests"].endswith(" waiting")
 
 
-def test_fully_async_samples_ahead_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mode alone: half of the next step's groups are begun before this step is trained."""
+def test_fully_async_samples_ahead_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the mode alone: half of the next step's groups are begun before this step is trained, with weights."""
     begun: list[int] = []
     cut: list[tuple[float, float]] = []
     train, held = FullyAsync._train, SamplerLane.held
@@ -135,6 +137,8 @@ def test_fully_async_samples_ahead_as_it_comes(tmp_path: Path, monkeypatch: pyte
     pauses = [row["weights/pause_ms"] for row in rows(tmp_path / "run")[1:]]
     assert [1000 * (end - begin) for begin, end in cut] == pytest.approx(pauses)  # the sampler's lane shows them
     assert_timed(rows(tmp_path / "run")[1:])
+    assert max(row["train/off_policy/weight"] for row in rows(tmp_path / "run")[1:]) > 0  # 0 where no group teaches
+    assert "off-policy weights: mask" in capsys.readouterr().out
     assert_trained(tmp_path / "run")
 
 

@@ -103,6 +103,14 @@ def episode_advantages(batch: TensorDict, count: int) -> list[float]:
     return found
 
 
+def correction_line(config: GrpoConfig) -> str | None:
+    """What a run says once of off-policy weights that nobody asked for by name; None where there are none."""
+    chosen = config.corrected_objective.off_policy
+    if config.objective.off_policy is not None or chosen == "none":
+        return None
+    return f"off-policy weights: {chosen}, as answers are sampled ahead of training (else name --objective.off-policy)"
+
+
 def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict[str, float]:
     """Make the optimizer steps of one batch, `epochs` times `mini_batches`; the means of their metrics.
 
@@ -117,8 +125,9 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
     _, _, episode_of = first_rows(batch["episode"])
     parts = [(episode_of % config.mini_batches == part).nonzero()[:, 0].tolist() for part in range(config.mini_batches)]
     parts = [part for part in parts if part]
+    objective = config.corrected_objective
     results = [
-        engine.train_batch(index_select(batch, part) if len(parts) > 1 else batch, config.objective)
+        engine.train_batch(index_select(batch, part) if len(parts) > 1 else batch, objective)
         for _ in range(config.epochs)
         for part in parts
     ]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from apps.common.plan.cluster import Cluster, Schedule
 from apps.grpo import step as module
 from apps.grpo.config import GrpoConfig
 from apps.grpo.episode_metrics import episode_metrics
@@ -19,7 +20,9 @@ from apps.grpo.samplers import prove_owed
 from apps.grpo.session import Proof
 from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
 from apps.grpo.testing import RECIPE
+from objectives import GRPO
 from objectives.advantages import estimate
+from objectives.off_policy import Correction
 from rollout import Episode, Score, Segment, to_batch
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import TransferTimes
@@ -96,7 +99,7 @@ def test_one_update_is_on_policy_and_sees_the_whole_batch() -> None:
     assert engine.scored == []
     assert "old_log_probs" not in engine.trained[0]
     assert engine.trained[0]["advantages"] == [row.tolist() for row in batch["advantages"].unbind()]
-    assert engine.objectives == [CONFIG.objective]
+    assert engine.objectives == [replace(CONFIG.objective, off_policy="none")]
     assert metrics == {
         "train/loss": 10.0,
         "train/step": 1.0,
@@ -104,6 +107,14 @@ def test_one_update_is_on_policy_and_sees_the_whole_batch() -> None:
         "log_prob_difference": 0.5,
         "log_prob_difference_max": 6.0,
     }
+
+
+@pytest.mark.parametrize(("asked", "holds"), [(None, "mask"), ("none", "none"), ("truncate", "truncate")])
+def test_what_is_sampled_ahead_is_weighed_unless_weights_are_named(asked: Correction | None, holds: Correction) -> None:
+    engine = recorder()
+    config = replace(CONFIG, cluster=Cluster(schedule=Schedule("fully_async")), objective=GRPO(off_policy=asked))
+    train_on(batch_with_advantages(), config, engine)
+    assert engine.objectives == [GRPO(off_policy=holds)]
 
 
 @pytest.mark.parametrize(("epochs", "parts"), [(2, 1), (1, 2), (3, 4)])

@@ -82,6 +82,7 @@ CHANGES = {
     "objective.dual_clip": Change(1.001),
     "objective.max_tokens": Change(8),
     "objective.entropy_coef": Change(0.1),
+    "objective.off_policy": Change("truncate"),
     "objective.off_policy_cap": Change(1.5),
 }
 

@@ -28,7 +28,7 @@ from apps.grpo.parts import Demonstrations, Start, samples_elsewhere
 from apps.grpo.samplers_ray import in_cluster
 from apps.grpo.schedule import Schedule
 from apps.grpo.session import Evaluation, environment_of
-from apps.grpo.step import StepResult
+from apps.grpo.step import StepResult, correction_line
 from apps.grpo.tasks import Tasks
 from engines import TrainEngine
 from rollout import RolloutEngine
@@ -83,8 +83,9 @@ def train(
             Saves(engine, run_dir, config.keep_checkpoints, schedule.saving, schedule.saved) as saves,
             keeping_batch(run_dir),
         ):
-            if (where := weights_line(config, parts.sampler, engine)) is not None:
-                log.note(where)
+            for line in (weights_line(config, parts.sampler, engine), correction_line(config)):
+                if line is not None:
+                    log.note(line)
             before, after = _steps(config, tasks, schedule, engine, log, saves, done, decoder(tokenizer))
         save_export(engine, tokenizer, run_dir / "export")
     result = Result(before, after, time.perf_counter() - begun, run_dir, config.steps)

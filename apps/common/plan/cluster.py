@@ -233,6 +233,11 @@ class Schedule:
         """`partial_rollout` as it holds: where nothing is said, a fully asynchronous run does not wait for answers."""
         return self.mode == "fully_async" if self.partial_rollout is None else self.partial_rollout
 
+    @property
+    def correction(self) -> Literal["none", "mask"]:
+        """Off-policy weights where nothing is said: "mask" where a queue of answers is sampled ahead of training."""
+        return "mask" if self.mode == "fully_async" and self.stale_share > 0 else "none"
+
 
 @dataclass(frozen=True)
 class Media:

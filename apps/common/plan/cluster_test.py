@@ -79,6 +79,8 @@ def test_fully_async_samples_ahead_and_interrupts_unless_it_is_told_otherwise(tm
     assert (told.stale_share, told.interrupts) == (0.0, False)
     for mode in ("sync", "one_step_off"):
         assert (Schedule(mode).stale_share, Schedule(mode).interrupts) == (0.0, False)
+        assert Schedule(mode).correction == "none"
+    assert (ahead.correction, told.correction) == ("mask", "none")
     path = tmp_path / "config.json"
     path.write_text(dump_config(Schedule()).replace("null", "0.0", 1).replace("null", "false", 1))
     assert load_config(Schedule, path).stale_share == 0  # a run's file that says what it does is read

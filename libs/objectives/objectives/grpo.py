@@ -61,8 +61,8 @@ class GRPO:
     """The estimator of that penalty, k2 or k3; None: k3."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 computes no entropy."""
-    off_policy: Correction = "none"
-    """Weights between the policy the update starts from and the sampler (`rollout_log_probs`)."""
+    off_policy: Correction | None = None
+    """Weights between the policy the update starts from and the sampler (`rollout_log_probs`); None: none."""
     off_policy_cap: float | None = None
     """The largest of those weights; None: 2."""
 
@@ -101,12 +101,17 @@ class GRPO:
             yield partial(check_choice, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
             yield partial(_check_gradient, self.kl_estimator)
         yield partial(check_weight, "entropy_coef", self.entropy_coef)
-        yield partial(check_choice, "off_policy", self.off_policy, CORRECTIONS)
-        if self.off_policy == "none":
+        yield partial(check_choice, "off_policy", self.correction, CORRECTIONS)
+        if self.correction == "none":
             other = f"it goes with an off_policy of {', '.join(CORRECTIONS[1:])}"
             yield partial(check_without_effect, "off_policy_cap", self.off_policy_cap, other)
         if self.off_policy_cap is not None:
             yield partial(check_number, "off_policy_cap", self.off_policy_cap, 1)
+
+    @property
+    def correction(self) -> Correction:
+        """Return `off_policy` as it holds: "none" where nothing is said."""
+        return "none" if self.off_policy is None else self.off_policy
 
     @property
     def required_keys(self) -> tuple[str, ...]:
@@ -114,7 +119,7 @@ class GRPO:
         keys = ["advantages", *POLICY_LOSSES.named(self.policy_loss).keys]
         if self.kl_coef:
             keys.append("ref_log_probs")
-        if self.off_policy != "none":
+        if self.correction != "none":
             keys.append("rollout_log_probs")
         return tuple(dict.fromkeys(keys))
 
@@ -146,9 +151,9 @@ class GRPO:
         if rollout is not None:
             sampled = torch.where(mask, rollout, 0.0)
             metrics |= mismatch(start, sampled, mask)
-            if self.off_policy != "none":
+            if self.correction != "none":
                 cap = 2.0 if self.off_policy_cap is None else self.off_policy_cap
-                weight = weights(self.off_policy, start, sampled, mask, batch.cu_seqlens, cap)
+                weight = weights(self.correction, start, sampled, mask, batch.cu_seqlens, cap)
                 per_token = per_token * weight
                 metrics["off_policy/weight"] = pair(weight, mask)
         metrics["policy_loss"] = self._aggregate(per_token.detach(), mask, batch, totals)

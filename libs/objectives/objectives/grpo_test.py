@@ -100,14 +100,14 @@ def policy_term(objective: GRPO, lp: float, old: float, a: float) -> tuple[float
 def weight_of(objective: GRPO, gaps: dict[int, float], t: int) -> float:
     """The weight of token t for the log ratios old - rollout of its sequence's trained tokens."""
     cap = 2.0 if objective.off_policy_cap is None else objective.off_policy_cap
-    ratio = math.exp(sum(gaps.values()) if objective.off_policy.startswith("sequence") else gaps[t])
+    ratio = math.exp(sum(gaps.values()) if objective.correction.startswith("sequence") else gaps[t])
     return {
         "none": 1.0,
         "truncate": min(ratio, cap),
         "mask": ratio if 1 / cap <= ratio <= cap else 0.0,
         "sequence_truncate": min(ratio, cap),
         "sequence_mask": ratio if ratio <= cap else 0.0,
-    }[objective.off_policy]
+    }[objective.correction]
 
 
 def penalty_of(objective: GRPO, lp: float, ref: float) -> tuple[float, float]:
@@ -208,7 +208,7 @@ def test_metrics_equal_their_formulas(name: str) -> None:
     bare = dataclasses.replace(objective, kl_coef=0.0, kl_estimator=None, entropy_coef=0.0)
     assert float(metrics["policy_loss"]) == pytest.approx(oracle(bare, batch)[0], rel=1e-12)
     optional = {"clip/dual": objective.dual_clip, "kl": objective.kl_coef}
-    optional["off_policy/weight"] = objective.off_policy != "none"
+    optional["off_policy/weight"] = objective.correction != "none"
     extra = {key for key, on in optional.items() if on} | {"policy_loss", "clip/low", "clip/high", "mismatch/abs/max"}
     assert set(metrics) == set(means) | extra
 

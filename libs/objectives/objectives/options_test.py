@@ -23,7 +23,7 @@ GRPO_OPTIONS: dict[str, tuple[dict[str, Any], Sequence[Any], Sequence[Any]]] = {
     "kl_coef": ({}, [0, 0.0, 0.04, 1], [math.inf, *NUMBERS_BELOW_0, None]),
     "kl_estimator": ({"kl_coef": 0.1}, ["k2", "k3", None], ["k1", "k4", "", "K3"]),
     "entropy_coef": ({}, [0, 0.0, 0.01], [math.inf, *NUMBERS_BELOW_0, None]),
-    "off_policy": ({}, CORRECTIONS, ["tis", "", None]),
+    "off_policy": ({}, [*CORRECTIONS, None], ["tis", ""]),
     "off_policy_cap": ({"off_policy": "mask"}, [1, 1.0, 2.0, 100, None], [0.999, 0, *NUMBERS_BELOW_0]),
 }
 
@@ -103,7 +103,7 @@ def test_the_texts_name_the_fix() -> None:
 
 
 def test_required_keys_follow_the_options() -> None:
-    assert GRPO().required_keys == ("advantages",)
+    assert GRPO().required_keys == GRPO(off_policy="none").required_keys == ("advantages",)
     assert GRPO(kl_coef=1.0, off_policy="mask").required_keys == ("advantages", "ref_log_probs", "rollout_log_probs")
     assert GRPO().needs_entropy is False
     assert GRPO(entropy_coef=0.1).needs_entropy is True
