@@ -88,6 +88,7 @@ RECIPE = Recipe(
             "two engines of 64 NPUs fill the rollout nodes",
             "nothing is offloaded, as the script asks: training has 128 devices to itself, and makes room for nobody",
             "no bound drops the oldest sample: sampling pauses when the queue is full",
+            "tokens that older weights sampled are weighed by mask; the script names no correction",
         ),
     ),
 )
