@@ -18,6 +18,7 @@ from engines import EngineConfig, TrainEngine, build_engine
 from engines.devices.accelerator import Accelerator
 from engines.devices.choice import accelerators_here, devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.fsdp2 import executor
 from engines.launch import RankError
 from engines.megatron.executor import MegatronExecutor
 from engines.megatron.groups import release
@@ -91,8 +92,12 @@ def cases() -> list[dict[str, Any]]:
 
 
 def run_all(device: Literal["cpu", "npu"]) -> list[tuple[Any, ...]]:
-    """On both devices by the same attention: the CPU would take a flash kernel that no other device has."""
-    with sdpa_kernel(SDPBackend.MATH), planted(dist, "all_reduce", all_reduce_of_hccl):
+    """On both devices by the same attention and norms: the CPU would take some that no other device has."""
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        planted(dist, "all_reduce", all_reduce_of_hccl),
+        planted(executor, "use_host_norms", lambda model: None),
+    ):
         return [run(device, **case) for case in cases()]
 
 
