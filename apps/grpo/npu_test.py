@@ -23,6 +23,7 @@ from apps.grpo.testing import RECIPE
 from apps.sft.main import run as supervised
 from apps.sft.recipes import quickstart
 from engines import EngineConfig
+from engines.fsdp2 import executor
 from engines.megatron.groups import release
 from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
@@ -45,7 +46,7 @@ def whole_runs(device: Literal["cpu", "npu"], folder: Path) -> None:
 
 
 def whole_run(app: str, device: Literal["cpu", "npu"], run_dir: Path, options: dict[str, Any]) -> None:
-    """What torchrun's ranks run; by the same attention everywhere, as the CPU has a kernel that no device has."""
+    """What torchrun's ranks run; by the same attention and norms everywhere, as the CPU has some that no device has."""
     world = str(dist.get_world_size())
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody connects: the group is there
@@ -59,7 +60,8 @@ def whole_run(app: str, device: Literal["cpu", "npu"], run_dir: Path, options: d
     if device == "npu" and app == "grpo":  # the CPU's runs do without, and end with the same bits
         config = replace(config, cluster=Cluster(offload=True))
     # Nothing is compiled on either device: the compiler's code for a CPU rounds differently.
-    with sdpa_kernel(SDPBackend.MATH), set_stance("force_eager"):
+    with sdpa_kernel(SDPBackend.MATH), set_stance("force_eager"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "use_host_norms", lambda model: None)
         function(replace(config, processes=int(world), **({"batch_size": 8} if app == "sft" else {})), recipe)
 
 
