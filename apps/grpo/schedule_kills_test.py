@@ -13,9 +13,12 @@ from typing import Any
 
 import psutil
 
-from apps.common.kills import end_of, in_child, silence, start_child
+from apps.common.kills import end_of, silence, start_child
 from apps.grpo.schedule_ranks_testing import go_on_ranks, on_ranks
 from apps.grpo.schedule_testing import ASYNC, assert_nothing_lost, go, small
+
+WHOLE = 1500
+"""Seconds that the rest of a run may take on a busy machine."""
 
 
 def test_kills_at_twenty_random_moments(tmp_path: Path) -> None:
@@ -23,7 +26,7 @@ def test_kills_at_twenty_random_moments(tmp_path: Path) -> None:
     draw = random.Random(11)
     run_dir = tmp_path / "run"
     kills = 0
-    changes = {"steps": 1200, "save_every": 10, "eval_every": 1200}
+    changes = {"steps": 800, "save_every": 10, "eval_every": 800}
     for _ in range(20):
         child = start_child(go, run_dir, ASYNC, **changes)
         assert child.pid is not None
@@ -40,7 +43,7 @@ def test_kills_at_twenty_random_moments(tmp_path: Path) -> None:
                     os.kill(child.pid, signal.SIGKILL)
         end_of(child)
     assert kills == 20, "the run was whole too soon"
-    assert in_child(go, run_dir, ASYNC, **changes) == 0
+    assert end_of(start_child(go, run_dir, ASYNC, **changes), WHOLE) == 0
     assert_nothing_lost(run_dir, small(run_dir, ASYNC, **changes))
 
 
@@ -57,7 +60,7 @@ def test_two_ranks_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     draw = random.Random(13)
     run_dir = tmp_path / "run"
     victims = []
-    changes = {"steps": 1200, "save_every": 10, "eval_every": 1200}
+    changes = {"steps": 800, "save_every": 10, "eval_every": 800}
     for _ in range(20):
         child = start_child(go_on_two_ranks, run_dir, **changes)
         assert child.pid is not None
@@ -75,7 +78,7 @@ def test_two_ranks_killed_at_twenty_random_moments(tmp_path: Path) -> None:
         end_of(child)
         assert not psutil.wait_procs(below, timeout=120)[1], "a process outlived its run"
     assert len(victims) == 20, "the run was whole too soon"
-    assert in_child(go_on_two_ranks, run_dir, **changes) == 0
+    assert end_of(start_child(go_on_two_ranks, run_dir, **changes), WHOLE) == 0
     assert len(set(victims)) > 2
     assert_nothing_lost(run_dir, on_ranks(run_dir, **changes))
 
