@@ -81,7 +81,7 @@ def test_ten_steps_in_turn_on_one_device_take_no_more_than_two(tmp_path: Path, m
     share = 0.2 * torch.cuda.mem_get_info()[1] / MIB
     assert max(training) < min(sampling) - 0.5 * share, "vLLM's share of the device is free while the trainer has it"
     for name, taken, room in (("sampling", sampling, 64), ("training", training, 64), ("host", host, 256)):
-        begun = 3 * len(taken) // STEPS  # an engine wakes more than once a step: first for weights, then for its cache
+        begun = 3 * len(taken) // STEPS  # vLLM wakes twice a step: for its answers, and to prove its new weights
         assert max(taken[begun:]) <= max(taken[:begun]) + room, f"{name} grew: {taken}"
     # rows are of other lengths in each step, and so are their activations
     assert max(peaks[2:]) <= 1.25 * max(peaks[:2]), f"a step's own peak grew: {peaks}"

@@ -1,7 +1,7 @@
 """The norms of one transformers model on a CPU by `seqpack.ops.norms`: an adaptation of that instance, with `undo()`.
 
-The stock ones are chains of passes over fresh memory, some percent of a step of a small model. Values are those of the
-stock formulas but for the order of their roundings; what is not float32 or float64 goes through the stock code.
+The stock ones are chains of passes over fresh memory. Values are those of the stock formulas but for the order of
+their roundings; what is not float32 or float64 goes through the stock code.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _WIDE = (torch.float32, torch.float64)
 
 def use_host_norms(model: Any) -> Applied:
     """Let a registered transformers model normalise by blocks of rows; what it changed."""
-    adaptation = Adaptation("norms by blocks of rows", "torch", ">=2.4", lambda: list(_patches(model)))
+    adaptation = Adaptation("norms by blocks of rows", "torch", ">=2.11", lambda: list(_patches(model)))
     return apply(adaptation, held=vars(model).setdefault("_adaptations", {}))
 
 
