@@ -14,6 +14,11 @@ from torch import Tensor
 FEWEST_TOKENS = 2
 """Below it (a dummy micro-batch is one token) functions run as they are."""
 
+ONE_FOR_ALL_SIZES: dict[str, Any] = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
+"""Inductor decides nothing by the number of tokens, where it would compile again for another number: it pads no matrix
+product to a multiple of 8, and makes one kernel of reductions over rows and over columns of any number of elements
+(else of 5 Mi or more alone, `MixOrderReduction.can_fuse`)."""
+
 
 def compilations() -> int:
     """Return how many graphs this process has compiled so far."""
@@ -24,11 +29,8 @@ def compilations() -> int:
 
 @cache
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Return the function compiled whole; one of it for the process.
-
-    Matrix products are not padded to a multiple of 8: it would compile again for other numbers of tokens.
-    """
-    options: dict[str, Any] | None = {"shape_padding": False} if backend == "inductor" else None
+    """Return the function compiled whole; one of it for the process."""
+    options = ONE_FOR_ALL_SIZES if backend == "inductor" else None
     return torch.compile(function, fullgraph=True, backend=backend, options=options)
 
 
