@@ -97,22 +97,27 @@ def test_a_seed_and_a_long_prompt_do_not_end_the_process(engine: VllmEngine, mod
 
 
 def test_a_short_request_beside_long_ones(engine: VllmEngine) -> None:
+    running: set[int] = set()
+
     async def ask() -> list[str]:
         ended: list[str] = []
+        begun = asyncio.Event()
 
-        async def one(name: str, count: int) -> Completion:
-            done = await engine.generate(PROMPTS[0], Sampling(max_new_tokens=count))
+        def listen(*_: object) -> None:
+            begun.set()
+            running.add(engine.load().running)
+
+        async def one(name: str, count: int) -> None:
+            await engine.generate(PROMPTS[0], Sampling(max_new_tokens=count), on_tokens=listen)
             ended.append(name)
-            return done
 
-        long = asyncio.create_task(one("long", 400))
-        await asyncio.sleep(0.05)
-        await one("short", 1)
-        assert engine.load().running == 1
-        await long
+        long = asyncio.create_task(one("long", 1000))
+        await begun.wait()
+        await asyncio.gather(long, one("short", 1))
         return ended
 
     assert asyncio.run(ask()) == ["short", "long"]
+    assert running == {1, 2}
     assert (engine.load().running, engine.load().waiting) == (0, 0)
 
 
