@@ -1,6 +1,5 @@
 """The few things an app does across ranks; everything else is collective inside the engine."""
 
-import ctypes
 import gc
 import os
 import random
@@ -9,10 +8,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from apps.common.host_memory import keep_freed_memory, use_huge_pages
 from engines.launch import under_torchrun
 
 T = TypeVar("T")
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -73,6 +72,7 @@ def init_rank(threads: int, seed: int) -> None:
     random.seed(seed)
     spare_the_collector()
     keep_freed_memory()
+    use_huge_pages()
 
 
 def spare_the_collector() -> None:
@@ -84,21 +84,3 @@ def spare_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
-
-
-def keep_freed_memory() -> bool:
-    """Have the C library keep blocks of up to 64 MiB that are freed, 1 GiB of them an arena; whether it does.
-
-    A step asks for the same blocks as the one before. glibc by default gives them back to the kernel, which clears
-    each page that is asked for again (sampling 512 short answers: 6,500 page faults a step, below 200 with this).
-    Other C libraries are left alone, and so is what the environment says (`MALLOC_TRIM_THRESHOLD_`,
-    `MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`).
-    """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(
-        mallopt(option, value) == 1 for option, value in ((_MMAP_THRESHOLD, 64 << 20), (_TRIM_THRESHOLD, 1 << 30))
-    )

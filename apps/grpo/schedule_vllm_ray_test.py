@@ -24,13 +24,17 @@ pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"
 )
 CHILD = b"vllm/server/start.py"
+MARK = "TESSERA_TEST_OF"
+"""In the environment of every process that comes of these tests: other runs of vLLM on this machine are not theirs."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One node with room for two samplers, on loopback; runs find this process connected."""
-    with local_ray(cpus=2, store_bytes=SMALL_STORE):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, str(os.getpid()))
+        with local_ray(cpus=2, store_bytes=SMALL_STORE):
+            yield
 
 
 def in_ray(run_dir: Path, workers: int = 1, schedule: Schedule = Schedule("sync")) -> GrpoConfig:  # noqa: B008  frozen
@@ -38,12 +42,13 @@ def in_ray(run_dir: Path, workers: int = 1, schedule: Schedule = Schedule("sync"
 
 
 def children() -> dict[int, int]:
-    """The processes of vLLM by number, with their parents."""
-    found = {}
+    """The processes of vLLM that come of these tests by number, with their parents."""
+    found, mark = {}, f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if CHILD in (path.parent / "cmdline").read_bytes():
+            ours = mark in (path.parent / "environ").read_bytes().split(b"\0")
+            if ours and CHILD in (path.parent / "cmdline").read_bytes():
                 found[int(path.parent.name)] = parent
         except OSError:
             continue

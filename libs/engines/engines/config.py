@@ -59,7 +59,7 @@ class EngineConfig:
     with the reason."""
     weights: Literal["auto", "sharded", "replicated"] = "auto"
     """"sharded" over all ranks (FSDP2), or whole on each with float32 values and moments shared out: faster, two bytes
-    a parameter more. "auto" replicates on a single GPU."""
+    a parameter more. "auto" replicates on a single GPU, and leaves the weights of a single CPU process as they are."""
     shard_ranks: int | None = None
     """Hybrid sharding: this many neighbouring ranks share the weights and their optimizer states, and each such group
     has a copy of them. Weights are gathered within a group, and gradients added up across copies once a step. A divisor

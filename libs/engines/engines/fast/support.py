@@ -84,7 +84,7 @@ def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: in
             raise ValueError(f"weights='replicated' cannot be had: {answer.reason}")
         return answer
     if device.type != "cuda":
-        return No("on a CPU sharding costs nothing")
+        return No("one process on a CPU has the weights whole, and several share them")
     if ranks > 1:
         return No("several ranks hold more when they share the weights: set weights='replicated' if they fit")
     return answer

@@ -41,7 +41,7 @@ from engines.fast.layers import sequences_of, use_layer_functions
 from engines.fast.log_probs import fused_log_probs
 from engines.fsdp2.activations import recompute_layers
 from engines.fsdp2.moving import moments, move_all, move_moments
-from engines.fsdp2.sharding import SumAcrossCopies, copies_in, move_buffers, weight_mesh
+from engines.fsdp2.sharding import SumAcrossCopies, copies_in, lies_whole, move_buffers, weight_mesh
 from engines.fsdp2.sharding import whole as whole_shards
 from engines.loading import DTYPES, compute_dtype, device_of
 from engines.log_probs import token_log_probs
@@ -50,6 +50,7 @@ from engines.packing.read_rows import compute_read_rows
 from engines.parallel.groups import ParallelGroups
 from engines.scorer import ModelScores, TokenScorer
 from engines.weights.disk import DiskWeights
+from engines.weights.empty import allocate
 from engines.weights.model_weights import live_tensors
 from engines.weights.names import OWN_NAMES, DiskNames
 
@@ -133,9 +134,14 @@ class FSDP2Executor:
         return build_optimizer(self.scorer, self.config, self.scales)
 
     def _shard(self, disk: DiskWeights | None) -> None:
+        dtype = compute_dtype(self.config, self.device)
         mesh = weight_mesh(self.config, self.device.type)
         self.copies = copies_in(mesh)
-        dtype = compute_dtype(self.config, self.device)
+        if lies_whole(self.config, self.model, self.device, dtype):
+            if disk is not None:
+                allocate(self.model, self.device)
+                disk.fill(self.model)
+            return
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         free = self.config.reshard_after_forward
         if self.config.expert_parallel > 1:
