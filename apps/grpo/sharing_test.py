@@ -20,6 +20,7 @@ from apps.grpo.main import run
 from apps.grpo.session import Session
 from apps.grpo.testing import RECIPE
 from engines import LoraConfig, NonFiniteError, TrainEngine, build_engine
+from engines.weights.rows import own_part
 from objectives import GRPO
 from rollout import Episode, NativeEngine, SharingEngine
 
@@ -175,7 +176,7 @@ def test_weights_that_are_not_finite_end_the_run_before_an_answer(
 
     def broken(self: Session, engine: Any) -> Handed:
         with torch.no_grad():
-            engine.executor.model.model.norm.weight.to_local()[0] = torch.inf
+            own_part(engine.executor.model.model.norm.weight).part[0] = torch.inf
         return sync(self, engine)
 
     monkeypatch.setattr(Session, "sync", broken)

@@ -20,6 +20,7 @@ from engines.testing.executors import assert_same, inside, state_of
 from engines.testing.facts import edit_facts
 from engines.testing.one_rank import one_rank
 from engines.tiny import tiny_batch, tiny_model
+from engines.weights.rows import own_part
 from objectives import SFT
 
 __all__ = ["one_rank"]
@@ -49,7 +50,7 @@ def perturb(built: TrainEngine) -> TrainEngine:
     with torch.no_grad():
         for name, parameter in inside(built).model.named_parameters():
             if is_adapter(name):
-                local = parameter.to_local()
+                local = own_part(parameter).part
                 local.add_(torch.randn(local.shape, generator=generator).to(local.dtype) * 0.1)
     return built
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.families.cases import CASES
+from engines.fsdp2.sharding import whole
 from engines.launch import ensure_group
 from engines.testing.executors import inside
 from engines.testing.forked import launch_forked
@@ -138,7 +139,7 @@ def test_the_experts_of_another_are_those_of_stock_transformers(kind: str, optio
     assert built.train_batch(told, SFT())["loss"] == pytest.approx(loss.item(), rel=1e-5)
     want = {name: parameter.grad for name, parameter in forced.stock.named_parameters()}
     for name, parameter in inside(built).model.named_parameters():
-        grad = 0 * parameter.data.full_tensor() if parameter.grad is None else parameter.grad.full_tensor()
+        grad = 0 * whole(parameter.data) if parameter.grad is None else whole(parameter.grad)
         expected = torch.zeros_like(grad) if want[name] is None else want[name]
         torch.testing.assert_close(grad, expected, atol=2e-5, rtol=1e-4, msg=name)
     free = build_engine(config(**options), model(kind)).forward(batch)["log_probs"].values()

@@ -23,6 +23,7 @@ from engines.testing.one_rank import one_rank  # noqa: F401
 from engines.testing.vision import samples, vision_model
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights
+from engines.weights.rows import own_part
 from objectives import SFT
 from seqpack import make_batch
 
@@ -98,7 +99,7 @@ def run(name: str, shards: int | None = None) -> tuple[Any, ...]:
 
     built.executor.optimizer_step = looked
     rows = curve(built)
-    own = [p.to_local().flatten() for p in built.executor.scorer.parameters()]
+    own = [own_part(p).part.detach().flatten() for p in built.executor.scorer.parameters()]
     held = gathered((sum(p.numel() for p in own), hash(tuple(torch.cat(own).tolist()))))
     scores = built.forward(batch_of(built))["log_probs"].values()
     return rows, seen, weights(built), scores, held

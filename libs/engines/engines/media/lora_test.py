@@ -23,6 +23,7 @@ from engines.testing.vision import (
     stock_scores,
     vision_model,
 )
+from engines.weights.rows import own_part
 from objectives import SFT
 from seqpack import make_batch
 
@@ -46,7 +47,7 @@ def perturb(built: TrainEngine) -> TrainEngine:
     with torch.no_grad():
         for name, parameter in inside(built).model.named_parameters():
             if is_adapter(name):
-                local = parameter.to_local()
+                local = own_part(parameter).part
                 local.add_(torch.randn(local.shape, generator=generator) * 0.1)
     return built
 

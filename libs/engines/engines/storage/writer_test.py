@@ -95,7 +95,7 @@ def test_what_went_wrong_is_raised_by_the_next_call_once(tmp_path: Path, monkeyp
 
 
 def test_a_copy_on_the_host_shares_nothing() -> None:
-    built = engine()
+    built = engine(weights="sharded")
     run(built, 0, 1)
     state = built.executor.state()
     copy = on_host(state)

@@ -18,6 +18,7 @@ from engines.tiny import tiny_config, tiny_model
 from engines.weights.empty import empty_model
 from engines.weights.memory import LoadingMemory, loading_memory
 from engines.weights.model_weights import live_tensors
+from engines.weights.rows import own_part
 from engines.weights.saving import save_configuration, save_weights
 
 MIB = 2**20
@@ -51,7 +52,7 @@ def held_while_loading(small: Path, large: Path, options: dict[str, Any]) -> lis
     if options.get("backend") == "megatron":
         own = sum(parameter.nbytes for stage in inside(built).stages for parameter in stage.parameters())
     else:
-        own = sum(parameter.to_local().nbytes for parameter in inside(built).model.parameters())
+        own = sum(own_part(parameter).part.nbytes for parameter in inside(built).model.parameters())
     found = torch.tensor([held, own])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
