@@ -53,14 +53,14 @@ def _advise(libc: Any, room: int) -> bool:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start: int = libc.sbrk(0)
     libc.mallopt(_TOP_PAD, room)
-    held = []
+    held: list[Any] = []
     while libc.sbrk(0) == start and len(held) < 64:  # until what is free in the heap is used up and it grows
         held.append(libc.malloc(32 << 20))
     for block in held:
         libc.free(block)
     libc.mallopt(_TOP_PAD, _USUAL_PAD)
     first, last = -(-start // _HUGE) * _HUGE, libc.sbrk(0) // _HUGE * _HUGE
-    return last - first >= room // 2 and libc.madvise(first, last - first, _MADV_HUGEPAGE) == 0
+    return last - first >= room // 2 and bool(libc.madvise(first, last - first, _MADV_HUGEPAGE) == 0)
 
 
 def _glibc() -> Any:

@@ -38,7 +38,7 @@ def exported(built: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_and_exports_are_the_same_to_the_bit(case: Case) -> None:
     """Of every family, in several micro-batches, where gradients are clipped."""
-    vocab = case.model().config.get_text_config().vocab_size
+    vocab = case.config().get_text_config().vocab_size
     curves, exports = [], []
     for weights in ("auto", "sharded"):
         built = engine(weights, case.model())
