@@ -65,7 +65,8 @@ def pictured(run_dir: Path, mode: str = "sync", engine: str = "vllm", **changes:
         save_every=3,
         warm_start=replace(config.warm_start, steps=0),
         data=replace(config.data, eval_prompts=8),
-        objective=replace(config.objective, off_policy="none" if mode == "sync" else "truncate"),
+        # Few answers of an untrained model are right, if any: entropy has a gradient at every step.
+        objective=replace(config.objective, off_policy="none" if mode == "sync" else "truncate", entropy_coef=0.01),
         cluster=replace(config.cluster, rollout=layout, schedule=schedule),
     )
 
