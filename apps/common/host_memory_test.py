@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 FAULTS = """
-import resource, torch
+import resource
 from apps.common.host_memory import keep_freed_memory
 def faults(count=20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for size in range(1, count + 1):
-        blocks = [torch.ones(size << 18) for _ in range(3)]  # of up to 20 MiB
+        blocks = [b"1" * (size << 20) for _ in range(3)]
         del blocks
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 usual = faults()
@@ -41,12 +41,12 @@ def test_freed_memory_is_kept_for_the_next_step(own: bool) -> None:
 
 
 FRESH = """
-import resource, torch
+import resource
 from apps.common.host_memory import keep_freed_memory, use_huge_pages
 keep_freed_memory()
 asked = use_huge_pages()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-blocks = [torch.ones(1 << 20) for _ in range(50)]  # 200 MiB
+blocks = [b"1" * (4 << 20) for _ in range(50)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, asked)
 """
 

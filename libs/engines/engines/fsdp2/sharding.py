@@ -37,10 +37,11 @@ def lies_whole(config: EngineConfig, model: nn.Module, device: torch.device, dty
     """Whether weights need no FSDP2: one process has all of them, on the CPU, in the dtype that is computed in.
 
     There FSDP2's copies and hooks save no memory and take a tenth of a small model's step. `weights="sharded"` has them
-    all the same.
+    all the same, and so has a setting that is FSDP2's own.
     """
-    alone = dist.get_world_size() == 1 and device.type == "cpu" and not config.parameters_on_host
-    return alone and config.weights == "auto" and all(one.dtype == dtype for one in model.parameters())
+    alone = dist.get_world_size() == 1 and device.type == "cpu"
+    asked = config.weights == "sharded" or config.parameters_on_host or not config.reshard_after_forward
+    return alone and not asked and all(one.dtype == dtype for one in model.parameters())
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
