@@ -169,9 +169,9 @@ def test_a_first_step_of_adapters_is_as_long_as_its_rate() -> None:
     assert all(float(m) == 0 for name, m in moved.items() if name.endswith("lora_A"))
     before = {name: whole(p.detach()).clone() for name, p in parts.items()}
     curve(built, range(1))
-    moved = {name: float((whole(p.detach()) - before[name]).abs().max()) for name, p in parts.items()}
+    lengths = {name: float((whole(p.detach()) - before[name]).abs().max()) for name, p in parts.items()}
     scheduled = learning_rate(built.config, 1)
-    for name, length in moved.items():
+    for name, length in lengths.items():
         if name.endswith(
             "lora_A"
         ):  # its second step, the first with a gradient: (1 - beta1) / sqrt(1 - beta2) corrected

@@ -116,7 +116,8 @@ def test_weights_that_cannot_be_replicated_say_why(options: dict[str, Any], reas
     cpu = torch.device("cpu")
     assert isinstance(use_replicated_weights(EngineConfig(weights="replicated"), cpu, 2), Yes)
     assert use_replicated_weights(EngineConfig(weights="sharded"), cpu, 1) == No("weights='sharded'")
-    assert use_replicated_weights(EngineConfig(), cpu, 1) == No("one process on a CPU has the weights whole, and several share them")
+    refused = use_replicated_weights(EngineConfig(), cpu, 1)
+    assert refused == No("one process on a CPU has the weights whole, and several share them")
     answer = replicated_weights(EngineConfig(**options), cpu)
     assert isinstance(answer, No)
     assert reason in answer.reason
