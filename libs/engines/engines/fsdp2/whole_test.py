@@ -67,6 +67,32 @@ def test_each_goes_on_from_the_others_checkpoint(tmp_path: Path, kind: Any, firs
     assert all(torch.equal(tensor, want[name]) for name, tensor in exported(other).items())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer_on_host": True},
+        {"moments_dtype": "bfloat16"},
+        {"gradient_checkpointing": True, "activation_offload": True},
+        {"batching": "padded"},
+    ],
+    ids=str,
+)
+def test_settings_do_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Steps, a move away and back, and checkpoints from which the other way goes on."""
+    found = []
+    for weights, other in (("auto", "sharded"), ("sharded", "auto")):
+        built = engine(weights, tiny_model("dense", seed=0), **options)
+        losses = [built.train_batch(batch(seed), SFT())["loss"] for seed in range(2)]
+        built.offload()
+        built.onload()
+        built.save(tmp_path / weights)
+        resumed = engine(other, tiny_model("dense", seed=1), **options)
+        resumed.load(tmp_path / weights)
+        found.append((losses, *(one.train_batch(batch(2), SFT())["loss"] for one in (built, resumed))))
+        assert found[-1][1] == found[-1][2]
+    assert found[0] == found[1]
+
+
 def test_a_model_on_disk_keeps_its_tied_head(tmp_path: Path) -> None:
     model: Any = tiny_model("dense", seed=0)
     model.save_pretrained(tmp_path)
