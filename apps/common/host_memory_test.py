@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-FAULTS = """
-import resource
 from apps.common.host_memory import keep_freed_memory
+
+MODULE = keep_freed_memory.__module__
+FAULTS = f"""
+import resource
+from {MODULE} import keep_freed_memory
 def faults(count=20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for size in range(1, count + 1):
@@ -40,9 +43,9 @@ def test_freed_memory_is_kept_for_the_next_step(own: bool) -> None:
     assert (int(later) < int(usual) / 20) is not own
 
 
-FRESH = """
+FRESH = f"""
 import resource
-from apps.common.host_memory import keep_freed_memory, use_huge_pages
+from {MODULE} import keep_freed_memory, use_huge_pages
 keep_freed_memory()
 asked = use_huge_pages()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
