@@ -36,8 +36,8 @@ def weight_mesh(config: EngineConfig, device: str) -> DeviceMesh:
 def lies_whole(config: EngineConfig, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights need no FSDP2: one process has all of them, on the CPU, in the dtype that is computed in.
 
-    There FSDP2's copies and hooks save no memory and take a tenth of a small model's step. `weights="sharded"` has them
-    all the same, and so has a setting that is FSDP2's own.
+    There FSDP2's copies and hooks save no memory, and take their time in a small model's step. `weights="sharded"` has
+    them all the same, and so has a setting that is FSDP2's own.
     """
     alone = dist.get_world_size() == 1 and device.type == "cpu"
     asked = config.weights == "sharded" or config.parameters_on_host or not config.reshard_after_forward
