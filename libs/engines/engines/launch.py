@@ -1,9 +1,11 @@
 """Start ranks: the only place that does. In this process for one, spawned over loopback for more, or joining
 torchrun's."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
@@ -140,10 +142,9 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
                 kind, value = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join(_STOP_SECONDS)
-                code = processes[rank].exitcode
-                raise RankError(f"rank {rank} died with exit code {code} and said nothing") from None
+                raise RankError(f"rank {rank} {_end(processes[rank].exitcode)}") from None
             if kind == "error":
-                raise _first_error(rank, value, open_pipes)
+                raise _first_error(rank, value, open_pipes, processes)
             result = value if rank == 0 else result
             del open_pipes[ready]  # type: ignore[arg-type]
     for process in processes:
@@ -151,15 +152,30 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
     return result
 
 
-def _first_error(rank: int, error: tuple[float, str], pipes: Mapping[Connection, int]) -> RankError:
-    """The earliest of the errors that arrive together: the others are often its consequence (a lost peer)."""
+def _end(code: int | None) -> str:
+    """How a process ended that sent nothing, of multiprocessing's exit code: negative where a signal ended it."""
+    if code is None or code >= 0:
+        return f"died with exit code {code} and said nothing"
+    hint = (
+        "memory may have run out" if code == -signal.SIGKILL else "the stacks of its threads are in its standard error"
+    )
+    return f"was ended by {signal.Signals(-code).name}: {hint}"
+
+
+def _first_error(
+    rank: int, error: tuple[float, str], pipes: Mapping[Connection, int], processes: Sequence[Any]
+) -> RankError:
+    """The cause among what arrives together: a rank that died without a word, else the earliest error."""
     errors = [(*error, rank)]
     for pipe, other in pipes.items():
         if other != rank and pipe.poll(_GRACE_SECONDS):
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                continue
+                processes[other].join(_STOP_SECONDS)
+                return RankError(
+                    f"rank {other} {_end(processes[other].exitcode)}; then rank {rank} failed:\n{error[1]}"
+                )
             if kind == "error":
                 errors.append((*value, other))
     _, text, first = min(errors)
@@ -188,6 +204,7 @@ def _rank_main(
     pipe: Connection,
 ) -> None:
     _end_with_parent(pipe)
+    faulthandler.enable(2)  # a fault of native code says where it was, in every thread
     multiprocessing.current_process().daemon = False  # who starts it ends it; it may start processes of its own
     try:
         torch.set_num_threads(threads)

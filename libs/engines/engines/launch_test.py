@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.launch import RankError, launch, under_torchrun
+from engines.launch import RankError, _first_error, launch, under_torchrun
 
 
 def total(start: float) -> tuple[float, int, int]:
@@ -69,6 +70,37 @@ def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
 def test_a_rank_that_dies_silently_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         launch(die_silently, world_size=2)
+
+
+def fault(number: int) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
+def test_a_fault_of_native_code_says_where_it_was(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match=f"rank 1 was ended by {signal.Signals(number).name}: the stacks"):
+        launch(fault, (number,), world_size=2)
+    told = capfd.readouterr().err
+    assert "Fatal Python error" in told
+    assert "in fault" in told
+
+
+def test_a_killed_rank_may_have_lacked_memory() -> None:
+    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL: memory may have run out"):
+        launch(fault, (signal.SIGKILL,), world_size=2)
+
+
+def test_a_lost_peer_is_named_before_the_error_that_it_caused() -> None:
+    context = multiprocessing.get_context("spawn")
+    lost = context.Process(target=signal.raise_signal, args=(signal.SIGKILL,))
+    lost.start()
+    here, there = context.Pipe()
+    there.close()
+    error = _first_error(0, (1.0, "ConnectionError: closed by peer"), {here: 1}, [None, lost])
+    assert str(error).startswith("rank 1 was ended by SIGKILL: memory may have run out; then rank 0 failed:")
+    assert str(error).endswith("ConnectionError: closed by peer")
 
 
 def tell_pid(queue: Any) -> None:
