@@ -154,12 +154,13 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
 
 def _end(code: int | None) -> str:
     """How a process ended that sent nothing, of multiprocessing's exit code: negative where a signal ended it."""
+    died = f"died with exit code {code}"
     if code is None or code >= 0:
-        return f"died with exit code {code} and said nothing"
+        return f"{died} and said nothing"
     hint = (
         "memory may have run out" if code == -signal.SIGKILL else "the stacks of its threads are in its standard error"
     )
-    return f"was ended by {signal.Signals(-code).name}: {hint}"
+    return f"{died} ({signal.Signals(-code).name}: {hint})"
 
 
 def _first_error(
