@@ -28,7 +28,7 @@ def _package_files(source):
     folders = source.split("/")[:-1]
     return ["/".join(folders[:depth] + ["__init__.py"]) for depth in range(1, len(folders) + 1)]
 
-def module(name, srcs = None, deps = [], data = [], visibility = None, tags = [], **attrs):
+def module(name, srcs = None, deps = [], kernels = [], data = [], visibility = None, tags = [], **attrs):
     """One Python file of a library, importable by its full name.
 
     The `__init__.py` of its packages (lazy, or nothing but words) are always there; the modules that the file imports are `deps`.
@@ -37,12 +37,18 @@ def module(name, srcs = None, deps = [], data = [], visibility = None, tags = []
       name: of the target; the file is NAME/name.py unless `srcs` says otherwise.
       srcs: the one file, where the name does not say it.
       deps: what the file imports.
+      kernels: distributions of @pypi_kernels that it imports on CUDA devices, and has with --config=cuda alone.
       data: files it reads.
       visibility: everybody, unless said otherwise.
       tags: as in Bazel.
       **attrs: as in py_library.
     """
     srcs = srcs or [_source(name)]
+    if kernels:
+        deps = deps + select({
+            "//build:cuda": [requirement(kernel, "pypi_kernels") for kernel in kernels],
+            "//conditions:default": [],
+        })
     py_library(
         name = name,
         srcs = srcs + [path for path in _package_files(srcs[0]) if path not in srcs],

@@ -50,6 +50,7 @@ HUBS = {
     "tf517": Hub("requirements_tf517.in"),
     # trackio wants the fast parts of a web server, which runs where its pages are looked at, and an older pillow.
     "extras": Hub("requirements_extras.in", over="cpu", without=("httptools", "uvloop", "watchfiles")),
+    "kernels": Hub("requirements_kernels.in", over="cpu"),
     "templates": Hub("requirements_templates.in", data_only=True),
     "tools": Hub("requirements_tools.in"),
     # For pip on machines with accelerators, not for Bazel.

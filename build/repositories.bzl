@@ -39,6 +39,14 @@ def repositories():
         over_lock = "//build/locks:cpu.txt",
     )
 
+    # Kernels for CUDA devices, over the packages of @pypi; --config=cuda adds them to what imports them.
+    pip_hub(
+        name = "pypi_kernels",
+        lock = "//build/locks:kernels.txt",
+        over = "pypi",
+        over_lock = "//build/locks:cpu.txt",
+    )
+
     # Chat templates of real models, as files.
     pip_hub(
         name = "pypi_templates",

@@ -20,7 +20,7 @@ from apps.grpo.session import Session
 from apps.grpo.tasks import Conversation
 from apps.sft.fit import fit
 from apps.sft.samples import Sample, batch_of, sample_of, stop_tokens_of
-from engines import TrainEngine, build_engine
+from engines import EngineConfig, TrainEngine, build_engine
 from objectives import SFT
 
 FINISHED = "finished.json"
@@ -40,6 +40,22 @@ def warm_model(folder: Path) -> Path | None:
     return folder / "export" if finished else None
 
 
+def imitating(config: GrpoConfig) -> EngineConfig:
+    """The engine of the warm start: the run's, with the warm start's learning rate, constant after its warmup."""
+    warm = config.warm_start
+    # No sampler chose experts for a demonstration.
+    return replace(
+        config.engine,
+        lr=warm.lr,
+        learning_rates=(),
+        warmup_steps=warm.warmup_steps,
+        lr_schedule="constant",
+        total_steps=None,
+        min_lr_ratio=0.0,
+        routing_replay=False,
+    )
+
+
 def warm_start(
     config: GrpoConfig,
     demonstrations: Callable[[GrpoConfig, int], list[Conversation]],
@@ -57,11 +73,7 @@ def warm_start(
     warm = config.warm_start
     if rank_and_world()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    imitating = replace(
-        config.engine, lr=warm.lr, learning_rates=(), lr_schedule="constant", warmup_steps=warm.warmup_steps
-    )
-    # No sampler chose experts for a demonstration.
-    engine = build_engine(replace(imitating, model=str(model), routing_replay=False))
+    engine = build_engine(replace(imitating(config), model=str(model)))
     session = session_of(engine)
     stop_tokens, pictures = stop_tokens_of(model, tokenizer), session.chat.pictures
 
