@@ -1,6 +1,6 @@
 """quickstart-image as a user gets it: held-out pictures are answered better, by the 20 points that are asked of it.
 
-Eleven minutes on two cores, so it is run by name: `bazel test //apps/grpo:pictures_learning_test`.
+Five minutes on one core, so it is run by name: `bazel test //apps/grpo:pictures_learning_test`.
 """
 
 import json
@@ -24,7 +24,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
 
 
 def test_held_out_accuracy_rises_by_20_points(learned: Learned) -> None:
-    """23.4 (34.4 to 57.8 % of 192) when it was measured."""
+    """34.9 (35.4 to 70.3 % of 192) on 2026-11-27."""
     result, _ = learned
     assert result.accuracy_after >= result.accuracy_before + 0.2
 

@@ -1,7 +1,7 @@
 """Pictures drawn on the spot: a tiny model that sees learns to count shapes and to read a plot, on two CPU cores.
 
-Held-out answers rise from 34.4 to 57.8 % (`pictures_learning_test`). At twice the learning rate they were no higher
-after 120 steps, and the policy had less entropy left.
+Held-out answers rise from 35.4 to 70.3 %, and with seed 1 from 28.6 to 73.4 % (`pictures_learning_test`). At a constant
+rate they end as high, by way of falls of ten points.
 """
 
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
@@ -15,7 +15,7 @@ RECIPE = Recipe(
     config=GrpoConfig(
         recipe="quickstart-image",
         data=DataConfig(eval_prompts=192),
-        steps=120,
+        steps=240,
         prompts=48,
         group_size=8,
         max_turns=1,
@@ -25,7 +25,9 @@ RECIPE = Recipe(
         warm_start=WarmStart(
             steps=400, until_accuracy=0.3, eval_every=10, eval_prompts=96, batch_size=48, lr=4e-3, warmup_steps=30
         ),
-        engine=EngineConfig(device="cpu", vision="trained", lr=8e-4),
+        engine=EngineConfig(
+            device="cpu", vision="trained", lr=8e-4, lr_schedule="linear", total_steps=240, min_lr_ratio=0.1
+        ),
         sampling=Sampling(max_new_tokens=5),
     ),
     make_tasks=make_tasks,

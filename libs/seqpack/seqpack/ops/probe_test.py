@@ -47,6 +47,18 @@ def test_report_covers_each_operation_with_reasons() -> None:
             assert available or reason, (op, name)
 
 
+def test_whoever_may_choose_a_kernel_can_load_it() -> None:
+    """By its name alone, which no import shows: a build that leaves out what nobody imports would leave it out."""
+    found = [
+        entry.load()
+        for table in probe._TABLE.values()
+        for name, entry in table.items()
+        if name not in ("torch", "naive")
+    ]
+    assert len(found) == 6
+    assert all(map(callable, found))
+
+
 def test_the_cpu_takes_plain_torch_and_says_why_not_more() -> None:
     report = backends("cpu", torch.float32)
     assert [n for n, a in report["attention"].items() if a.available] == ["torch", "naive"]
