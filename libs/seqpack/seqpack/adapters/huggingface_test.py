@@ -28,7 +28,7 @@ from seqpack.testing import assert_packing_isolated
 
 pytestmark = pytest.mark.skipif(
     find_spec("fla") is not None,
-    reason="transformers runs flash-linear-attention where it is installed, in host memory too: nothing to compare with",
+    reason="transformers runs flash-linear-attention where it is installed, also in host memory: nothing to compare to",
 )
 
 SIZES = {
