@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from apps.common.plan.buffers import kept_apart
 from apps.grpo.config import GrpoConfig
 from engines import EngineConfig, No, SharedWeights, TrainEngine, shared_weights
+from engines.families.torch_operations import choose_torch_operations
 from engines.loading import compute_dtype, empty_module, load_model, resolve_device
 from rollout import NativeEngine, SharingEngine
 from rollout.config import Admission
@@ -45,8 +46,12 @@ def native_engine(
     }
     shared = No("nothing is trained beside it") if trained is None else lent(config, trained)
     if isinstance(shared, No):
-        return NativeEngine(load_model(wanted, dtype=dtype, device=device), version=version, **options)
-    return SharingEngine(empty_module(wanted, dtype), shared, version, **options)
+        module = load_model(wanted, dtype=dtype, device=device)
+        choose_torch_operations(module)
+        return NativeEngine(module, version=version, **options)
+    module = empty_module(wanted, dtype)
+    choose_torch_operations(module)
+    return SharingEngine(module, shared, version, **options)
 
 
 def lent(config: GrpoConfig, trained: TrainEngine) -> SharedWeights | No:

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from safetensors.torch import load_file
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
@@ -166,9 +166,10 @@ def test_the_engines_router_coefficient_is_said_in_place_of_the_configs() -> Non
     assert "auxiliary_loss" not in none
 
 
-def chosen_by(stock: nn.Module, batch: TensorDict) -> list[Tensor]:
+def chosen_by(stock: Any, batch: TensorDict) -> list[Tensor]:
     """What the routers of a transformers model choose, one sequence at a time: i16[tokens, layers, k] a row."""
     found, rows = [], []
+    choose_torch_operations(stock)
     routers = [module for module in stock.modules() if type(module).__name__.endswith("TopKRouter")]
     for router in routers:
         router.register_forward_hook(lambda _router, _input, output: found.append(output[2]))
