@@ -1,10 +1,13 @@
-"""When the app's own sampler lets a request begin: in rounds, or at any step, as `--cluster.rollout.admit` says."""
+"""The app's own sampler: when a request begins (`--cluster.rollout.admit`), and what computes in host memory."""
 
 import asyncio
+import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from apps.common.plan.cluster import Admit, Cluster, Mode, RolloutLayout, Schedule
 from apps.common.tokens import load_tokenizer
@@ -12,9 +15,12 @@ from apps.common.trained import assert_trained
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import run
 from apps.grpo.native_sampler import admission, native_engine
+from apps.grpo.registry import recipes
 from apps.grpo.testing import RECIPE
 from apps.quickstart.model import ensure_tiny_model
-from rollout import OnTokens, Sampling
+from apps.quickstart.vision import ensure_seeing_model
+from engines.families.torch_operations import _OPERATIONS
+from rollout import Completion, OnTokens, Sampling
 
 LONG, SHORT = Sampling(max_new_tokens=200, seed=0), Sampling(max_new_tokens=1, seed=0)
 
@@ -65,6 +71,29 @@ def test_without_a_word_only_a_schedule_that_waits_for_nobody_lets_in_at_any_ste
     admit: Admit | None, mode: Mode, found: Admit
 ) -> None:
     assert admission(asking(admit, mode)) == found
+
+
+def test_kernels_that_transformers_picked_are_left_alone_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where flash-linear-attention is installed its kernels stand in these places, and take no tensor of a CPU."""
+    config = recipes()["quickstart-image"].config
+    ensure_seeing_model(tmp_path / "model", 0)
+
+    def sampled() -> Completion:
+        engine = native_engine(config, tmp_path / "model", load_tokenizer(tmp_path / "model"), 0)
+        return asyncio.run(engine.generate([5, 6, 7, 8], Sampling(max_new_tokens=6, seed=0)))
+
+    plain = sampled()
+    for name in _OPERATIONS:
+        stock = getattr(modeling_qwen3_5, name)
+
+        @functools.wraps(stock)
+        def kernel(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+        monkeypatch.setattr(modeling_qwen3_5, name, kernel)
+    assert sampled().ids == plain.ids
 
 
 def test_a_run_trains_with_requests_that_join_at_any_step(tmp_path: Path) -> None:
