@@ -24,6 +24,8 @@ from engines.devices.choice import devices_of
 
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
+_FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""After which faulthandler has printed where each thread was."""
 
 
 class RankError(RuntimeError):
@@ -154,13 +156,11 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
 
 def _end(code: int | None) -> str:
     """How a process ended that sent nothing, of multiprocessing's exit code: negative where a signal ended it."""
-    died = f"died with exit code {code}"
-    if code is None or code >= 0:
-        return f"{died} and said nothing"
-    hint = (
-        "memory may have run out" if code == -signal.SIGKILL else "the stacks of its threads are in its standard error"
-    )
-    return f"{died} ({signal.Signals(-code).name}: {hint})"
+    died, number = f"died with exit code {code}", -(code or 0)
+    name = next((f" ({known.name})" for known in signal.Signals if known == number), "")
+    if number in _FAULTS:
+        return f"{died}{name} and said nothing; the stacks of its threads are in its standard error"
+    return f"{died}{name} and said nothing{'; memory may have run out' if number == signal.SIGKILL else ''}"
 
 
 def _first_error(

@@ -80,16 +80,27 @@ def fault(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
 def test_a_fault_of_native_code_says_where_it_was(number: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankError, match=rf"rank 1 died with exit code -{number} \(SIG(ABRT|SEGV): the stacks"):
+    with pytest.raises(
+        RankError, match=rf"rank 1 died with exit code -{number} \(SIG(ABRT|SEGV)\) and said nothing; the stacks"
+    ):
         launch(fault, (number,), world_size=2)
     told = capfd.readouterr().err
     assert "Fatal Python error" in told
     assert "in fault" in told
 
 
-def test_a_killed_rank_may_have_lacked_memory() -> None:
-    with pytest.raises(RankError, match=r"rank 1 died with exit code -9 \(SIGKILL: memory may have run out\)"):
-        launch(fault, (signal.SIGKILL,), world_size=2)
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "-9 (SIGKILL) and said nothing; memory may have run out"),
+        (signal.SIGTERM, "-15 (SIGTERM) and said nothing"),
+        (signal.SIGRTMIN + 1, f"-{signal.SIGRTMIN + 1} and said nothing"),
+    ],
+)
+def test_another_signal_is_named_where_it_has_a_name(number: int, told: str) -> None:
+    with pytest.raises(RankError) as caught:
+        launch(fault, (number,), world_size=2)
+    assert str(caught.value) == f"rank 1 died with exit code {told}"
 
 
 def test_a_lost_peer_is_named_before_the_error_that_it_caused() -> None:
@@ -100,7 +111,7 @@ def test_a_lost_peer_is_named_before_the_error_that_it_caused() -> None:
     there.close()
     error = _first_error(0, (1.0, "ConnectionError: closed by peer"), {here: 1}, [None, lost])
     assert str(error).startswith(
-        "rank 1 died with exit code -9 (SIGKILL: memory may have run out); then rank 0 failed:"
+        "rank 1 died with exit code -9 (SIGKILL) and said nothing; memory may have run out; then rank 0 failed:"
     )
     assert str(error).endswith("ConnectionError: closed by peer")
 
