@@ -45,12 +45,10 @@ def native_engine(
         "routed_experts": wanted.routing_replay,
     }
     shared = No("nothing is trained beside it") if trained is None else lent(config, trained)
-    if isinstance(shared, No):
-        module = load_model(wanted, dtype=dtype, device=device)
-        choose_torch_operations(module)
-        return NativeEngine(module, version=version, **options)
-    module = empty_module(wanted, dtype)
+    module = load_model(wanted, dtype=dtype, device=device) if isinstance(shared, No) else empty_module(wanted, dtype)
     choose_torch_operations(module)
+    if isinstance(shared, No):
+        return NativeEngine(module, version=version, **options)
     return SharingEngine(module, shared, version, **options)
 
 
