@@ -193,9 +193,9 @@ class EngineConfig:
             yield f"total_steps must be at least 1, got {self.total_steps}"
         if self.lr_schedule == "constant":
             if self.min_lr_ratio:
-                yield "min_lr_ratio has no effect with lr_schedule 'constant': use 'linear' or 'cosine'"
+                yield "min_lr_ratio has no effect with lr_schedule 'constant': set it to 0, or another lr_schedule"
             if self.total_steps is not None:
-                yield "total_steps has no effect with lr_schedule 'constant': use 'linear' or 'cosine'"
+                yield "total_steps has no effect with lr_schedule 'constant': set it to None, or another lr_schedule"
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             yield f"lr_schedule {self.lr_schedule!r} needs total_steps above warmup_steps"
 
