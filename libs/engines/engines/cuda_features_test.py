@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
@@ -112,7 +113,9 @@ def test_same_curve_as_on_the_cpu(case: str, dtype: str) -> None:
 
 
 def live(built: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().to_local().clone() for name, p in built.executor.model.named_parameters()}
+    """What this process holds, a copy: shards on a GPU, on a CPU the weights themselves."""
+    named = {name: p.detach() for name, p in built.executor.model.named_parameters()}
+    return {name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
 
 
 def base_of(tmp_path: Path, kind: str = "dense") -> str:
