@@ -10,8 +10,13 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+DEVICES = ("gpu", "gpu2", "gpu4")
+KERNELS = "pypi_kernels"
+"""The hub whose packages compute on CUDA devices alone (`--config=cuda`)."""
 
 
 def prepare_environment() -> None:
@@ -30,6 +35,18 @@ def prepare_environment() -> None:
     own = (os.path.realpath(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.realpath(__file__)))
     if os.path.realpath(sys.path[0] or ".") in own:
         del sys.path[0]
+
+
+def leave_kernels_out() -> None:
+    """Nobody here or in processes below sees the kernels' hub: transformers would hand them tensors in host memory."""
+    sys.path[:] = without_kernels(sys.path)
+    if "PYTHONPATH" in os.environ:
+        os.environ["PYTHONPATH"] = os.pathsep.join(without_kernels(os.environ["PYTHONPATH"].split(os.pathsep)))
+
+
+def without_kernels(paths: Iterable[str]) -> list[str]:
+    """The paths that are not in the kernels' hub, by whatever prefix Bazel gives its name."""
+    return [path for path in paths if not any(part.endswith(KERNELS) for part in path.split("/"))]
 
 
 def short_name(folder: str) -> str:
@@ -113,10 +130,12 @@ class Capability:
 def main(argv: list[str]) -> int:
     """Runs pytest on argv and returns the exit status for Bazel."""
     prepare_environment()
+    tags = [a.removeprefix("--tessera-tag=") for a in argv if a.startswith("--tessera-tag=")]
+    if not set(tags) & set(DEVICES):
+        leave_kernels_out()
     import pytest
 
     load_hypothesis_profile()
-    tags = [a.removeprefix("--tessera-tag=") for a in argv if a.startswith("--tessera-tag=")]
     rest = [a for a in argv if not a.startswith("--tessera-tag=")]
     root = Path(__file__).absolute().parent.parent
     options = [
