@@ -3,8 +3,8 @@
     TESSERA_VLLM_PYTHON=PYTHON python -m pytest -s apps/grpo/sleep_gpu_test.py
 
 Memory of the device is what all processes hold of it; of the host, resident pages of the run and its processes, but for
-torch's compile workers: FlashQLA has its norm compiled again when a length first differs, at any step, and then there
-is one for each core, whose shared pages would count for each (6 GB on sixteen cores).
+torch's compile workers. There is one for each core once something is compiled that no cache holds, FlashQLA's norm for
+instance, and pages that they share would count for each: 6 GB on sixteen cores, at whatever step that was.
 """
 
 import os
