@@ -52,7 +52,7 @@ def found_and_ran(line: str) -> tuple[int, int]:
 
 def digests(clone: Path) -> dict[str, str]:
     """sha256 of each wheel and sdist that a clone has built, by its place."""
-    built = clone / "bazel-bin"
+    built = clone / "bazel-links/bin"
     files = sorted(path for end in ("whl", "tar.gz") for path in built.glob(f"libs/*/*.{end}"))
     return {str(path.relative_to(built)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

@@ -30,7 +30,12 @@ class Wire:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any], tail: Sequence[memoryview] = ()) -> None:
-        """Send one message whole, and bytes after it. OSError: the other end is gone."""
+        """Send one message whole, and bytes after it. OSError: the other end is gone.
+
+        ValueError for one that is too long, or has a `TAIL` of its own, which would be read as a number of bytes.
+        """
+        if TAIL in message:
+            raise ValueError(f"{TAIL!r} in a message is the wire's own: name it otherwise, or give its bytes as `tail`")
         size = sum(part.nbytes for part in tail)
         if size > LONGEST_TAIL:
             raise ValueError(f"{size} bytes behind a message are over the {LONGEST_TAIL} that the wire takes")
@@ -59,9 +64,10 @@ class Wire:
             return None
         message: dict[str, Any] = json.loads(data)
         if TAIL in message:
-            if not 0 <= message[TAIL] <= LONGEST_TAIL:
-                raise ValueError(f"{message[TAIL]} bytes are announced, over the {LONGEST_TAIL} that the wire takes")
-            message[TAIL] = self._read(message[TAIL])
+            count = message[TAIL]
+            if type(count) is not int or not 0 <= count <= LONGEST_TAIL:
+                raise ValueError(f"{count!r} bytes are announced, of the {LONGEST_TAIL} at most that the wire takes")
+            message[TAIL] = self._read(count)
         return None if message.get(TAIL, b"") is None else message
 
     def close(self) -> None:

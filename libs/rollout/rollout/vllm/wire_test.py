@@ -1,6 +1,8 @@
 """Messages arrive as they were sent, whole and in order, whoever sends; an end that is gone is told."""
 
+import json
 import socket
+import struct
 import threading
 from typing import Any
 
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.vllm import wire
-from rollout.vllm.wire import Wire
+from rollout.vllm.wire import TAIL, Wire
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -30,8 +32,11 @@ def text_of(end: Wire) -> str:
     return text
 
 
+keys = st.text().filter(lambda key: key != TAIL)
+
+
 @settings(max_examples=30)
-@given(st.lists(st.dictionaries(st.text(), plain), max_size=5))
+@given(st.lists(st.dictionaries(keys, plain), max_size=5))
 def test_messages_arrive_as_they_were_sent(messages: list[dict[str, Any]]) -> None:
     one, other = pair()
     for message in messages:
@@ -116,5 +121,20 @@ def test_half_of_what_follows_is_the_end_and_too_much_is_refused(monkeypatch: py
     one.sendall(b'\0\0\0\x0a{"tail":9}')
     with pytest.raises(ValueError, match="9 bytes are announced"):
         Wire(other).receive()
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("count", [None, True, 1.0, -1, "1"])
+def test_a_message_has_no_tail_of_its_own(count: Any) -> None:
+    one, other = pair()
+    with pytest.raises(ValueError, match="'tail' in a message is the wire's own"):
+        one.send({TAIL: count})
+    one.send({"next": 1})
+    assert other.receive() == {"next": 1}
+    data = json.dumps({TAIL: count}).encode()
+    one._end.sendall(struct.pack("!I", len(data)) + data)
+    with pytest.raises(ValueError, match="bytes are announced"):
+        other.receive()
     one.close()
     other.close()
