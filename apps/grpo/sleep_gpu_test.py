@@ -48,7 +48,8 @@ def device_mib() -> float:
 def host_mib() -> float:
     """Pages of this process and its children, without compile workers; those that they share are counted for each."""
     own = psutil.Process()
-    below = (child for child in own.children(recursive=True) if "compile_worker" not in " ".join(child.cmdline()))
+    living = (child for child in own.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
+    below = (child for child in living if "compile_worker" not in " ".join(child.cmdline()))
     return float(sum(process.memory_info().rss for process in (own, *below)) / MIB)
 
 
