@@ -15,7 +15,7 @@ BESIDE_TESTS = {"pytest", "hypothesis"}
 # Of `testing`, what pages tell others to use; beside it, what a module that is shipped needs is shipped.
 PUBLIC = {
     "dyncp": ["dyncp.testing.megatron"],
-    "rollout": ["rollout.testing", "rollout.testing.chat", "rollout.testing.model", "rollout.testing.pieces"],
+    "rollout": ["rollout.testing", "rollout.testing.chat", "rollout.testing.tiny_models", "rollout.testing.weight_pieces"],
     "seqpack": ["seqpack.testing"],
 }
 # Extra -> the modules that need it, by their paths in the package.
@@ -29,8 +29,8 @@ EXTRAS = {
     },
     "objectives": {},
     "rollout": {
-        "native": ["native/*", "tools/untrusted.py", "testing/*"],
-        "vllm": ["vllm/weights.py"],
+        "native": ["native/*", "tools/escape_control_tokens.py", "testing/*"],
+        "vllm": ["vllm/weights/shared_weights.py"],
         "openai": ["openai/*"],
         "gateway": ["gateway/*"],
         "ray": ["workers/ray_*"],

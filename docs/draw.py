@@ -29,7 +29,7 @@ class Box:
         return 34 + 17 * len(self.lines)
 
     def svg(self) -> str:
-        """The rectangle and its texts."""
+        """Return the rectangle and its texts."""
         shape = (
             f"<rect x='{self.x}' y='{self.y}' width='{self.width}' height='{self.height}' rx='6' "
             f"fill='{COLOURS[self.kind]}' stroke='#555'/>\n"
@@ -51,7 +51,7 @@ class Arrow:
     label: str = ""
 
     def svg(self) -> str:
-        """The line and its label."""
+        """Return the line and its label."""
         path = " ".join(f"{x},{y}" for x, y in self.points)
         line = f"<polyline points='{path}' fill='none' stroke='#333' stroke-width='1.4' marker-end='url(#head)'/>"
         if not self.label:
@@ -65,7 +65,7 @@ class Arrow:
 
 
 def picture(boxes: list[Box], arrows: list[Arrow], width: int, height: int) -> str:
-    """The whole SVG file."""
+    """Return the whole SVG file."""
     head = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}'>\n"
         "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7' "
@@ -76,7 +76,7 @@ def picture(boxes: list[Box], arrows: list[Arrow], width: int, height: int) -> s
 
 
 def house() -> str:
-    """The libraries, the apps, and which may import which."""
+    """Return the libraries, the apps, and which may import which."""
     boxes = [
         Box(
             "apps: grpo, sft",
@@ -115,7 +115,7 @@ def house() -> str:
 
 
 def step() -> str:
-    """What flows through one GRPO step, and who makes it."""
+    """Return what flows through one GRPO step, and who makes it."""
     boxes = [
         Box("tasks", 20, 40, 150, ("prompt, reference", "stable ids"), "app"),
         Box("rollout.run_group", 230, 40, 210, ("group_size episodes:", "ids, mask, log-probs,", "versions, reward")),

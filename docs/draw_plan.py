@@ -17,12 +17,12 @@ COLOURS = ("#9ec5e8", "#b9dcae", "#f7d08a", "#e3b5d6", "#c9c3ea", "#f2b8a2", "#a
 
 
 def text(x: float, y: float, words: str, size: float = 12.5, more: str = "") -> str:
-    """A line of text."""
+    """Return a line of text."""
     return f"<text x='{x}' y='{y}' font-size='{size}' {more} {FONT}>{escape(words)}</text>"
 
 
 def group(step: int, number: int, ranks: tuple[int, ...], lengths: list[int]) -> list[str]:
-    """A group's box, the tokens that its ranks hold, and its sequences."""
+    """Return a group's box, the tokens that its ranks hold, and its sequences."""
     x, y = LEFT + step * (WIDTH + GAP), TOP + ranks[0] * ROW
     height = len(ranks) * ROW - 4
     held = sum(lengths) / len(ranks)
@@ -37,7 +37,7 @@ def group(step: int, number: int, ranks: tuple[int, ...], lengths: list[int]) ->
 
 
 def picture(made: DynamicPlan) -> str:
-    """The whole SVG file."""
+    """Return the whole SVG file."""
     width = LEFT + len(made.steps) * (WIDTH + GAP) + 6
     height = TOP + RANKS * ROW + 12
     title = (

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def named_values(flag: str, words: Sequence[str], example: str) -> dict[str, Any]:
-    """The words of `flag` by name; a value that is JSON is read as such (true, 3, "text"), any other is text.
+    """Return the words of `flag` by name; a value that is JSON is read as such (true, 3, "text"), any other is text.
 
     Raises:
         ValueError: a word has another shape than `example`, or a name comes twice.

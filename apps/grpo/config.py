@@ -7,10 +7,9 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from apps.common.flags import flag, owned_problems
-from apps.common.plan.cluster import Cluster
-from apps.grpo.own import template_options
-from apps.grpo.presets import PresetName
+from apps.common.cli.flags import flag, owned_problems
+from apps.common.cluster import Cluster
+from apps.common.data.template_options import template_options
 from chat_tools import find_format
 from engines import EngineConfig
 from objectives import GRPO
@@ -18,6 +17,7 @@ from objectives.advantages import ESTIMATORS
 from rollout import Sampling
 
 Control = Literal["none", "shuffled-advantages"]
+PresetName = Literal["gsm8k", "math", "geo3k"]
 COUNTS = (
     "steps",
     "prompts",
@@ -68,7 +68,7 @@ class DataConfig:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong, each with a flag."""
+        """Yield texts of all that is wrong, each with a flag."""
         if self.eval_data is not None and self.data is None:
             yield "--eval-data goes with --data"
         if not 0 < self.eval_share < 1:
@@ -82,7 +82,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OwnConfig:
-    """What a user brings, by name: FILE.py:NAME or package.module:name (`apps.grpo.own`)."""
+    """What a user brings, by name: FILE.py:NAME or package.module:name (`apps.grpo.tasks.plugins`)."""
 
     environment: tuple[str, ...] = ()
     """Environments that are played in place of a recipe's tasks; several in one run are told apart by a column."""
@@ -105,13 +105,13 @@ class OwnConfig:
     tool_format: str | None = None
     """How the model writes tool calls (`chat_tools.formats()`); by default what its chat template shows."""
     preset: PresetName | None = None
-    """Columns and system prompt of a well-known data set's files (`apps.grpo.presets`)."""
+    """Columns and system prompt of a well-known data set's files (`apps.grpo.tasks.presets`)."""
 
     def __post_init__(self) -> None:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong, each with a flag."""
+        """Yield texts of all that is wrong, each with a flag."""
         if self.environment:
             for name in ("reward", "tool", "preset"):
                 if getattr(self, name):
@@ -158,7 +158,7 @@ class WarmStart:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong, each with a flag."""
+        """Yield texts of all that is wrong, each with a flag."""
         for least, names in ((0, ("steps", "warmup_steps")), (1, ("eval_every", "eval_prompts", "batch_size"))):
             for name in names:
                 if getattr(self, name) < least:
@@ -244,7 +244,7 @@ class GrpoConfig:
         _refuse(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong beside the parts, each with a flag."""
+        """Yield texts of all that is wrong beside the parts, each with a flag."""
         # what is wrong together may follow from a value that is wrong alone: that is told first
         yield from [*self.out_of_range()] or [*self._groups(), *self._updates(), *self._lengths(), *self._windows()]
 
@@ -270,14 +270,14 @@ class GrpoConfig:
             yield f"--max-episode-seconds must be more than 0, got {self.max_episode_seconds}"
 
     def _groups(self) -> Iterator[str]:
-        """What the advantage can't be of."""
+        """Yield what the advantage can't be of."""
         try:
             ESTIMATORS.named(self.advantage).check_group_size(self.group_size)
         except ValueError as error:
             yield str(error)
 
     def _updates(self) -> Iterator[str]:
-        """What the answers of a step can't be cut into."""
+        """Yield what the answers of a step can't be cut into."""
         if self.mini_batches > self.prompts * self.group_size:
             yield (
                 f"--mini-batches {self.mini_batches} are more than the {self.prompts * self.group_size} answers of a "
@@ -292,7 +292,7 @@ class GrpoConfig:
                     )
 
     def _lengths(self) -> Iterator[str]:
-        """What leaves a prompt no room."""
+        """Yield what leaves a prompt no room."""
         if self.sampling.max_new_tokens >= self.max_episode_tokens:
             yield (
                 f"--sampling.max-new-tokens {self.sampling.max_new_tokens} must be below --max-episode-tokens "
@@ -300,7 +300,7 @@ class GrpoConfig:
             )
 
     def _windows(self) -> Iterator[str]:
-        """What is not at the end of a window of fully_async."""
+        """Yield what is not at the end of a window of fully_async."""
         window = self.cluster.schedule.parameter_sync_step
         for name in ("eval_every", "save_every"):
             if self.cluster.schedule.mode == "fully_async" and getattr(self, name) % window:

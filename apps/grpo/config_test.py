@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from apps.common.config_file import dump_config, load_config
+from apps.common.run.config_file import dump_config, load_config
 from apps.grpo.config import DataConfig, GrpoConfig
 from apps.grpo.main import configure
 from apps.grpo.registry import recipes

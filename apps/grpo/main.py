@@ -11,28 +11,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --thr
 
 import tyro
 
-from apps.common import cli
-from apps.common.cli import CommandLine
-from apps.common.config_file import write_config
-from apps.common.flags import changed, flag
-from apps.common.hints import GRPO as PEERS
-from apps.common.model_files import check_model_directory
+from apps.common.cli import command_line as cli
+from apps.common.cli.command_line import CommandLine
+from apps.common.cli.environment import start_with
+from apps.common.cli.flags import changed, flag
+from apps.common.cli.peer_flags import GRPO as PEERS
+from apps.common.data.model_files import check_model_directory
+from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.plan.command import answer_without_running
 from apps.common.plan.work import Work
-from apps.common.ranks import from_rank_0, rank_and_world
-from apps.common.reporter import stoppable
-from apps.common.run_dir import resolve_run_dir, steps_done
+from apps.common.run.config_file import write_config
+from apps.common.run.ranks import from_rank_0, rank_and_world
+from apps.common.run.reporter import stoppable
+from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import asked_for, refuse_dropped, tell
 from apps.common.shrink.fields import Difference, Most, by_flag
 from apps.common.shrink.npu import stand_in_for
-from apps.common.tokens import load_tokenizer, quiet_libraries
-from apps.common.variables import start_with
-from apps.grpo.checks import check_machine, check_model, check_prompts
 from apps.grpo.config import OWNED, GrpoConfig
+from apps.grpo.preflight import check_machine, check_model, check_prompts
 from apps.grpo.recipe import Recipe
 from apps.grpo.registry import recipes, runnable, work_of
-from apps.grpo.shrink import shrink, shrunk_recipe, supplied
-from apps.grpo.shrink_nodes import nodes_for
+from apps.grpo.shrink.nodes import nodes_for
+from apps.grpo.shrink.shrink import shrink, shrunk_recipe, supplied
 from apps.grpo.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
 from engines.weights.hub import model_directory
@@ -49,7 +49,7 @@ OFF_POLICY = (
 
 
 def command_line() -> CommandLine[GrpoConfig]:
-    """What `configure` reads flags by."""
+    """Return what `configure` reads flags by."""
     return CommandLine(
         prog="grpo",
         kind=GrpoConfig,
@@ -76,7 +76,7 @@ def _unused(config: GrpoConfig, default: GrpoConfig) -> Iterator[str]:
 
 
 def configure(argv: Sequence[str]) -> GrpoConfig:
-    """The configuration of a command line; a given model or file turns the usual recipe to "math".
+    """Return the configuration of a command line; a given model or file turns the usual recipe to "math".
 
     Raises:
         SystemExit, ValueError: see `CommandLine.parse`; a flag has no effect beside the others.
@@ -130,7 +130,7 @@ def _model(config: GrpoConfig, recipe: Recipe, run_dir: Path) -> Path:
 
 
 def shrunk(config: GrpoConfig, most: Most) -> tuple[GrpoConfig, Recipe, tuple[Difference, ...]]:
-    """The configuration at the size of the processes allowed, its recipe, and every field that differs.
+    """Return the configuration at the size of the processes allowed, its recipe, and every field that differs.
 
     Raises:
         ValueError: there is no such recipe, or there are too few processes.

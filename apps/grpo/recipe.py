@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.common.plan.origin import Origin
 from apps.grpo.config import GrpoConfig
-from apps.grpo.tasks import Conversation, Tasks
+from apps.grpo.tasks.prompt_tasks import Conversation, Tasks
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,22 @@
 
 import os
 
+from apps.common.cli.recipes import load_recipes
 from apps.common.plan.origin import model_type
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.work import Work
-from apps.common.ranks import ranks_of_node
-from apps.common.recipes import load_recipes
+from apps.common.run.ranks import ranks_of_node
 from apps.grpo.config import GrpoConfig
 from apps.grpo.recipe import Recipe
 
 
 def recipes() -> dict[str, Recipe]:
-    """All recipes by name."""
+    """Return all recipes by name."""
     return load_recipes("apps.grpo.recipes", Recipe)
 
 
 def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
-    """What the plan of a configuration is made of; `recipe` as in `runnable`.
+    """Return what the plan of a configuration is made of; `recipe` as in `runnable`.
 
     Raises:
         ValueError: there is no recipe of that name.
@@ -43,7 +43,7 @@ def work_of(config: GrpoConfig, recipe: Recipe | None = None) -> Work:
 
 
 def runnable(config: GrpoConfig, recipe: Recipe | None = None) -> Recipe:
-    """The registered recipe of a configuration, or the one given, as far as it can do what is asked.
+    """Return the registered recipe of a configuration, or the one given, as far as it can do what is asked.
 
     Raises:
         ValueError: there is none of that name, it can only be planned, or the configuration asks it for what it lacks.

@@ -9,11 +9,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from apps.grpo.config import GrpoConfig
-from apps.grpo.episode_metrics import environment_metrics, episode_metrics
-from apps.grpo.resting import sampling_turn
-from apps.grpo.samplers import prove_owed, prove_weights
-from apps.grpo.session import Session
-from apps.grpo.timeline import Timeline
+from apps.grpo.reporting.episode_metrics import environment_metrics, episode_metrics
+from apps.grpo.reporting.timeline import Timeline
+from apps.grpo.sampling.memory_turns import sampling_turn
+from apps.grpo.sampling.session import Session
+from apps.grpo.sampling.vllm import prove_owed, prove_weights
 from engines import TrainEngine, base_policy
 from objectives.advantages import ESTIMATORS, first_rows, per_sequence, per_token
 from objectives.off_policy import mismatch_meter
@@ -69,7 +69,7 @@ def grpo_step(
 
 
 def rollout_metrics(episodes: Sequence[Episode], environment_of: Callable[[str], str | None]) -> dict[str, float]:
-    """What a step's episodes were like, and how many tokens they have."""
+    """Return what a step's episodes were like, and how many tokens they have."""
     segments = [segment for episode in episodes for segment in episode.segments]
     metrics = reward_metrics(episodes) | episode_metrics(episodes) | environment_metrics(episodes, environment_of)
     return metrics | {
@@ -94,7 +94,7 @@ def advantages_of(batch: TensorDict, config: GrpoConfig, step: int) -> Tensor:
 
 
 def episode_advantages(batch: TensorDict, count: int) -> list[float]:
-    """The advantage of each of `count` episodes, that of its first row; 0 where it has none."""
+    """Return the advantage of each of `count` episodes, that of its first row; 0 where it has none."""
     scores = per_sequence(batch["advantages"], batch["loss_mask"])
     found = [0.0] * count
     episodes, row_of, _ = first_rows(batch["episode"])
@@ -104,7 +104,7 @@ def episode_advantages(batch: TensorDict, count: int) -> list[float]:
 
 
 def correction_line(config: GrpoConfig) -> str | None:
-    """What a run says once of off-policy weights that nobody asked for by name; None where there are none."""
+    """Return what a run says once of off-policy weights that nobody asked for by name; None where there are none."""
     chosen = config.corrected_objective.off_policy
     if config.objective.off_policy is not None or chosen == "none":
         return None
@@ -143,7 +143,8 @@ def train_on(batch: TensorDict, config: GrpoConfig, engine: TrainEngine) -> dict
 
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The mean reward of the episodes that were scored; the shares of groups that solve their task, and that teach."""
+    """Return the mean reward of the episodes that were scored; the shares of groups that solve their task, and that
+    teach."""
     groups: dict[int, list[float]] = {}
     for episode in episodes:
         if episode.error is None:

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from apps.common.plan.cluster import Cluster, Schedule
+from apps.common.cluster import Cluster, Schedule
 from apps.grpo import step as module
 from apps.grpo.config import GrpoConfig
-from apps.grpo.episode_metrics import episode_metrics
-from apps.grpo.handed import Handed
-from apps.grpo.samplers import prove_owed
-from apps.grpo.session import Proof
+from apps.grpo.reporting.episode_metrics import episode_metrics
+from apps.grpo.sampling.session import Proof
+from apps.grpo.sampling.vllm import prove_owed
+from apps.grpo.schedules.transfer_result import Handed
 from apps.grpo.step import advantages_of, episode_advantages, grpo_step, reward_metrics, train_on
-from apps.grpo.testing import RECIPE
+from apps.grpo.testing.recipe import RECIPE
 from objectives import GRPO
 from objectives.advantages import estimate
 from objectives.off_policy import Correction

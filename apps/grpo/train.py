@@ -9,27 +9,27 @@ from typing import Any
 
 import torch
 
-from apps.common.checkpoints import checkpoint_path
-from apps.common.config_file import as_plain
-from apps.common.device_memory import memory_metrics
-from apps.common.divergence import told_by_sampler
-from apps.common.export import save_export
-from apps.common.interrupts import Runner
-from apps.common.kept_batch import keeping_batch
-from apps.common.ranks import from_rank_0, init_rank, rank_and_world
-from apps.common.reporter import Reporter
-from apps.common.run_dir import steps_done
-from apps.common.saves import Saves
-from apps.common.tokens import load_tokenizer, quiet_libraries
+from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.run.checkpoint_saver import Saves
+from apps.common.run.checkpoints import checkpoint_path
+from apps.common.run.config_file import as_plain
+from apps.common.run.device_memory import memory_metrics
+from apps.common.run.divergence import told_by_sampler
+from apps.common.run.export import save_export
+from apps.common.run.interrupts import Runner
+from apps.common.run.nonfinite_batch import keeping_batch
+from apps.common.run.ranks import from_rank_0, init_rank, rank_and_world
+from apps.common.run.reporter import Reporter
+from apps.common.run.run_dir import steps_done
+from apps.grpo.build import Demonstrations, Start, samples_elsewhere
 from apps.grpo.config import GrpoConfig
-from apps.grpo.episodes import Decode, Shown, decoder, failure_note
-from apps.grpo.native_sampler import weights_line
-from apps.grpo.parts import Demonstrations, Start, samples_elsewhere
-from apps.grpo.samplers_ray import in_cluster
-from apps.grpo.schedule import Schedule
-from apps.grpo.session import Evaluation, environment_of
+from apps.grpo.reporting.episode_samples import Decode, Shown, decoder, failure_note
+from apps.grpo.sampling.native import weights_line
+from apps.grpo.sampling.ray import in_cluster
+from apps.grpo.sampling.session import Evaluation, environment_of
+from apps.grpo.schedules.sync import Schedule
 from apps.grpo.step import StepResult, correction_line
-from apps.grpo.tasks import Tasks
+from apps.grpo.tasks.prompt_tasks import Tasks
 from engines import TrainEngine
 from rollout import RolloutEngine
 from runlog import read_metrics
@@ -167,7 +167,7 @@ def _log_episodes(
 
 
 def _accuracy_before(run_dir: Path) -> float | None:
-    """What the run's first evaluation found, from its metrics; None where they are lost."""
+    """Return what the run's first evaluation found, from its metrics; None where they are lost."""
     first = next(iter(read_metrics(run_dir)), {})
     return from_rank_0(first.get("eval/accuracy") if first.get("step") == 0 else None)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.config_file import as_plain
-from apps.common.divergence import told_by_sampler
-from apps.common.export import save_export
-from apps.common.ranks import from_rank_0, rank_and_world
-from apps.common.reporter import Reporter
+from apps.common.run.config_file import as_plain
+from apps.common.run.divergence import told_by_sampler
+from apps.common.run.export import save_export
+from apps.common.run.ranks import from_rank_0, rank_and_world
+from apps.common.run.reporter import Reporter
 from apps.grpo.config import GrpoConfig
-from apps.grpo.session import Session
-from apps.grpo.tasks import Conversation
-from apps.sft.fit import fit
-from apps.sft.samples import Sample, batch_of, sample_of, stop_tokens_of
+from apps.grpo.sampling.session import Session
+from apps.grpo.tasks.prompt_tasks import Conversation
+from apps.sft.loop import fit
+from apps.sft.reading.samples import Sample, batch_of, sample_of, stop_tokens_of
 from engines import EngineConfig, TrainEngine, build_engine
 from objectives import SFT
 
@@ -35,13 +35,14 @@ class WarmStarted:
 
 
 def warm_model(folder: Path) -> Path | None:
-    """The model of a finished warm start in `folder`; None where there is none, or a kill cut it short."""
+    """Return the model of a finished warm start in `folder`; None where there is none, or a kill cut it short."""
     finished = from_rank_0((folder / FINISHED).is_file())
     return folder / "export" if finished else None
 
 
 def imitating(config: GrpoConfig) -> EngineConfig:
-    """The engine of the warm start: the run's, with the warm start's learning rate, constant after its warmup."""
+    """Return the engine of the warm start: the run's, with the warm start's learning rate, constant after its
+    warmup."""
     warm = config.warm_start
     # No sampler chose experts for a demonstration.
     return replace(

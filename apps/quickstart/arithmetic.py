@@ -31,7 +31,7 @@ class Problem:
 
 
 def addition(a: int, b: int) -> Problem:
-    """The problem a + b."""
+    """Return the problem a + b."""
     return Problem(f"{a}+{b}=", str(a + b))
 
 
@@ -42,7 +42,7 @@ def is_held_out(problem: Problem) -> bool:
 
 
 def problems(rng: random.Random, digits: int, held_out: bool = False) -> Iterator[Problem]:
-    """An endless stream of sums of two numbers of `digits` digits each, all held out or none.
+    """Yield an endless stream of sums of two numbers of `digits` digits each, all held out or none.
 
     Raises:
         ValueError: digits is below 1.
@@ -57,7 +57,7 @@ def problems(rng: random.Random, digits: int, held_out: bool = False) -> Iterato
 
 
 def distinct(stream: Iterator[Problem], count: int, tries: int = 1000) -> list[Problem]:
-    """The next `count` different problems of a stream.
+    """Return the next `count` different problems of a stream.
 
     Raises:
         ValueError: the stream seems to hold fewer.

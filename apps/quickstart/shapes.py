@@ -43,7 +43,7 @@ class PictureProblem:
 
 
 def stretched(problem: PictureProblem, size: tuple[int, int]) -> str:
-    """The problem's picture in another width and height (pixels)."""
+    """Return the problem's picture in another width and height (pixels)."""
     return _data_uri(draw(problem.drawn).resize(size))
 
 
@@ -72,7 +72,7 @@ def draw(drawn: str) -> Image.Image:
 
 
 def counting(rng: random.Random) -> PictureProblem:
-    """Shapes of two kinds in random cells: how many are there of one?"""
+    """Return shapes of two kinds in random cells: how many are there of one?"""
     counts = {shape: rng.randint(0, MOST) for shape in SHAPES}
     cells = [shape for shape, count in counts.items() for _ in range(count)]
     cells += ["."] * (CELLS * CELLS - len(cells))
@@ -83,7 +83,7 @@ def counting(rng: random.Random) -> PictureProblem:
 
 
 def plot(rng: random.Random) -> PictureProblem:
-    """Four bars: how high is one of them?"""
+    """Return four bars: how high is one of them?"""
     bars, asked = [rng.randint(0, HIGHEST) for _ in range(CELLS)], rng.randrange(CELLS)
     return PictureProblem("".join(map(str, bars)), f"bar {asked + 1}?", str(bars[asked]))
 

@@ -17,7 +17,7 @@ WORDS = ("system", "user", "assistant", "calculator", "expression", "\\boxed{")
 
 
 def chat_template() -> str:
-    """The Jinja text of the project's chat template."""
+    """Return the Jinja text of the project's chat template."""
     return (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ _IMAGE_PART = (
 
 
 def seeing_tokenizer() -> PreTrainedTokenizerFast:
-    """The quickstart's tokenizer with the tokens of images, and a template that writes them."""
+    """Return the quickstart's tokenizer with the tokens of images, and a template that writes them."""
     tokenizer = build_tokenizer()
     tokens = [AddedToken(t, special=True, normalized=False) for t in (VISION_START, VISION_END, IMAGE, VIDEO)]
     tokenizer.add_tokens(tokens, special_tokens=True)
@@ -33,7 +33,7 @@ def seeing_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ensure_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny_config) -> Path:
-    """`save_seeing_model`, unless the directory is there already; a kill leaves all of it or nothing."""
+    """Return `save_seeing_model`, unless the directory is there already; a kill leaves all of it or nothing."""
     return made_once(directory, lambda temporary: save_seeing_model(temporary, seed, make_config))
 
 
@@ -61,7 +61,8 @@ def save_seeing_model(directory: Path, seed: int, make_config: MakeConfig = tiny
 
 
 def vision_fields(tokenizer: PreTrainedTokenizerFast, hidden: int) -> dict[str, Any]:
-    """What a config of a model that sees has beside its text part: a tower for the drawn pictures, and their tokens."""
+    """Return what a config of a model that sees has beside its text part: a tower for the drawn pictures, and their
+    tokens."""
     tower = {
         "depth": 2,
         "hidden_size": 32,

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from apps.common.flags import flag, owned_problems
-from apps.common.plan.cluster import Cluster
+from apps.common.cli.flags import flag, owned_problems
+from apps.common.cluster import Cluster
 from apps.sft.reading.examples import Columns, Form
 from apps.sft.reading.selection import Truncation
 from apps.sft.reading.sources import Source, parse_sources
@@ -67,7 +67,7 @@ class DataConfig:
             raise ValueError("; ".join(found))
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong, each with a flag."""
+        """Yield texts of all that is wrong, each with a flag."""
         share = 0 < self.eval_share < 1
         if not share:
             yield f"--eval-share must lie between 0 and 1, got {self.eval_share}"
@@ -176,7 +176,7 @@ class SftConfig:
             raise ValueError("; ".join(found))
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong beside the parts, each with a flag."""
+        """Yield texts of all that is wrong beside the parts, each with a flag."""
         found = [*self.out_of_range()]
         yield from found
         # what is wrong together may follow from a value that is wrong alone: that is told first

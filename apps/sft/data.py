@@ -18,7 +18,7 @@ from apps.sft.reading.sources import Source
 from apps.sft.reading.split import split_against, split_off
 from apps.sft.reading.tokenised import tokenise
 from rollout import calculator
-from rollout.pictures import Pictures
+from rollout.chat.images import Pictures
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Skipped:
         self.first.setdefault(reason, f"{path.name}, row {row}")
 
     def lines(self) -> list[str]:
-        """One line a reason, for people."""
+        """Return one line a reason, for people."""
         left_out = [
             f"left out {count} rows: {reason} (first: {self.first[reason]})" for reason, count in self.counts.items()
         ]

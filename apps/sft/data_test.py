@@ -19,8 +19,8 @@ from apps.sft.config import DataConfig
 from apps.sft.data import write_demonstrations
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, read_examples
+from apps.sft.reading.samples import Sample, sample_of, stop_tokens_of
 from apps.sft.reading.sources import Source
-from apps.sft.samples import Sample, sample_of, stop_tokens_of
 
 TOKENIZER = build_tokenizer()
 ARGUMENTS = {"expression": "1+2"}

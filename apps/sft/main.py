@@ -9,33 +9,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; --thr
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common import cli
-from apps.common.cli import CommandLine
-from apps.common.config_file import write_config
-from apps.common.hints import SFT as PEERS
-from apps.common.model_files import check_model_directory
-from apps.common.pictures import pictures_of
+from apps.common.cli import command_line as cli
+from apps.common.cli.command_line import CommandLine
+from apps.common.cli.environment import start_with
+from apps.common.cli.peer_flags import SFT as PEERS
+from apps.common.data.images import pictures_of
+from apps.common.data.model_files import check_model_directory
+from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
 from apps.common.plan.command import answer_without_running
 from apps.common.plan.work import Work
-from apps.common.ranks import from_rank_0, rank_and_world
-from apps.common.reporter import stoppable
-from apps.common.run_dir import resolve_run_dir, steps_done
+from apps.common.run.config_file import write_config
+from apps.common.run.ranks import from_rank_0, rank_and_world
+from apps.common.run.reporter import stoppable
+from apps.common.run.run_dir import resolve_run_dir, steps_done
 from apps.common.shrink.command import asked_for, refuse_dropped, tell
 from apps.common.shrink.fields import Difference, Most, by_flag
 from apps.common.shrink.npu import stand_in_for
-from apps.common.tokens import load_tokenizer, quiet_libraries
-from apps.common.variables import start_with
 from apps.quickstart.model import ensure_tiny_model
-from apps.sft.checks import check_model
 from apps.sft.config import OWNED, SftConfig
-from apps.sft.course import course_of
 from apps.sft.data import Conversations, load_conversations, write_demonstrations
+from apps.sft.preflight import check_model
+from apps.sft.reading.samples import stop_tokens_of
 from apps.sft.reading.sources import Source
 from apps.sft.recipe import Recipe
 from apps.sft.registry import recipes, runnable, work_of
-from apps.sft.same_rows import order_of, refuse_other_rows
-from apps.sft.samples import stop_tokens_of
+from apps.sft.row_order import order_of, refuse_other_rows
 from apps.sft.shrink import shrink, shrunk_recipe, supplied
+from apps.sft.step_plan import course_of
 from apps.sft.train import Result, train
 from engines.launch import ensure_group, launch, under_torchrun
 from engines.loading import resolve_device
@@ -46,7 +46,7 @@ RUNS = Path("runs/sft")
 
 
 def command_line() -> CommandLine[SftConfig]:
-    """What `configure` reads flags by."""
+    """Return what `configure` reads flags by."""
     return CommandLine(
         prog="sft",
         kind=SftConfig,
@@ -60,7 +60,7 @@ def command_line() -> CommandLine[SftConfig]:
 
 
 def configure(argv: Sequence[str]) -> SftConfig:
-    """The configuration of a command line; a given model or file turns the default recipe to "finetune"."""
+    """Return the configuration of a command line; a given model or file turns the default recipe to "finetune"."""
     return command_line().parse(argv)
 
 
@@ -102,7 +102,7 @@ def run(config: SftConfig, recipe: Recipe | None = None) -> Result:
 
 
 def shrunk(config: SftConfig, most: Most) -> tuple[SftConfig, Recipe, tuple[Difference, ...]]:
-    """The configuration at the size of the processes allowed, its recipe, and every field that differs.
+    """Return the configuration at the size of the processes allowed, its recipe, and every field that differs.
 
     Raises:
         ValueError: there is no such recipe, or there are too few processes.

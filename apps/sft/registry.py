@@ -2,21 +2,21 @@
 
 import os
 
+from apps.common.cli.recipes import load_recipes
 from apps.common.plan.ready import refuse_unready
 from apps.common.plan.work import Work
-from apps.common.ranks import ranks_of_node
-from apps.common.recipes import load_recipes
+from apps.common.run.ranks import ranks_of_node
 from apps.sft.config import SftConfig
 from apps.sft.recipe import Recipe
 
 
 def recipes() -> dict[str, Recipe]:
-    """All recipes by name."""
+    """Return all recipes by name."""
     return load_recipes("apps.sft.recipes", Recipe)
 
 
 def work_of(config: SftConfig, recipe: Recipe | None = None) -> Work:
-    """What the plan of a configuration is made of; `recipe` as in `runnable`.
+    """Return what the plan of a configuration is made of; `recipe` as in `runnable`.
 
     Raises:
         ValueError: there is no recipe of that name.
@@ -37,7 +37,7 @@ def work_of(config: SftConfig, recipe: Recipe | None = None) -> Work:
 
 
 def runnable(config: SftConfig, recipe: Recipe | None = None) -> Recipe:
-    """The registered recipe of a configuration, or the one given.
+    """Return the registered recipe of a configuration, or the one given.
 
     Raises:
         ValueError: there is none of that name, it can only be planned, or it lacks a model or data.

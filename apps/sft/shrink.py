@@ -19,7 +19,7 @@ DIGITS = 70
 
 
 def shrink(config: SftConfig, recipe: Recipe, most: Most) -> tuple[SftConfig, tuple[Difference, ...]]:
-    """The configuration of a recipe in small, and every field that differs.
+    """Return the configuration of a recipe in small, and every field that differs.
 
     Raises:
         ValueError: see `apps.common.shrink.fields.Small.of`.
@@ -36,7 +36,7 @@ def shrink(config: SftConfig, recipe: Recipe, most: Most) -> tuple[SftConfig, tu
 
 
 def shrunk_recipe(config: SftConfig, recipe: Recipe) -> Recipe:
-    """The recipe of a shrunk configuration: its model is small too."""
+    """Return the recipe of a shrunk configuration: its model is small too."""
     if recipe.origin is None:
         return recipe
     shape = tiny_shape(recipe.origin.shape, config.engine.pipeline_parallel, config.engine.tensor_parallel)
@@ -44,7 +44,7 @@ def shrunk_recipe(config: SftConfig, recipe: Recipe) -> Recipe:
 
 
 def supplied(config: SftConfig, recipe: Recipe, run_dir: Path) -> SftConfig:
-    """The configuration with a model, and conversations in the recipe's column, made in the run folder.
+    """Return the configuration with a model, and conversations in the recipe's column, made in the run folder.
 
     Raises:
         ValueError: a model is named.

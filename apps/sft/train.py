@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from apps.common.checkpoints import checkpoint_path
-from apps.common.config_file import as_plain
-from apps.common.device_memory import memory_metrics
-from apps.common.divergence import check_loss
-from apps.common.export import save_export
-from apps.common.kept_batch import keeping_batch
-from apps.common.ranks import from_rank_0, init_rank
-from apps.common.reporter import Reporter
-from apps.common.run_dir import steps_done
-from apps.common.saves import Saves
-from apps.common.tokens import load_tokenizer, quiet_libraries
-from apps.sft.best import BEFORE, HELD_OUT, Best, best_of_before, best_path, check_best
+from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.run.checkpoint_saver import Saves
+from apps.common.run.checkpoints import checkpoint_path
+from apps.common.run.config_file import as_plain
+from apps.common.run.device_memory import memory_metrics
+from apps.common.run.divergence import check_loss
+from apps.common.run.export import save_export
+from apps.common.run.nonfinite_batch import keeping_batch
+from apps.common.run.ranks import from_rank_0, init_rank
+from apps.common.run.reporter import Reporter
+from apps.common.run.run_dir import steps_done
+from apps.sft.best_checkpoint import BEFORE, HELD_OUT, Best, best_of_before, best_path, check_best
 from apps.sft.config import SftConfig
-from apps.sft.course import Course, course_of
 from apps.sft.data import Conversations
-from apps.sft.fit import fit
-from apps.sft.same_rows import ORDER, order_of
-from apps.sft.samples import Sample, batch_of
+from apps.sft.loop import fit
+from apps.sft.reading.samples import Sample, batch_of
+from apps.sft.row_order import ORDER, order_of
+from apps.sft.step_plan import Course, course_of
 from engines import TrainEngine, build_engine
 from engines.config import parse_context_parallel
 from runlog import read_metrics
@@ -81,7 +81,8 @@ def train(config: SftConfig, conversations: Conversations, model: Path, run_dir:
 
 
 def held_out_loss(engine: TrainEngine, samples: Sequence[Sample], rows: int = 256) -> float:
-    """Mean negative log-likelihood of the samples' trained tokens, in nats; `rows` at a time, the last what is left."""
+    """Return mean negative log-likelihood of the samples' trained tokens, in nats; `rows` at a time, the last what is
+    left."""
     total, tokens = 0.0, 0
     for first in range(0, len(samples), rows):
         batch = batch_of([samples[i] for i in range(first, min(first + rows, len(samples)))])
@@ -118,7 +119,7 @@ class _Found:
         return Best(step, self.losses[step])
 
     def facts(self, step: int) -> dict[str, float]:
-        """What a checkpoint of this step says of it."""
+        """Return what a checkpoint of this step says of it."""
         here = {HELD_OUT: self.losses[step]} if step in self.losses else {}
         return {BEFORE: self.before} | here
 
@@ -163,7 +164,7 @@ class _Steps:
         return found
 
     def _begin(self, earlier: _Earlier) -> _Found:
-        """What counts of earlier parts; for a new run the held-out loss is taken now, and is its first row."""
+        """Return what counts of earlier parts; for a new run the held-out loss is taken now, and is its first row."""
         done, here = earlier.done, earlier.here
         found = _Found(self._held_out_loss() if earlier.before is None else earlier.before, {})
         if not done:
@@ -197,7 +198,8 @@ class _Steps:
         return held_out_loss(self.engine, self.conversations.held_out[: self.config.eval_rows])
 
     def _kept(self, step: int, found: _Found) -> list[Path]:
-        """Where the state after a step is to be kept: as the best before it counts as the last, if it is both."""
+        """Return where the state after a step is to be kept: as the best before it counts as the last, if it is
+        both."""
         config, run_dir = self.config, self.log.run_dir
         best = config.export == "best" and step in found.losses and found.best.step == step
         due = step == self.course.steps or step % config.save_every == 0
@@ -208,7 +210,7 @@ class _Steps:
 
 
 def _losses(run_dir: Path, done: int) -> dict[int, float]:
-    """What evaluations found in the first `done` steps, from the run's metrics; none where they are lost."""
+    """Return what evaluations found in the first `done` steps, from the run's metrics; none where they are lost."""
     rows = read_metrics(run_dir) if done else []
     return from_rank_0(
         {int(row["step"]): row["eval/loss"] for row in rows if "eval/loss" in row and row["step"] <= done}

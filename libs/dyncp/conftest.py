@@ -4,5 +4,5 @@ import torch
 
 
 def pytest_report_header() -> str:
-    """Name the processor capability; ATEN_CPU_CAPABILITY=default, avx2 or avx512 chooses another."""
+    """Return name the processor capability; ATEN_CPU_CAPABILITY=default, avx2 or avx512 chooses another."""
     return f"ATen CPU capability: {torch.backends.cpu.get_cpu_capability()}"

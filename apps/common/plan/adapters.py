@@ -34,7 +34,7 @@ def _delta_net(shape: ModelShape) -> Iterator[Sizes]:
 
 
 def _mlp(shape: ModelShape) -> Iterator[Sizes]:
-    """Of a dense layer; of one with experts the gate of the shared one alone."""
+    """Yield of a dense layer; of one with experts the gate of the shared one alone."""
     if not shape.experts:
         yield "gate_proj", shape.hidden, shape.intermediate
         yield "up_proj", shape.hidden, shape.intermediate

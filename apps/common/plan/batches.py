@@ -26,7 +26,7 @@ class BatchPlan:
 
 
 def batch_problems(sequences: int, mini_batches: int, longest: int, tokens: int) -> list[str]:
-    """What `plan_batches` could not split, each with its fix."""
+    """Return what `plan_batches` could not split, each with its fix."""
     found = []
     if longest > tokens:
         found.append(
@@ -65,6 +65,6 @@ def bubble_share(micro_batches: int, stages: int, chunks: int = 1) -> float:
 
 
 def span(counts: Sequence[int]) -> str:
-    """One number where all are equal, else the least and the most."""
+    """Return one number where all are equal, else the least and the most."""
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low} to {high}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from apps.common.plan.cluster import Cluster, RolloutLayout
+from apps.common.cluster import Cluster, RolloutLayout
 from apps.common.plan.memory import States
 from apps.common.plan.model_shape import ModelShape, count_parameters, tower_parameters
 from engines import EngineConfig
@@ -45,7 +45,8 @@ def total_parameters(shape: ModelShape) -> int:
 
 
 def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
-    """Of `export_weights`: a tensor whole on every rank, the one before it, and its copy in a checkpoint's dtype.
+    """Return of `export_weights`: a tensor whole on every rank, the one before it, and its copy in a checkpoint's
+    dtype.
 
     Megatron puts tensors together in float32, FSDP2 in the masters' dtype. Two buckets come on top.
     """
@@ -54,8 +55,8 @@ def export_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 
 
 def kept_apart(engine: EngineConfig, cluster: Cluster) -> str | None:
-    """Why the native sampler of a training process can't compute with that one's own weights, whatever it trains with;
-    None where it may."""
+    """Return why the native sampler of a training process can't compute with that one's own weights, whatever it trains
+    with; None where it may."""
     mode = cluster.schedule.mode
     if cluster.rollout.engine != "native" or cluster.rollout.ray_workers or mode == "fully_async":
         return "it is in a process of its own"
@@ -69,7 +70,7 @@ def kept_apart(engine: EngineConfig, cluster: Cluster) -> str | None:
 
 
 def shares_weights(engine: EngineConfig, cluster: Cluster, ranks: int, shards: int) -> bool:
-    """Whether the native sampler computes with the trainer's weights in place; a run asks its engine itself
+    """Return whether the native sampler computes with the trainer's weights in place; a run asks its engine itself
     (`engines.shared_weights`). `shards`: ranks that share a copy of sharded weights."""
     if kept_apart(engine, cluster) is not None or engine.backend != "fsdp2" or engine.lora.rank:
         return False
@@ -84,8 +85,8 @@ def shares_weights(engine: EngineConfig, cluster: Cluster, ranks: int, shards: i
 def train_buffers(
     shape: ModelShape, engine: EngineConfig, states: States, layers: int, offload: bool, width: int, samples: bool
 ) -> list[Buffer]:
-    """Of a training rank with these states, of whose stage there are `layers`; `samples`: a sampler is handed copies of
-    the weights."""
+    """Return of a training rank with these states, of whose stage there are `layers`; `samples`: a sampler is handed
+    copies of the weights."""
     found = (
         [Buffer("all states" if states.all_on_host else "optimizer states", host=states.host, always=True)]
         if states.host
@@ -109,9 +110,9 @@ def train_buffers(
 
 
 def sampler_buffers(shape: ModelShape, layout: RolloutLayout, width: int) -> list[Buffer]:
-    """Of the process that a sampler belongs to (vLLM: one of tp x dp devices; native: each)."""
+    """Return of the process that a sampler belongs to (vLLM: one of tp x dp devices; native: each)."""
     if layout.engine == "vllm":
-        # rollout.vllm.weights: the set in use and the one that is staged, where workers read them.
+        # rollout.vllm.weights.shared_weights: the set in use and the one that is staged, where workers read them.
         two = 2.0 * DISK * total_parameters(shape)
         if layout.weights_on_device:
             return [Buffer("two sets of weights", device=two, always=True)]
@@ -126,7 +127,7 @@ def sampler_buffers(shape: ModelShape, layout: RolloutLayout, width: int) -> lis
 
 
 def vllm_weights(shape: ModelShape, layout: RolloutLayout) -> float:
-    """Bytes of a worker: its part of each matrix, and of the experts."""
+    """Return bytes of a worker: its part of each matrix, and of the experts."""
     count = count_parameters(shape)
     sharers = layout.tp if layout.ep == 1 else max(layout.tp, layout.ep)
     dense = (count.embeddings + count.dense + tower_parameters(shape)) / layout.tp
@@ -134,12 +135,13 @@ def vllm_weights(shape: ModelShape, layout: RolloutLayout) -> float:
 
 
 def cache_bytes(shape: ModelShape, tp: int) -> int:
-    """Of a token on a worker, in layers of full attention: keys and values of its heads, one at least."""
+    """Return of a token on a worker, in layers of full attention: keys and values of its heads, one at least."""
     return 2 * DISK * shape.full_attention_layers * max(1, shape.kv_heads // tp) * shape.head_dim
 
 
 def state_bytes(shape: ModelShape, tp: int) -> float:
-    """Of a request on a worker, in gated delta nets: a float32 matrix a value head, and the convolution's inputs."""
+    """Return of a request on a worker, in gated delta nets: a float32 matrix a value head, and the convolution's
+    inputs."""
     heads, dim = shape.linear_value_heads, shape.linear_head_dim
     mixed = (2 * shape.linear_key_heads + heads) * dim
     return shape.linear_layers * (WIDE * heads * dim * dim + DISK * mixed * (shape.linear_conv_width - 1)) / tp

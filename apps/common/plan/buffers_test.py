@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from apps.common.cluster import Cluster, RolloutLayout, Schedule
 from apps.common.plan.buffers import (
     DISK,
     Buffer,
@@ -24,7 +25,6 @@ from apps.common.plan.buffers import (
     train_buffers,
     vllm_weights,
 )
-from apps.common.plan.cluster import Cluster, RolloutLayout, Schedule
 from apps.common.plan.memory import fsdp_states
 from apps.common.plan.model_shape import ModelShape, count_parameters, shape_of
 from engines import EngineConfig, LoraConfig, No, build_engine, shared_weights
@@ -34,7 +34,7 @@ from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 from rollout.sync.pieces import buckets
 from rollout.sync.staging import WeightStaging
-from rollout.vllm.weights import SharedWeights
+from rollout.vllm.weights.shared_weights import SharedWeights
 
 KINDS = ["dense", "moe", "attention"]
 

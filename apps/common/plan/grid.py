@@ -37,7 +37,7 @@ class Grid:
         return self.tp * self.cp * self.dp * self.pp
 
     def size(self, axis: Axis) -> int:
-        """Ranks of one group along an axis."""
+        """Return ranks of one group along an axis."""
         return int(getattr(self, axis))
 
     def cell(self, rank: int, axes: tuple[Axis, ...] = DENSE) -> dict[Axis, int]:
@@ -71,7 +71,7 @@ def make_grid(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1,
 
 
 def grid_problems(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> list[str]:
-    """What does not divide the ranks, each with the numbers that would do; none where a grid can be made."""
+    """Return what does not divide the ranks, each with the numbers that would do; none where a grid can be made."""
     stage, rest = divmod(ranks, pp)
     model, found = tp * cp * pp, []
     if ranks % model:

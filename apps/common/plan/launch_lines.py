@@ -4,7 +4,7 @@ from apps.common.plan.work import Work
 
 
 def launch_lines(work: Work) -> list[str]:
-    """One command for a single process or machine, torchrun on every node, or Ray where pools are separate."""
+    """Return one command for a single process or machine, torchrun on every node, or Ray where pools are separate."""
     variables = "".join(f"{entry} " for entry in work.cluster.environment)
     flags = f"--recipe {work.recipe}" + (" --model DIR --data FILE" if work.needs_model else "")
     nodes = work.cluster.pools.nodes

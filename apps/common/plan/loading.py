@@ -1,6 +1,6 @@
 """What a rank holds while the models of the recipes are read, by arithmetic: `--loading`.
 
-`engines.weights.memory` counts the same on the real modules, and a test measures it on 1, 2 and 4 ranks.
+`engines.weights.loading_memory` counts the same on the real modules, and a test measures it on 1, 2 and 4 ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,18 @@ RANKS = (1, 8, 16, 32, 64)
 
 
 def share_bytes(shape: ModelShape, ranks: int, master_bytes: int = 4) -> float:
-    """A rank's rows of every weight."""
+    """Return a rank's rows of every weight."""
     return count_parameters(shape).total * master_bytes / ranks
 
 
 def largest_bytes(shape: ModelShape, ranks: int) -> float:
-    """A rank's rows of the largest tensor on disk: the embedding, or the experts of a layer in one tensor."""
+    """Return a rank's rows of the largest tensor on disk: the embedding, or the experts of a layer in one tensor."""
     experts = 2 * shape.experts * shape.expert_intermediate * shape.hidden
     return max(shape.vocab * shape.hidden, experts) * DISK_BYTES / ranks
 
 
 def loading_table(shapes: Iterable[ModelShape], ranks: Sequence[int] = RANKS) -> str:
-    """A Markdown table of models, each once, in GiB: share + largest tensor, by number of ranks."""
+    """Return a Markdown table of models, each once, in GiB: share + largest tensor, by number of ranks."""
     cells = [("model", "billions", "in float32, whole", *(f"{n} ranks" for n in ranks))]
     cells.append(tuple("---" for _ in cells[0]))
     for name, shape in sorted({shape.name: shape for shape in shapes}.items()):

@@ -13,7 +13,7 @@ from apps.grpo.recipes.qwen3_5_27b_fsdp2 import QWEN3_5_27B
 from apps.grpo.recipes.qwen3_5_35b_a3b_megatron import QWEN3_5_35B_A3B
 from apps.grpo.recipes.qwen3_5_122b_a10b_megatron import QWEN3_5_122B_A10B
 from apps.sft.main import main as sft_main
-from engines.weights.memory import loading_memory
+from engines.weights.loading_memory import loading_memory
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "gated_attention": True}
 SIZES |= {"full_attention_interval": 2, "linear_key_heads": 2, "linear_value_heads": 4, "linear_head_dim": 16}

@@ -18,9 +18,9 @@ from apps.common.plan.logits import (
 from apps.common.plan.model_shape import ModelShape, shape_of
 from engines import EngineConfig, LoraConfig
 from engines.capability import Yes
-from engines.fast.log_probs import KEPT_BYTES
+from engines.fast.fused_log_probs import KEPT_BYTES
 from engines.loading import DTYPES
-from engines.megatron.gpu import layers
+from engines.megatron.gpu import fused_layers as layers
 from engines.tiny import tiny_config
 
 DENSE = shape_of(tiny_config("dense", linear_key_head_dim=128, linear_value_head_dim=128), "dense")

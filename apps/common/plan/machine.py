@@ -15,11 +15,11 @@ from packaging.specifiers import SpecifierSet
 
 from apps.common.plan.memory import GIB
 from apps.common.plan.work import Work
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 from engines.devices.hccl import HOST_PORTS, HcclSettings, port_range
 from engines.devices.npu_operators import VERSIONS
-from rollout.vllm.config import VllmConfig
-from rollout.vllm.process import find_python
+from rollout.vllm.settings.config import VllmConfig
+from rollout.vllm.client.process import find_python
 from rollout.vllm.server.ascend import PACKAGE, refuse_other_versions
 
 _INSTALLED = f"""
@@ -33,7 +33,8 @@ CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
 
 
 def seen_here(work: Work, environ: Mapping[str, str]) -> list[str]:
-    """Lines on the accelerators that the run asks for; none where it asks for the CPU or leaves the choice open."""
+    """Return lines on the accelerators that the run asks for; none where it asks for the CPU or leaves the choice
+    open."""
     if work.engine.device == "npu":
         operators = work.engine.npu_operators != "off"
         lines = [_torch_npu(operators), _driver(), _cann(environ), *_devices(work), *_ports(work, environ)]
@@ -43,7 +44,7 @@ def seen_here(work: Work, environ: Mapping[str, str]) -> list[str]:
 
 
 def _torch_npu(operators: bool) -> str:
-    """`operators`: whether layers are to compute by those of NPUs."""
+    """Return `operators`: whether layers are to compute by those of NPUs."""
     torch = version("torch").partition("+")[0]
     try:
         found = version("torch_npu")
@@ -109,7 +110,7 @@ def _ports(work: Work, environ: Mapping[str, str]) -> list[str]:
 
 
 def _free(port: int) -> bool:
-    """Whether a process could take the port; nothing listens on it here."""
+    """Return whether a process could take the port; nothing listens on it here."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
         try:
             tried.bind(("127.0.0.1", port))

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
+from apps.common.cluster import Cluster, Pools, RolloutLayout
 from apps.common.plan import machine
-from apps.common.plan.cluster import Cluster, Pools, RolloutLayout
 from apps.common.plan.machine import seen_here
 from apps.common.plan.work import Work
 from engines import EngineConfig

@@ -64,7 +64,8 @@ class States:
 
 
 def megatron_states(engine: EngineConfig, grid: Grid, held: Held, width: int, tower: int = 0) -> States:
-    """Weights in the compute dtype of `width` bytes, gradients in float32, and masters with two moments in float32.
+    """Return weights in the compute dtype of `width` bytes, gradients in float32, and masters with two moments in
+    float32.
 
     The distributed optimizer shares out the latter. `tower`: parameters of a frozen vision tower, whole on each rank of
     the first stage.

@@ -49,12 +49,12 @@ def memory_lines(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int
 
 
 def states_of(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> States:
-    """Of the rank whose device has most."""
+    """Return of the rank whose device has most."""
     return max(states_by_stage(work, shape, grid, layers), key=lambda states: states.device)
 
 
 def states_by_stage(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[States]:
-    """Of a rank of each pipeline stage; FSDP2 has one."""
+    """Return of a rank of each pipeline stage; FSDP2 has one."""
     engine, width = work.engine, width_of(work.engine)
     if engine.backend != "megatron":
         return [fsdp_states(shape, engine, work.shards)]
@@ -64,7 +64,7 @@ def states_by_stage(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[
 
 
 def _stages(work: Work, shape: ModelShape, grid: Grid, layers: Sequence[int]) -> list[str]:
-    """A line for each of several stages, what each of its ranks holds."""
+    """Return a line for each of several stages, what each of its ranks holds."""
     found, lines = states_by_stage(work, shape, grid, layers), []
     for stage, (count, states) in enumerate(zip(layers, found, strict=True) if len(found) > 1 else ()):
         held = f"weights {_gib(states.weights)} + gradients {_gib(states.gradients)}"
@@ -78,7 +78,7 @@ def _where(states: States) -> str:
 
 
 def head_of(work: Work, shape: ModelShape, grid: Grid) -> Head:
-    """Of a full micro-batch every token of which trains."""
+    """Return of a full micro-batch every token of which trains."""
     engine, tokens, width = work.engine, work.engine.max_tokens_per_rank, width_of(work.engine)
     if engine.backend == "megatron":
         return megatron_head(shape, engine, tokens, width, grid.tp)
@@ -86,7 +86,7 @@ def head_of(work: Work, shape: ModelShape, grid: Grid) -> Head:
 
 
 def _logits(head: Head, tokens: int, grid: Grid) -> str:
-    """How many tokens have theirs at a time, and what these take."""
+    """Return how many tokens have theirs at a time, and what these take."""
     at_a_time = f"{head.rows} of {tokens} tokens at a time" if head.rows < tokens else f"all {tokens} tokens at once"
     where = " on the last stage" if grid.pp > 1 else ""
     line = f"logits and what is made of them{where}: {at_a_time}, {_gib(head.logits)}"
@@ -127,7 +127,7 @@ def _too_much(work: Work, states: States, peak: Peak) -> list[str]:
 
 
 def _pool(work: Work, shape: ModelShape, width: int, states: States, peak: Peak) -> tuple[list[str], list[str]]:
-    """Of the devices that sample, and the processes that feed them."""
+    """Return of the devices that sample, and the processes that feed them."""
     layout, memory = work.cluster.rollout, work.cluster.pools.device_memory_gib
     if shares_weights(work.engine, work.cluster, work.ranks, work.shards):
         return ["weights of each sampler: training's own, in place"], []
@@ -163,8 +163,8 @@ ASLEEP = 2.0
 
 
 def _shared(work: Work, states: States, trains: float, stays: float, memory: float) -> tuple[list[str], list[str]]:
-    """Of devices with `memory` that training, which fills `trains` of it at most, and vLLM share, all in GiB; `stays`
-    while either has them: what each turn takes, and the larger one against the device."""
+    """Return of devices with `memory` that training, which fills `trains` of it at most, and vLLM share, all in GiB;
+    `stays` while either has them: what each turn takes, and the larger one against the device."""
     layout, offload, alone = work.cluster.rollout, work.cluster.offload, trains < memory
     share = layout.copies_per_device * layout.memory_share * memory
     samples = share + stays + (0.0 if offload else states.device / GIB)
@@ -185,7 +185,7 @@ def _shared(work: Work, states: States, trains: float, stays: float, memory: flo
 
 
 def _host(buffers: Sequence[Buffer], node: int, every: int, pool: str) -> str:
-    """What stays, and the largest of what comes and goes beside it; each of them alone."""
+    """Return what stays, and the largest of what comes and goes beside it; each of them alone."""
     stays = sum(buffer.host for buffer in buffers if buffer.always)
     passing = max((buffer.host for buffer in buffers if not buffer.always), default=0.0)
     rank = stays + passing

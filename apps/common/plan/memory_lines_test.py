@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apps.common.plan.cluster import Cluster, Pools
+from apps.common.cluster import Cluster, Pools
 from apps.common.plan.logits import megatron_head
 from apps.common.plan.memory_lines import head_of, memory_lines, states_by_stage, states_of
 from apps.common.plan.model_shape import ModelShape

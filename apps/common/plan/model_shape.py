@@ -106,7 +106,7 @@ class Parameters:
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
-    """The sizes of a transformers config of one of these families; ValueError where they don't go together."""
+    """Return the sizes of a transformers config of one of these families; ValueError where they don't go together."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or []
     hybrid = "linear_attention" in kinds

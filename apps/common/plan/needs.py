@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from apps.common.plan.cluster import changed_fields
+from apps.common.cluster import changed_fields
 from apps.common.plan.work import Work
 from engines.capability import No, Yes, features_of, supports
 from engines.families.registry import FAMILIES
@@ -27,11 +27,11 @@ VLLM_FIELDS: dict[str, Yes | No] = {
     "rollout.memory_share": Yes("rollout/vllm/graphs_gpu_test.py"),
     "rollout.copies_per_device": Yes("apps/grpo/benchmarks/step_with_vllm.py"),
     "rollout.weights_on_device": Yes("rollout/vllm/shared_device_gpu_test.py"),
-    "rollout.sleep": Yes("apps/grpo/sleep_vllm_test.py"),
+    "rollout.sleep": Yes("apps/grpo/tests/sleep_vllm_test.py"),
     "rollout.chunked_prefill": Yes("rollout/vllm/parts_test.py"),
     "rollout.prefix_cache": Yes("rollout/vllm/parts_test.py"),
     "rollout.dtype": Yes("VllmConfig.dtype"),
-    "rollout.device": Yes("apps/grpo/shrink_npu_vllm_test.py"),
+    "rollout.device": Yes("apps/grpo/tests/shrink_npu_vllm_test.py"),
     "rollout.max_requests": Yes("RolloutConfig.max_batch"),
     "rollout.vllm": Yes("VllmConfig.arguments"),
     "rollout.cuda_graph_sizes": Yes("rollout/vllm/graphs_gpu_test.py"),
@@ -48,25 +48,25 @@ SHARED_BY_WORKERS = No(
 )
 UNSAMPLED = No("a supervised run samples nothing: leave it at its default")
 UNKNOWN_SIZE = No("the recipe does not know the model's sizes, so that nothing can be held against it: leave it out")
-OFFLOAD = Yes("apps/grpo/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
+OFFLOAD = Yes("apps/grpo/tests/offload_test.py::test_training_is_on_the_host_while_answers_are_sampled")
 OVERLAP = No(
     "sampling and training overlap, on devices of their own: leave it out, or use --cluster.schedule.mode sync"
 )
-REFERENCE = Yes("apps/grpo/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
+REFERENCE = Yes("apps/grpo/tests/lora_test.py::test_the_policy_is_held_to_a_frozen_model_beside_it")
 RAY = No("engines.launch starts ranks in process, by spawning or under torchrun; it does not start Ray's")
-RAY_GPUS = Yes("apps/grpo/ray_gpu_test.py")
-RAY_SAMPLERS = Yes("apps/grpo/schedule_ray_test.py")
+RAY_GPUS = Yes("apps/grpo/tests/ray_gpu_test.py")
+RAY_SAMPLERS = Yes("apps/grpo/tests/schedule_ray_test.py")
 RAY_SLEEP = No("vLLM in Ray's workers never slept between two rounds: set --cluster.rollout.no-sleep")
-RAY_APART = Yes("apps/grpo/ray_pools_test.py")
+RAY_APART = Yes("apps/grpo/tests/ray_pools_test.py")
 RAYS = ("rollout.ray_", "rollout.weight_transport")
 """Beginnings of the fields that Ray's samplers alone obey."""
 APART = ("pools.placement", "pools.rollout_nodes")
-RAY_VLLM = Yes("apps/grpo/schedule_vllm_ray_test.py")
-ADMIT = Yes("apps/grpo/native_sampler_test.py")
+RAY_VLLM = Yes("apps/grpo/tests/schedule_vllm_ray_test.py")
+ADMIT = Yes("apps/grpo/sampling/native_test.py")
 ADMIT_ROUNDS = No("the samplers of fully_async let requests begin at any step: leave it out, or use another schedule")
 DENSE = No("the model has no router, and no token is sent to experts: leave --engine.routing-replay out")
 NOTHING_TO_REPLAY = No("a supervised run has no sampler whose experts it could replay: leave it out")
-IMAGES = Yes("apps/grpo/pictures_test.py::test_a_column_of_images_may_have_any_name")
+IMAGES = Yes("apps/grpo/tests/images_test.py::test_a_column_of_images_may_have_any_name")
 UNSEEN = No("the model is trained on text: set --engine.vision to frozen or trained")
 
 
@@ -79,7 +79,7 @@ class Need:
 
 
 def needs_of(work: Work) -> list[Need]:
-    """All that the run needs beyond one device and text, each with its answer."""
+    """Return all that the run needs beyond one device and text, each with its answer."""
     changed = [path for path in changed_fields(work.cluster) if path != "environment"]
     found = [*_engine_needs(work), *(_cluster_need(work, path) for path in changed)]
     if work.cluster.schedule.mode != "sync":
@@ -111,7 +111,7 @@ def _engine_needs(work: Work) -> list[Need]:
 
 
 def _replay(work: Work) -> list[Need]:
-    """Of what replays a sampler's experts: the model's router, as far as its sizes are known, and a sampler."""
+    """Return of what replays a sampler's experts: the model's router, as far as its sizes are known, and a sampler."""
     if work.app == "sft":
         return [Need("--engine.routing-replay (experts to replay)", NOTHING_TO_REPLAY)]
     if has_experts(work) is False:
@@ -121,7 +121,8 @@ def _replay(work: Work) -> list[Need]:
 
 
 def has_experts(work: Work) -> bool | None:
-    """Whether tokens of the run's model are sent to experts; None where the model is not known before it is read."""
+    """Return whether tokens of the run's model are sent to experts; None where the model is not known before it is
+    read."""
     if work.origin is not None:
         return work.origin.shape.experts > 0
     for family in FAMILIES:
@@ -169,7 +170,7 @@ def _cluster_need(work: Work, path: str) -> Need:
     if path in APART and work.cluster.rollout.ray_workers:
         return Need(feature, RAY_APART)
     if parts[0] == "schedule":
-        return Need(feature, Yes("apps/grpo/schedule_test.py"))
+        return Need(feature, Yes("apps/grpo/tests/schedules_test.py"))
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return Need(feature, No(next(UNOBEYED[name] for name in names if name in UNOBEYED)))
 
@@ -192,7 +193,8 @@ def _images(work: Work) -> Yes | No:
 
 
 def _schedule(work: Work) -> list[Need]:
-    """A thread of each rank samples one step ahead; fully asynchronous is one sampling process beside all ranks."""
+    """Return a thread of each rank samples one step ahead; fully asynchronous is one sampling process beside all
+    ranks."""
     return [Need("ray", RAY)] if work.cluster.pools.nodes > 1 else []
 
 

@@ -25,7 +25,7 @@ class Origin:
 
 
 def model_type(directory: Path | None) -> str | None:
-    """What the config.json of a model's directory says it is; None where there is none to read."""
+    """Return what the config.json of a model's directory says it is; None where there is none to read."""
     path = None if directory is None else directory / "config.json"
     if path is None or not path.is_file():
         return None

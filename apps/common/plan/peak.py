@@ -78,7 +78,7 @@ def layer_elements(shape: ModelShape, linear: bool, tp: int = 1) -> float:
 
 
 def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: bool, width: int, tp: int = 1) -> float:
-    """Of `layers` layers at the end of a forward pass, the one that is computed again among them."""
+    """Return of `layers` layers at the end of a forward pass, the one that is computed again among them."""
     kinds = [False] * shape.full_attention_layers + [True] * shape.linear_layers
     each = [layer_elements(shape, linear, tp) for linear in kinds]
     if recompute:
@@ -87,7 +87,8 @@ def activation_bytes(shape: ModelShape, layers: int, tokens: int, recompute: boo
 
 
 def fsdp_peak(shape: ModelShape, engine: EngineConfig, shards: float, tokens: Tokens, width: int) -> Peak:
-    """Of FSDP2 with sharded weights, of which a rank has one of `shards`; `width`: bytes of what layers compute in."""
+    """Return of FSDP2 with sharded weights, of which a rank has one of `shards`; `width`: bytes of what layers compute
+    in."""
     count = count_parameters(shape)
     master = WIDE if engine.master_dtype == "float32" else 2
     largest = shape.vocab * shape.hidden * master / shards
@@ -133,12 +134,12 @@ def _backward(
 
 
 def width_of(engine: EngineConfig) -> int:
-    """Bytes of a number that layers compute in."""
+    """Return bytes of a number that layers compute in."""
     return WIDE if engine.dtype == "float32" or engine.device == "cpu" else 2
 
 
 def peak_of(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], shards: int) -> Peak:
-    """Of a run whose micro-batches are full, every token of which trains; `shards`: of FSDP2's weights."""
+    """Return of a run whose micro-batches are full, every token of which trains; `shards`: of FSDP2's weights."""
     width = width_of(engine)
     tokens = Tokens(engine.max_tokens_per_rank, engine.max_tokens_per_rank)
     if engine.backend == "megatron":
@@ -149,7 +150,7 @@ def peak_of(shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequenc
 def megatron_peak(
     shape: ModelShape, engine: EngineConfig, grid: Grid, layers: Sequence[int], tokens: Tokens, width: int
 ) -> Peak:
-    """Of the fullest stage; every stage keeps as many micro-batches as stages come after it, and its own."""
+    """Return of the fullest stage; every stage keeps as many micro-batches as stages come after it, and its own."""
     held = held_by_stage(shape, grid, layers)
     peaks = [_stage_peak(shape, engine, grid, layers, stage, held[stage], tokens, width) for stage in range(len(held))]
     return max(peaks, key=lambda peak: peak.bytes)

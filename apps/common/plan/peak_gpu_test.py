@@ -5,7 +5,7 @@ import torch
 
 from apps.common.plan.plan_vs_memory import BOUND, CASES, Compared, MemoryCase, measure
 from engines.launch import launch
-from engines.megatron.groups import release
+from engines.megatron.runtime.process_groups import release
 
 pytestmark = [
     pytest.mark.gpu,

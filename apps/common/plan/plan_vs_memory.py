@@ -19,10 +19,10 @@ from apps.common.plan.grid import make_grid
 from apps.common.plan.model_shape import ModelShape, shape_of
 from apps.common.plan.peak import Peak, Tokens, fsdp_peak, megatron_peak
 from engines import EngineConfig, build_engine
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 from engines.launch import launch
 from engines.loading import compute_dtype
-from engines.parallel.choice import shards_of
+from engines.parallel.configured_layout import shards_of
 from engines.parallel.stages import split_layers
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import SFT
@@ -50,14 +50,14 @@ class MemoryCase:
         return f"{self.kind}, {backend}, {self.ranks} ranks: " + ", ".join(f"{k} {v}" for k, v in changes.items())
 
     def config(self, device: str) -> EngineConfig:
-        """Of the engine: bfloat16 and recomputed layers, as full-size runs have them; FSDP2 shards."""
+        """Return of the engine: bfloat16 and recomputed layers, as full-size runs have them; FSDP2 shards."""
         usual: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": True, "max_tokens_per_rank": 8192}
         if self.settings.get("backend") != "megatron":
             usual["weights"] = "sharded"
         return EngineConfig(device=device, **{**usual, **self.settings})  # type: ignore[arg-type]
 
     def model(self) -> nn.Module:
-        """Random weights."""
+        """Return random weights."""
         plain = self.kind == "attention"
         fused = {
             name: size for name, size in FUSED_SIZES.items() if not (plain and name.startswith(("linear", "rope")))
@@ -65,7 +65,7 @@ class MemoryCase:
         return tiny_model(self.kind, scale=1.0, **{**fused, **self.sizes})
 
     def plan(self, shape: ModelShape, config: EngineConfig, width: int) -> Peak:
-        """What `apps.common.plan.peak` says: tokens of the fullest rank, two thirds of which train."""
+        """Return what `apps.common.plan.peak` says: tokens of the fullest rank, two thirds of which train."""
         tokens = -(-sum(self.lengths) // self.ranks)
         if config.tensor_parallel > 1:
             tokens = sum(self.lengths)
@@ -127,13 +127,14 @@ class Compared:
         return self.planned.bytes / self.peak - 1
 
     def __str__(self) -> str:
-        """A line of the table."""
+        """Return a line of the table."""
         planned = f"{self.planned.bytes / MIB:8.1f} MiB planned ({self.planned.when})"
         return f"{planned} {self.peak / MIB:8.1f} measured {self.error:+6.1%}  {self.case}"
 
 
 def measure(case: MemoryCase, device: str) -> Compared:
-    """Two steps; the second one's peak, less what libraries took before the engine was built. Every rank calls it."""
+    """Return two steps; the second one's peak, less what libraries took before the engine was built. Every rank calls
+    it."""
     gc.collect()  # an engine is in cycles: one before this would be freed in between
     devices, config = devices_of(device), case.config(device)
     square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)

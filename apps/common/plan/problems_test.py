@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from apps.common.plan.cluster import Cluster
+from apps.common.cluster import Cluster
 from apps.common.plan.memory_lines import ASLEEP
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin

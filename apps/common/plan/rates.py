@@ -38,7 +38,7 @@ MEGATRON = Rate(0.24, "a dense 0.67B hybrid, nothing fused,", "under Megatron on
 
 
 def rate_of(shape: ModelShape, engine: EngineConfig, ranks: int) -> Rate:
-    """The measured row whose layers compute as this run's do, or nearest to it: see `unlike`."""
+    """Return the measured row whose layers compute as this run's do, or nearest to it: see `unlike`."""
     width = width_of(engine)
     if shape.experts:
         return EXPERTS
@@ -51,7 +51,7 @@ def rate_of(shape: ModelShape, engine: EngineConfig, ranks: int) -> Rate:
 
 
 def unlike(shape: ModelShape, engine: EngineConfig) -> list[str]:
-    """What of this run no row was measured with, besides its size."""
+    """Return what of this run no row was measured with, besides its size."""
     found = []
     if shape.experts and engine.backend == "megatron":
         found.append("experts under Megatron")

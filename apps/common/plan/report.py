@@ -130,7 +130,7 @@ def _ranks(work: Work, grid: Grid | None) -> list[str]:
 
 
 def _each_of(grid: Grid) -> str:
-    """What a rank that shares a sequence is, where several ranks split its layers."""
+    """Return what a rank that shares a sequence is, where several ranks split its layers."""
     split = [f"{axis} {grid.size(axis)}" for axis in ("tp", "pp") if grid.size(axis) > 1]
     return f", each of {' x '.join(split)}" if split else ""
 
@@ -239,7 +239,7 @@ def _rollout(plan: Plan, work: Work, shape: ModelShape | None) -> None:
 
 
 def _on_processors(work: Work, size: int) -> bool:
-    """Whether vLLM's workers, more of them than ranks, share a machine's processors."""
+    """Return whether vLLM's workers, more of them than ranks, share a machine's processors."""
     rollout = work.cluster.rollout
     there = rollout.device == "cpu" or work.engine.device in ("cpu", "auto")
     return there and rollout.engine == "vllm" and work.rollout_ranks < size
@@ -282,7 +282,7 @@ def _data(plan: Plan, work: Work) -> None:
 
 
 def _grouped(missing: list[Need]) -> list[str]:
-    """One line a reason, with all that lacks for it."""
+    """Return one line a reason, with all that lacks for it."""
     reasons: dict[str, list[str]] = {}
     for need in missing:
         assert isinstance(need.answer, No)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.common.plan.cluster import Cluster, Media, Mode, Pools, RolloutLayout, Sampler, Schedule
+from apps.common.cluster import Cluster, Media, Mode, Pools, RolloutLayout, Sampler, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin, model_type
 from apps.common.plan.ready import refuse_unready

@@ -34,7 +34,7 @@ class StepWork:
 
 
 def flops_of(shape: ModelShape) -> ModelFlops:
-    """The layers as seqpack counts them."""
+    """Return the layers as seqpack counts them."""
     if shape.experts:
         wide = experts(
             shape.hidden,
@@ -65,6 +65,6 @@ def training_flops(shape: ModelShape, work: StepWork) -> float:
 
 
 def training_seconds(shape: ModelShape, work: StepWork, reached: float) -> float:
-    """`reached`: operations a second of each rank, while it does not wait for another stage."""
+    """Return `reached`: operations a second of each rank, while it does not wait for another stage."""
     waits = bubble_share(work.micro_batches, work.stages, work.chunks)
     return training_flops(shape, work) / (work.ranks * reached) / (1 - waits)

@@ -9,7 +9,7 @@ HEAD = ("recipe", "model", "engine", "devices", "state", "with --shrink")
 
 
 def recipe_table(works: Iterable[tuple[Work, Work]]) -> str:
-    """A Markdown table of recipes, each with what it is when it is shrunk, and a closing line that counts."""
+    """Return a Markdown table of recipes, each with what it is when it is shrunk, and a closing line that counts."""
     rows = [(work, make_plan(work), make_plan(small)) for work, small in works]
     ready, shrunk = sum(plan.ready for _, plan, _ in rows), sum(small.ready for _, _, small in rows)
     cells = [HEAD, tuple("---" for _ in HEAD), *(_row(*row) for row in rows)]

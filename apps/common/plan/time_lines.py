@@ -13,7 +13,7 @@ EXAMPLE = 0.1
 
 
 def time_lines(work: Work, shape: ModelShape, grid: Grid, batches: BatchPlan) -> list[str]:
-    """No lines for devices that are neither measured nor NPUs."""
+    """Return no lines for devices that are neither measured nor NPUs."""
     step, device = step_of(work, grid, batches), work.engine.device
     all_ranks = training_flops(shape, step) / PETA
     counted = f"{_short(all_ranks)} PFLOP, {_short(all_ranks / step.ranks)} a rank"
@@ -29,7 +29,7 @@ def time_lines(work: Work, shape: ModelShape, grid: Grid, batches: BatchPlan) ->
 
 
 def step_of(work: Work, grid: Grid, batches: BatchPlan) -> StepWork:
-    """What a step of the run computes, were all sequences at full length."""
+    """Return what a step of the run computes, were all sequences at full length."""
     again = work.app == "grpo" and work.mini_batches * work.epochs > 1
     return StepWork(
         sequences=batches.sequences,
@@ -56,7 +56,7 @@ def _estimated(work: Work, shape: ModelShape, step: StepWork, counted: str) -> l
 
 
 def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str]:
-    """Nothing was measured on an NPU: a step's operations, and what to do with a rate that somebody measured."""
+    """Return nothing was measured on an NPU: a step's operations, and what to do with a rate that somebody measured."""
     each = training_flops(shape, step) / PETA / step.ranks
     works = 1 - bubble_share(step.micro_batches, step.stages, step.chunks)
     waiting = f" / {works:.2f}, as stages wait for one another" if step.stages > 1 else ""
@@ -69,5 +69,5 @@ def _left_to_divide(shape: ModelShape, step: StepWork, counted: str) -> list[str
 
 
 def _short(number: float) -> str:
-    """At least three digits."""
+    """Return at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from apps.common.cluster import Cluster
 from apps.common.plan.batches import plan_batches
-from apps.common.plan.cluster import Cluster
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.rates import EXPERTS
 from apps.common.plan.step_time import StepWork, training_flops

@@ -13,7 +13,8 @@ def head_counts(shape: ModelShape) -> dict[str, int]:
 
 
 def width_problems(shape: ModelShape, engine: EngineConfig) -> list[str]:
-    """All counts that tensor and expert parallelism do not divide, as the engine would refuse them one by one."""
+    """Return all counts that tensor and expert parallelism do not divide, as the engine would refuse them one by
+    one."""
     tp, ep, etp = engine.tensor_parallel, engine.expert_parallel, engine.expert_tensor_parallel
     found = [
         f"{count} {name} do not divide over tp = {tp}: lower tp to a divisor of {count} (--engine.tensor-parallel)"

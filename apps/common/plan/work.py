@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from apps.common.plan.cluster import Cluster
+from apps.common.cluster import Cluster
 from apps.common.plan.grid import Grid, grid_problems, make_grid
 from apps.common.plan.origin import Origin
 from engines import EngineConfig
 from engines.config import parse_context_parallel
-from engines.parallel.choice import shards_of
+from engines.parallel.configured_layout import shards_of
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from apps.common.flags import flag, leaves
-from apps.common.plan.cluster import Cluster
+from apps.common.cli.flags import flag, leaves
+from apps.common.cluster import Cluster
 from apps.common.plan.report import make_plan
 from apps.common.plan.work import Work
 from apps.common.shrink.fields import Difference, Most
@@ -22,7 +22,8 @@ LEFT_OUT = {
 
 
 def asked_for(argv: Sequence[str]) -> tuple[list[str], Most | None]:
-    """The command line without `--shrink`, or `--shrink=PROCESSES`, and how many processes it allows; None without it.
+    """Return the command line without `--shrink`, or `--shrink=PROCESSES`, and how many processes it allows; None
+    without it.
 
     Raises:
         ValueError: PROCESSES is no number above 0, or torchrun started this process.
@@ -62,7 +63,7 @@ def refuse_dropped(work: Work) -> None:
 
 
 def _flag_without(feature: str) -> str | None:
-    """The flag that leaves a feature out; None where there is none."""
+    """Return the flag that leaves a feature out; None where there is none."""
     name = feature.partition(" ")[0]
     for path, default, _ in leaves(Cluster(), "cluster."):
         if flag(path) != name:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from apps.common.flags import changed, flag
-from apps.common.plan.cluster import Cluster, RolloutLayout
+from apps.common.cli.flags import changed, flag
+from apps.common.cluster import Cluster, RolloutLayout
 from engines import EngineConfig
 from engines.config import parse_context_parallel
-from engines.parallel.choice import shards_of
+from engines.parallel.configured_layout import shards_of
 
 C = TypeVar("C")
 Kind = Literal["size", "ranks", "device", "flag"]
@@ -58,7 +58,7 @@ class Difference:
 
 
 def apply_changes(config: C, changes: Sequence[Change]) -> tuple[C, tuple[Difference, ...]]:
-    """The configuration with the changes made at once, and those of them that changed something."""
+    """Return the configuration with the changes made at once, and those of them that changed something."""
     found = tuple(
         Difference(change.path, change.kind, before, change.value)
         for change in changes
@@ -68,13 +68,13 @@ def apply_changes(config: C, changes: Sequence[Change]) -> tuple[C, tuple[Differ
 
 
 def by_flag(config: Any, recipe: Any) -> tuple[Difference, ...]:
-    """The fields that flags changed before anything is shrunk, but for where the run writes."""
+    """Return the fields that flags changed before anything is shrunk, but for where the run writes."""
     found = [path for path in changed(config, recipe) if path != "run_dir"]
     return tuple(Difference(path, "flag", value_at(recipe, path), value_at(config, path)) for path in found)
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value of a field by its dotted path."""
+    """Return the value of a field by its dotted path."""
     for part in path.split("."):
         config = getattr(config, part)
     return config
@@ -92,7 +92,7 @@ class Small:
 
     @staticmethod
     def of(engine: EngineConfig, ranks: int, longest: int, short: int, most: Most) -> "Small":
-        """For a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of `short`.
+        """Return for a run of `ranks` ranks whose longest sequence of `longest` tokens becomes one of `short`.
 
         Raises:
             ValueError: `most.ranks` are too few for two ranks of each parallelism, or the run's own are.
@@ -143,7 +143,7 @@ class Small:
 
 
 def engine_changes(small: Small, engine: EngineConfig, cluster: Cluster) -> list[Change]:
-    """How the ranks and the engine of a run differ."""
+    """Return how the ranks and the engine of a run differ."""
     return [
         Change("processes", "ranks", small.ranks),
         Change("engine.device", "device", "npu" if engine.device == "npu" else "cpu"),
@@ -155,7 +155,7 @@ def engine_changes(small: Small, engine: EngineConfig, cluster: Cluster) -> list
 
 
 def steps_changes(engine: EngineConfig, steps: int) -> list[Change]:
-    """How a schedule of the learning rate becomes one of `steps` steps."""
+    """Return how a schedule of the learning rate becomes one of `steps` steps."""
     changes = [Change("engine.warmup_steps", "size", min(1, engine.warmup_steps))]
     if engine.total_steps is not None:
         changes.append(Change("engine.total_steps", "size", min(steps, engine.total_steps)))
@@ -172,7 +172,7 @@ _PARALLEL = (
 
 
 def _spread(engine: EngineConfig, ranks: int, sizes: dict[str, Any]) -> int:
-    """Ranks that hybrid sharding needs: two shards of two copies, where there are several; 1 without it."""
+    """Return ranks that hybrid sharding needs: two shards of two copies, where there are several; 1 without it."""
     if engine.shard_ranks is None:
         return 1
     sizes["shard_ranks"] = shards = min(2, shards_of(engine, ranks))
@@ -180,7 +180,8 @@ def _spread(engine: EngineConfig, ranks: int, sizes: dict[str, Any]) -> int:
 
 
 def _room_for_experts(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks: int) -> str:
-    """What would leave a stage enough ranks for its experts: more processes, or a run that has more ranks itself."""
+    """Return what would leave a stage enough ranks for its experts: more processes, or a run that has more ranks
+    itself."""
     for most in range(most_ranks + 1, MANY + 1):
         if _fits(engine, ranks, longest, short, most):
             return f"allow more by --shrink={most}"
@@ -200,7 +201,7 @@ def _fits(engine: EngineConfig, ranks: int, longest: int, short: int, most_ranks
 
 
 def _stages(engine: EngineConfig) -> int:
-    """Two, or as many as keep a stage between a first and a last one of their own sizes."""
+    """Return two, or as many as keep a stage between a first and a last one of their own sizes."""
     own = (engine.first_stage_layers is not None) + (engine.last_stage_layers is not None)
     return min(engine.pipeline_parallel, max(2, 1 + own))
 

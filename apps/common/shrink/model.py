@@ -27,7 +27,8 @@ POSITIONS = 2048
 
 
 def tiny_shape(shape: ModelShape, stages: int, tp: int) -> ModelShape:
-    """The same architecture in small: each stage has a whole pattern of layers, each tensor-parallel rank two heads.
+    """Return the same architecture in small: each stage has a whole pattern of layers, each tensor-parallel rank two
+    heads.
 
     Ratios stay: query heads to key heads, value heads to key heads of a delta net. Head sizes are those that vLLM has
     kernels for on a CPU, and its experts have rows for two of its workers.
@@ -94,7 +95,7 @@ def _calm_experts(model: nn.Module) -> None:
 
 
 def transformers_config(shape: ModelShape, pad_token_id: int, eos_token_id: int) -> PretrainedConfig:
-    """The transformers config of a shape; with a vision tower that of the checkpoint that holds both."""
+    """Return the transformers config of a shape; with a vision tower that of the checkpoint that holds both."""
     text = _text_fields(shape) | {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id, "bos_token_id": None}
     if not shape.vision:
         return AutoConfig.for_model(shape.model_type, **text)

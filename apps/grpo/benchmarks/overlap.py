@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from apps.common.plan.cluster import Schedule
+from apps.common.cluster import Schedule
+from apps.grpo.commands.split_forecast import answer_lengths, compared, workload_of
 from apps.grpo.config import GrpoConfig
-from apps.grpo.forecast import answer_lengths, compared, workload_of
 from apps.grpo.main import run
 from apps.grpo.recipe import Recipe
-from apps.grpo.testing import RECIPE
+from apps.grpo.testing.recipe import RECIPE
 from apps.quickstart.model import ensure_tiny_model, tiny_config
 from runlog import read_episodes, read_metrics
 from runlog.timeline import bubble_shares, read_timeline
@@ -49,18 +49,18 @@ WAITS = {
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of its steps but the first, which warms everything up."""
+    """Return the rows of its steps but the first, which warms everything up."""
     return [row for row in read_metrics(run_dir) if row["step"] > 1]
 
 
 def recipe_of(hidden: int) -> Recipe:
-    """Tasks that need no reward of sense, and a model of this size."""
+    """Return tasks that need no reward of sense, and a model of this size."""
     shape = partial(tiny_config, hidden=hidden)
     return replace(RECIPE, make_model=partial(ensure_tiny_model, make_config=shape))
 
 
 def config_of(options: argparse.Namespace, run_dir: Path, schedule: Schedule) -> GrpoConfig:
-    """A run without evaluations in between."""
+    """Return a run without evaluations in between."""
     return replace(
         RECIPE.config,
         run_dir=run_dir,
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def parts_of(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float, float]:
-    """Seconds of a step, of its sampling, training and handing over, on average."""
+    """Return seconds of a step, of its sampling, training and handing over, on average."""
     names = ("step", "rollout", "train", "export_and_update_weights")
     whole, sampling, training, handing = (fmean(row[f"time/{name}_s"] for row in rows) for name in names)
     return whole, sampling, training, handing
@@ -155,7 +155,7 @@ def report(turn: GrpoConfig, beside: Sequence[GrpoConfig], ahead: GrpoConfig) ->
 
 
 def folder_of(config: GrpoConfig) -> Path:
-    """Where a run wrote."""
+    """Return where a run wrote."""
     assert config.run_dir is not None
     return config.run_dir
 

@@ -41,7 +41,8 @@ class Sampled:
 
 
 def model_of(layers: int, experts: int, seed: int) -> Any:
-    """A hybrid Qwen3.5 with experts, four of them a token, and weights large enough that its answers are not noise."""
+    """Return a hybrid Qwen3.5 with experts, four of them a token, and weights large enough that its answers are not
+    noise."""
     config = Qwen3_5MoeTextConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -74,7 +75,7 @@ def model_of(layers: int, experts: int, seed: int) -> Any:
 
 
 def sample(module: Any, rows: int, seed: int) -> Sampled:
-    """Answers of `ANSWER` tokens to random prompts."""
+    """Return answers of `ANSWER` tokens to random prompts."""
     rng = torch.Generator().manual_seed(seed)
     prompts = torch.randint(2, VOCAB, (rows, PROMPT), generator=rng).tolist()
     engine = NativeEngine(module, routed_experts=True)
@@ -111,7 +112,7 @@ def gap(engine: Any, found: Sampled) -> dict[str, float]:
 
 @torch.no_grad()
 def other_routes(module: Any, batch: Any) -> float:
-    """The share of choices that fall on another set of experts in `module`."""
+    """Return the share of choices that fall on another set of experts in `module`."""
     seen: list[Tensor] = []
     routers = [part for part in module.modules() if type(part).__name__.endswith("TopKRouter")]
     hooks = [part.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for part in routers]

@@ -26,9 +26,9 @@ from datasets import Dataset
 from trl import GRPOConfig as TrlConfig
 from trl import GRPOTrainer
 
-from apps.common.interrupts import Runner
+from apps.common.run.interrupts import Runner
 from apps.grpo.config import DataConfig, GrpoConfig
-from apps.grpo.session import Session
+from apps.grpo.sampling.session import Session
 from apps.grpo.step import grpo_step
 from apps.quickstart.model import tiny_config
 from apps.quickstart.tokenizer import PAD, TURN_END, build_tokenizer
@@ -59,7 +59,7 @@ CASES = (
 
 
 def reward_of(text: str) -> float:
-    """Something that differs between answers."""
+    """Return something that differs between answers."""
     return sum(map(ord, text)) % 97 / 97
 
 
@@ -71,22 +71,22 @@ class Sums:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def held_out(self) -> list[TaskRow]:
-        """None."""
+        """Return None."""
         return []
 
     def cursor(self) -> dict[str, Any]:
-        """Nothing: what a step asks follows from its number."""
+        """Return nothing: what a step asks follows from its number."""
         return {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Nothing to go on from."""
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
-        """The step's prompts."""
+        """Return the step's prompts."""
         return [TaskRow(f"{step}/{i}", {"text": f"{i % 90 + 10}+{(7 * step + i) % 90 + 10}="}) for i in range(count)]
 
     def environment(self, row: TaskRow) -> Task:
-        """One turn."""
+        """Return one turn."""
         return Task(
             messages=({"role": "user", "content": row.data["text"]},), reward=lambda reply, _: reward_of(reply.text)
         )
@@ -118,11 +118,11 @@ class Ours:
         self.done = 0
 
     def prompt(self, row: TaskRow) -> str:
-        """The text whose tokens our sampler sees."""
+        """Return the text whose tokens our sampler sees."""
         return str(self.chat.tokenizer.decode(self.chat.open([{"role": "user", "content": row.data["text"]}])))
 
     def step(self) -> int:
-        """One step; the sampled tokens."""
+        """Return one step; the sampled tokens."""
         result = grpo_step(self.config, self.session, self.engine, self.done)
         self.done += 1
         assert result.metrics["rollout/failed_episodes"] == 0
@@ -179,7 +179,7 @@ def trl_trainer(case: Case, model: Path, steps: int, folder: Path, between: Betw
 
 
 def run(case: Case, steps: int, folder: Path) -> tuple[float, float, int]:
-    """Median seconds of our step and of TRL's, and the parameters."""
+    """Return median seconds of our step and of TRL's, and the parameters."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     pad, end = tokenizer.convert_tokens_to_ids([PAD, TURN_END])

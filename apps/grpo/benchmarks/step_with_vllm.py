@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from apps.quickstart.tokenizer import build_tokenizer
-from rollout.testing.model import HYBRID_067B as SHAPE
+from rollout.testing.tiny_models import HYBRID_067B as SHAPE
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 256
 REWARD = "def reward(reply, end):\n    return sum(map(ord, reply.text)) % 97 / 97\n"
@@ -72,7 +72,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
-    """The app's, for one run."""
+    """Return the app's, for one run."""
     copies, device = options.copies, options.device
     each = PROMPTS * GROUP // copies
     found = [
@@ -101,7 +101,7 @@ def flags(folder: Path, mode: str, options: argparse.Namespace) -> list[str]:
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Of the steps after the second, in seconds; and how far the sampler's log-probs are from the trainer's."""
+    """Return of the steps after the second, in seconds; and how far the sampler's log-probs are from the trainer's."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "time/step_s" in row][2:]
     found = {

@@ -3,16 +3,16 @@
 from transformers import PreTrainedTokenizerBase
 
 from apps.grpo.config import GrpoConfig
-from apps.grpo.opening import SystemPrompt
-from apps.grpo.own_tasks import OwnTasks, own_tasks
 from apps.grpo.recipe import Recipe
+from apps.grpo.tasks.environment_tasks import OwnTasks, own_tasks
+from apps.grpo.tasks.system_prompt import SystemPrompt
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
 from rollout import Sampling
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> OwnTasks:
-    """The tasks of the environments named, each opened after the system prompt, where there is one."""
+    """Return the tasks of the environments named, each opened after the system prompt, where there is one."""
     del tokenizer
     text = config.own.system_prompt
     return own_tasks(config, None if text is None else SystemPrompt(text))

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.answers import final_answer, same_answer
+from apps.common.data.answers import final_answer, same_answer
 from apps.grpo.config import GrpoConfig
-from apps.grpo.own import load_reward
 from apps.grpo.recipe import Recipe
-from apps.grpo.tasks import PromptTasks, prompt_tasks
+from apps.grpo.tasks.plugins import load_reward
+from apps.grpo.tasks.prompt_tasks import PromptTasks, prompt_tasks
 from engines import EngineConfig
 from rollout import Reply, Sampling
 from rollout.rewards.math_answer import MathChecker
@@ -35,7 +35,7 @@ def _checker() -> MathChecker:
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PromptTasks:
-    """The file's prompts, scored by --reward where it is given."""
+    """Return the file's prompts, scored by --reward where it is given."""
     if config.own.reward is not None:
         return prompt_tasks(config, tokenizer, load_reward(config.own.reward))
     _checker()  # raises where math-verify is not installed

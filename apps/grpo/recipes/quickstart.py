@@ -6,14 +6,15 @@ from transformers import PreTrainedTokenizerBase
 
 from apps.grpo.config import DataConfig, GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
-from apps.grpo.synthetic import SumTasks, demonstrations, sum_tasks
+from apps.grpo.tasks.synthetic import SumTasks, demonstrations, sum_tasks
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
 from rollout import Sampling
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
-    """One turn a sum; the reward is 1 for the right number in a box, else 0 (`apps.grpo.synthetic.as_task`)."""
+    """Return one turn a sum; the reward is 1 for the right number in a box, else 0
+    (`apps.grpo.tasks.synthetic.as_task`)."""
     del tokenizer
     return sum_tasks(config, "arithmetic")
 

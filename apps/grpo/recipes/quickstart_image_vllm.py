@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 
-from apps.common.plan.cluster import Cluster, RolloutLayout
+from apps.common.cluster import Cluster, RolloutLayout
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart_image
 from apps.quickstart.model import served_config

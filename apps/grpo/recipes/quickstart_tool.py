@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerBase
 from apps.grpo.config import GrpoConfig, WarmStart
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import quickstart
-from apps.grpo.synthetic import SumTasks, demonstrations, sum_tasks
+from apps.grpo.tasks.synthetic import SumTasks, demonstrations, sum_tasks
 from apps.quickstart.model import ensure_tiny_model
 from engines import EngineConfig
 from rollout import Sampling
 
 
 def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> SumTasks:
-    """Two turns a sum, the call and the answer; a right answer earns nothing unless the calculator was asked."""
+    """Return two turns a sum, the call and the answer; a right answer earns nothing unless the calculator was asked."""
     del tokenizer
     return sum_tasks(config, "calculator")
 

@@ -1,6 +1,6 @@
 """Qwen3-235B-A22B on school mathematics, fully asynchronous, 128 Ascend NPUs that train and 128 that sample."""
 
-from apps.common.plan.cluster import Cluster, Pools, RolloutLayout, Schedule
+from apps.common.cluster import Cluster, Pools, RolloutLayout, Schedule
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig

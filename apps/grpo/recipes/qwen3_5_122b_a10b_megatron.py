@@ -1,6 +1,6 @@
 """Qwen3.5-122B-A10B on geometry problems with images, Megatron, four machines of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Media, Pools, RolloutLayout
+from apps.common.cluster import Cluster, Media, Pools, RolloutLayout
 from apps.common.plan.model_shape import ModelShape, VisionTower
 from apps.common.plan.origin import Origin
 from apps.grpo.config import DataConfig, GrpoConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from apps.common.plan.cluster import Pools
+from apps.common.cluster import Pools
 from apps.grpo.recipe import Recipe
 from apps.grpo.recipes import math, qwen3_5_27b_fsdp2
 

@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-from apps.common.ranks import init_rank
-from apps.common.tokens import quiet_libraries
+from apps.common.data.tokenizer import quiet_libraries
+from apps.common.run.ranks import init_rank
 from apps.sft.benchmarks.setting import CASES, VARIANTS, Curve, Stopwatch, Task, hybrid
-from apps.sft.fit import fit
-from apps.sft.samples import batch_of
+from apps.sft.loop import fit
+from apps.sft.reading.samples import batch_of
 from engines import build_engine
 from objectives import SFT
 
@@ -52,7 +52,7 @@ def side(name: str, case: str, count: int, threads: int) -> Curve:
 
 
 def ours(task: Task, threads: int) -> Curve:
-    """The losses and times of this app's loop."""
+    """Return the losses and times of this app's loop."""
     init_rank(threads, 0)
     engine = build_engine(replace(task.engine, model=str(task.model)))
     watch, losses = Stopwatch(task.engine.device), []
@@ -65,7 +65,7 @@ def ours(task: Task, threads: int) -> Curve:
 
 
 def measure(case: str, count: int, threads: int, variants: list[str]) -> dict[str, Curve]:
-    """Every side's curve, ours first; a line each as it ends."""
+    """Return every side's curve, ours first; a line each as it ends."""
     found: dict[str, Curve] = {}
     for name in ("ours", *variants):
         with ProcessPoolExecutor(1, get_context("spawn")) as own:

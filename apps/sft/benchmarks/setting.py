@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from apps.common.tokens import load_tokenizer
+from apps.common.data.tokenizer import load_tokenizer
 from apps.quickstart.model import MakeConfig, save_tiny_model, tiny_config
 from apps.quickstart.tokenizer import PAD, build_tokenizer
 from apps.sft.config import DataConfig, SftConfig
-from apps.sft.course import course_of
 from apps.sft.data import load_conversations, write_demonstrations
+from apps.sft.reading.samples import Sample, as_sample
 from apps.sft.reading.sources import Source
-from apps.sft.samples import Sample, as_sample
+from apps.sft.step_plan import course_of
 from engines import EngineConfig, LoraConfig
 
 Steps = Sequence[Sequence[Sample]]
@@ -39,7 +39,7 @@ class Lengths:
     """Different ids in all."""
 
     def draw(self, rng: torch.Generator) -> list[int]:
-        """Lengths that add up to `tokens`, lognormal but for the last."""
+        """Return lengths that add up to `tokens`, lognormal but for the last."""
         while True:
             draws = (torch.randn(self.rows - 1, generator=rng) * 0.8 + self.middle).exp().clamp(16, self.longest)
             lengths: list[int] = draws.int().tolist()
@@ -68,7 +68,7 @@ class Task:
 
 
 def _wide(hidden: int) -> MakeConfig:
-    """The quickstart's model at a width: 64 is its own, with 0.2 million parameters; 256 has 2.8."""
+    """Return the quickstart's model at a width: 64 is its own, with 0.2 million parameters; 256 has 2.8."""
 
     def make(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen3_5TextConfig:
         config = tiny_config(vocab_size, pad_token_id, eos_token_id, hidden)
@@ -80,7 +80,7 @@ def _wide(hidden: int) -> MakeConfig:
 
 
 def tiny(folder: Path, count: int, hidden: int = 64) -> Task:
-    """The quickstart's model at a width and its demonstrations, 64 short rows a step, on a CPU."""
+    """Return the quickstart's model at a width and its demonstrations, 64 short rows a step, on a CPU."""
     model = save_tiny_model(folder / "model", 0, _wide(hidden))
     tokenizer = load_tokenizer(model)
     data = DataConfig(max_tokens=256, demonstrations=4096)
@@ -92,7 +92,7 @@ def tiny(folder: Path, count: int, hidden: int = 64) -> Task:
 
 
 def mixed(folder: Path, count: int, hidden: int = 64, lora: LoraConfig = LoraConfig()) -> Task:  # noqa: B008
-    """The quickstart's model at a width, on a CPU, on 2,560 tokens a step in 12 rows of long-tailed lengths."""
+    """Return the quickstart's model at a width, on a CPU, on 2,560 tokens a step in 12 rows of long-tailed lengths."""
     model = save_tiny_model(folder / "model", 0, _wide(hidden))
     engine = EngineConfig(device="cpu", lr=1e-3, lora=lora)
     return Task(model, load_tokenizer(model), random_steps(count, ON_CPU), engine)
@@ -118,7 +118,8 @@ HYBRID = {
 
 
 def hybrid(folder: Path, count: int) -> Task:
-    """A Qwen3.5 of 0.67 B parameters with random weights, 8,192 tokens a step in 16 rows of long-tailed lengths."""
+    """Return a Qwen3.5 of 0.67 B parameters with random weights, 8,192 tokens a step in 16 rows of long-tailed
+    lengths."""
     tokenizer = build_tokenizer()
     model = folder / "model"
     torch.manual_seed(0)
@@ -131,7 +132,8 @@ def hybrid(folder: Path, count: int) -> Task:
 
 
 def random_steps(count: int, lengths: Lengths) -> Steps:
-    """Rows of ids that are the rarer the larger, so that there is something to learn; the last 70 % are trained."""
+    """Return rows of ids that are the rarer the larger, so that there is something to learn; the last 70 % are
+    trained."""
     rng = torch.Generator().manual_seed(0)
     return [[_row(length, lengths.words, rng) for length in lengths.draw(rng)] for _ in range(count)]
 
@@ -175,7 +177,7 @@ class Curve:
     peak_gib: float = 0.0
 
     def rate(self) -> float:
-        """Useful tokens a second: the median of the steps after the third."""
+        """Return useful tokens a second: the median of the steps after the third."""
         rates = sorted(n / took for n, took in zip(self.tokens[3:], self.seconds[3:], strict=True))
         return rates[len(rates) // 2]
 
@@ -203,5 +205,5 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> float:
-        """Of the device's memory since the third mark."""
+        """Return of the device's memory since the third mark."""
         return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else 0.0

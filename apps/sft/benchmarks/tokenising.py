@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from apps.common.tokens import quiet_libraries
+from apps.common.data.tokenizer import quiet_libraries
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.config import DataConfig
 from apps.sft.data import write_demonstrations

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from apps.common.prompts import ROLES, Row
+from apps.common.data.prompts import ROLES, Row
 from apps.sft.reading.row_images import with_row_images
 
 Message = dict[str, Any]
@@ -31,7 +31,7 @@ class Conversation:
 
 
 def digest(content: Any) -> str:
-    """A digest of JSON values that does not depend on the order of keys, the same in every run."""
+    """Return a digest of JSON values that does not depend on the order of keys, the same in every run."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -56,7 +56,7 @@ def conversation_of(
 
 
 def shown(row: Row, messages: tuple[Message, ...], images_column: str | None, *columns: str) -> tuple[Message, ...]:
-    """The messages with the row's images in their places.
+    """Return the messages with the row's images in their places.
 
     Raises:
         ValueError: the row has media that nobody reads, or images that do not fit its messages.
@@ -85,7 +85,7 @@ def check_no_media(row: Row, *columns: str) -> None:
 
 
 def tools_of(row: Row, column: str) -> tuple[Any, ...] | None:
-    """The tools of a row, where it has some."""
+    """Return the tools of a row, where it has some."""
     tools = row.get(column)
     return tuple(list_of(tools, f"column {column!r}: expected a list of tools")) or None if tools else None
 
@@ -165,7 +165,7 @@ def _json(text: str, what: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the keys that are null: in a Parquet file each message has the keys of all."""
+    """Return the value without the keys that are null: in a Parquet file each message has the keys of all."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

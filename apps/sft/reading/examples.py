@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from apps.common.prompts import Row, stream_rows
+from apps.common.data.prompts import Row, stream_rows
 from apps.sft.reading.conversations import (
     Conversation,
     check_no_media,

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from apps.common.pictures import pictures_of
-from apps.common.tokens import load_tokenizer
+from apps.common.data.images import pictures_of
+from apps.common.data.tokenizer import load_tokenizer
 from apps.quickstart.vision import ensure_seeing_model
 from apps.sft.reading.examples import Columns
 from apps.sft.reading.store import Store

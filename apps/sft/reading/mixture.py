@@ -49,13 +49,13 @@ class Mixture:
         return tuple(found)
 
     def at(self, first: int, end: int) -> list[int]:
-        """The samples at places first..end-1 of the run, numbered through all files."""
+        """Return the samples at places first..end-1 of the run, numbered through all files."""
         return [_order(self, place // len(self))[place % len(self)] for place in range(first, end)]
 
 
 @lru_cache(maxsize=4)
 def _order(mixture: Mixture, epoch: int) -> Sequence[int]:
-    """The samples of an epoch in order."""
+    """Return the samples of an epoch in order."""
     if mixture.weights is None:
         return _shuffled(len(mixture), derive_seed(mixture.seed, "epoch", epoch))
     places = mixture.places

@@ -8,7 +8,7 @@ alone, whose pictures then come before the first user's turn.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.media.reader import as_text
+from engines.media.image_reader import as_text
 
 IMAGE_MARK = "<image>"
 Message = dict[str, Any]
@@ -50,7 +50,7 @@ def with_row_images(messages: Sequence[Message], images: Sequence[Any], column: 
 
 
 def _filled(message: Message, waiting: list[str], marked: bool) -> Message:
-    """The message with pictures taken off the front of `waiting` for its bare parts, or its marks."""
+    """Return the message with pictures taken off the front of `waiting` for its bare parts, or its marks."""
     if marked and _text(message):
         first, *rest = _text(message).split(IMAGE_MARK)
         parts = _text_parts(first)
@@ -95,6 +95,6 @@ def _parts(message: Message) -> list[Mapping[str, Any]]:
 
 
 def _text(message: Message) -> str:
-    """What a user wrote as plain text: where marks are looked for."""
+    """Return what a user wrote as plain text: where marks are looked for."""
     content = message.get("content")
     return content if isinstance(content, str) and message["role"] == "user" else ""

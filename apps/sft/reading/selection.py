@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from apps.sft.reading.samples import Sample, media_of
 from apps.sft.reading.store import Store
-from apps.sft.samples import Sample, media_of
-from rollout.pictures import Pictures
+from rollout.chat.images import Pictures
 
 Truncation = Literal["skip", "left", "right"]
 """What is done with a row that is too long: leave it out, or cut tokens off at its beginning or its end."""
@@ -63,7 +63,8 @@ def usable_of(store: Store, max_tokens: int, truncation: Truncation) -> Usable:
 
 
 def cut(ids: np.ndarray, mask: np.ndarray, max_tokens: int, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
-    """At most max_tokens of a row's tokens and mask; the first of them is never trained, as nothing comes before it."""
+    """Return at most max_tokens of a row's tokens and mask; the first of them is never trained, as nothing comes before
+    it."""
     kept = slice(-max_tokens, None) if truncation == "left" else slice(None, max_tokens)
     ids, mask = ids[kept], mask[kept].copy()
     mask[:1] = False
@@ -82,7 +83,7 @@ class Samples(Sequence[Sample]):
 
     @staticmethod
     def of(files: Sequence[Usable], chosen: Sequence[int], pictures: Pictures | None = None) -> "Samples":
-        """Those at `chosen` of all usable entries of all files, numbered through."""
+        """Return those at `chosen` of all usable entries of all files, numbered through."""
         every = [np.stack([np.full(len(file.entries), n), file.entries], axis=1) for n, file in enumerate(files)]
         stores = tuple((file.store, file.max_tokens, file.truncation) for file in files)
         return Samples(stores, np.concatenate(every)[np.asarray(chosen, dtype=np.int64)], pictures)

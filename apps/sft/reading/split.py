@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apps.common.split import held_out_keys
+from apps.common.data.held_out import held_out_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from apps.sft.samples import Encoded
+from apps.sft.reading.samples import Encoded
 
 T = TypeVar("T")
 ROWS_A_BATCH = 1024
@@ -56,7 +56,7 @@ class Entry:
 
 
 def stamp_of(image: str) -> str:
-    """Size and time of change of an image's file, which another picture does not share; "" of a `data:` URI.
+    """Return size and time of change of an image's file, which another picture does not share; "" of a `data:` URI.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -68,7 +68,7 @@ def stamp_of(image: str) -> str:
 
 
 def in_parts(items: Iterable[T], count: int, size: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in order, in lists that end when they have `count` items or `size` bytes."""
+    """Yield the items in order, in lists that end when they have `count` items or `size` bytes."""
     part: list[T] = []
     total = 0
     for item in items:
@@ -128,7 +128,7 @@ class Store:
         return {int(i): column[int(i)].as_py() for i in np.flatnonzero(column.is_valid().to_numpy())}
 
     def key(self, number: int) -> str:
-        """The digest of an entry's content."""
+        """Return the digest of an entry's content."""
         result: str = self._cell("key", number).as_py().hex()
         return result
 
@@ -144,12 +144,12 @@ class Store:
         return np.concatenate(counts)
 
     def images(self, number: int) -> tuple[list[int], list[str]]:
-        """Which tokens stand for images (1), and these as paths or `data:` URIs; both empty without."""
+        """Return which tokens stand for images (1), and these as paths or `data:` URIs; both empty without."""
         types, found = (self._cell(name, number).as_py() for name in ("types", "images"))
         return types, found
 
     def stamps(self, number: int) -> list[str]:
-        """Which bytes of these images were tokenised, one a picture; see `stamp_of`."""
+        """Return which bytes of these images were tokenised, one a picture; see `stamp_of`."""
         found: list[str] = self._cell("stamps", number).as_py()
         return found
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apps.sft.reading import store as store_module
+from apps.sft.reading.samples import Encoded
 from apps.sft.reading.selection import Samples, Truncation, cut, usable_of
 from apps.sft.reading.store import SCHEMA, Entry, Store, write_store
-from apps.sft.samples import Encoded
 
 Rows = list[list[tuple[int, bool]] | None]
 

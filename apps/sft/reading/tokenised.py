@@ -27,15 +27,14 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from apps.common.tokens import check_chat_template
-from apps.sft import samples
-from apps.sft.reading import conversations, examples, row_images
+from apps.common.data.tokenizer import check_chat_template
+from apps.sft.reading import conversations, examples, row_images, samples
 from apps.sft.reading.conversations import Conversation
 from apps.sft.reading.examples import Columns, Example, read_examples
+from apps.sft.reading.samples import PictureError, UnprovenMaskError, encode_messages, encode_text
 from apps.sft.reading.store import SCHEMA, Entry, Store, in_parts, stamp_of, write_store
-from apps.sft.samples import PictureError, UnprovenMaskError, encode_messages, encode_text
 from chat_tools.rendering import render as rendering
-from rollout.pictures import Pictures
+from rollout.chat.images import Pictures
 
 PART, PART_BYTES = 256, 2**20
 """Rows that a process is given at once, and bytes of their texts and images, whichever come first."""
@@ -113,7 +112,7 @@ def tokenise(
 
 
 def _has_its_images(path: Path, store: Store) -> bool:
-    """Whether the images of a file that was tokenised before are those that it was tokenised with.
+    """Return whether the images of a file that was tokenised before are those that it was tokenised with.
 
     Raises:
         ValueError: an image's file is no longer there.
@@ -135,7 +134,7 @@ def fingerprint(
     stop_tokens: tuple[str, ...] | None,
     pictures: Pictures | None = None,
 ) -> str:
-    """A digest of everything that the tokens of a file depend on."""
+    """Return a digest of everything that the tokens of a file depend on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     facts = {
         "file": _digest_of(path),
@@ -160,14 +159,14 @@ def _digest_of(path: Path) -> str:
 
 
 def _digest_of_code() -> str:
-    """Of the modules that turn rows into tokens: a store made by an older version of them is not used."""
+    """Return of the modules that turn rows into tokens: a store made by an older version of them is not used."""
     files = [Path(str(module.__file__)) for module in (samples, conversations, examples, row_images)]
     files += sorted(Path(str(rendering.__file__)).parent.glob("*.py"))
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
 def _in_processes(encoder: Encoder, rows: Iterator[Example], processes: int) -> Iterator[Entry]:
-    """The entries in order, while at most a few parts a process are under way."""
+    """Yield the entries in order, while at most a few parts a process are under way."""
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
     waiting: deque[Future[list[Entry]]] = deque()
     try:

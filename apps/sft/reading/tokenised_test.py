@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from apps.quickstart.tokenizer import build_tokenizer
 from apps.sft.reading import tokenised
 from apps.sft.reading.examples import Columns, Example
+from apps.sft.reading.samples import Encoded, encode_messages, encode_text
 from apps.sft.reading.store import Entry, Store
 from apps.sft.reading.tokenised import Encoder, fingerprint, tokenise
-from apps.sft.samples import Encoded, encode_messages, encode_text
 
 TOKENIZER = build_tokenizer()
 

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B on conversations of very different lengths, with dynamic context parallelism, on eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Pools
+from apps.common.cluster import Cluster, Pools
 from apps.common.plan.model_shape import ModelShape
 from apps.common.plan.origin import Origin
 from apps.sft.config import DataConfig, SftConfig

@@ -1,6 +1,6 @@
 """Qwen3.5-397B-A17B on conversations of a file, Megatron, sixteen machines of eight GPUs."""
 
-from apps.common.plan.cluster import Cluster, Pools
+from apps.common.cluster import Cluster, Pools
 from apps.common.plan.model_shape import ModelShape, VisionTower
 from apps.common.plan.origin import Origin
 from apps.sft.config import DataConfig, SftConfig

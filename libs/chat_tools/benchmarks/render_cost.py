@@ -19,7 +19,7 @@ from typing import Any
 
 from chat_tools import render
 from chat_tools.rendering.template import rendering_errors
-from chat_tools.testing.real_templates import real_tokenizer, template_names
+from chat_tools.conformance.real_templates import real_tokenizer, template_names
 
 TURNS = (4, 16, 64)
 ROUNDS = 30
@@ -27,7 +27,7 @@ MOST = 2.0  # times, at the most turns
 
 
 def conversation(turns: int) -> list[dict[str, Any]]:
-    """A conversation of so many assistant turns, every fourth of which calls a tool."""
+    """Return a conversation of so many assistant turns, every fourth of which calls a tool."""
     messages: list[dict[str, Any]] = []
     for turn in range(turns):
         if turn % 4 == 3:
@@ -44,7 +44,7 @@ def conversation(turns: int) -> list[dict[str, Any]]:
 
 
 def seconds(*calls: Callable[[], Any]) -> list[float]:
-    """The least processor seconds of each call over several rounds, in which all take turns."""
+    """Return the least processor seconds of each call over several rounds, in which all take turns."""
     best = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
         for number, call in enumerate(calls):
@@ -55,7 +55,7 @@ def seconds(*calls: Callable[[], Any]) -> list[float]:
 
 
 def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with the arguments of calls as JSON text."""
+    """Return the same with the arguments of calls as JSON text."""
 
     def call_as_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -65,12 +65,12 @@ def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with contents as lists of parts."""
+    """Return the same with contents as lists of parts."""
     return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
 
 def without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The questions and answers alone; of two questions in a row the second."""
+    """Return the questions and answers alone; of two questions in a row the second."""
     kept = [m for m in messages if m["role"] != "tool" and "tool_calls" not in m]
     return [m for m, after in zip(kept, [*kept[1:], None], strict=True) if not after or m["role"] != after["role"]]
 
@@ -85,7 +85,7 @@ FORMS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
 
 
 def taken(tokenizer: Any) -> str:
-    """The first form that a template takes."""
+    """Return the first form that a template takes."""
     for name, form in FORMS.items():
         try:
             tokenizer.apply_chat_template(form(conversation(4)), tokenize=True)

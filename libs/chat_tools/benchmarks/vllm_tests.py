@@ -108,7 +108,7 @@ def without_downloads() -> None:
 
 
 def format_of(name: str) -> str | None:
-    """The format that a parser's registered name stands for."""
+    """Return the format that a parser's registered name stands for."""
     known = SAME.get(name, ALIASES.get(name, name))
     return known if known in FORMATS else None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from chat_tools.parsing.detection import detect_format as detect_format
+    from chat_tools.rendering.format_detection import detect_format as detect_format
     from chat_tools.parsing.formats import find_format as find_format
     from chat_tools.parsing.formats import formats as formats
     from chat_tools.parsing.grammar import Channels as Channels
@@ -74,7 +74,7 @@ _EXPORTS = {
     "TurnMessage": "chat_tools.serving.turn_message",
     "audit_template": "chat_tools.rendering.audit",
     "delta_of": "chat_tools.parsing.openai",
-    "detect_format": "chat_tools.parsing.detection",
+    "detect_format": "chat_tools.rendering.format_detection",
     "extend": "chat_tools.rendering.continuation",
     "find_format": "chat_tools.parsing.formats",
     "formats": "chat_tools.parsing.formats",

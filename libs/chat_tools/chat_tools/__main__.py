@@ -77,8 +77,8 @@ def show_formats(options: argparse.Namespace) -> int:
 def conformance(options: argparse.Namespace) -> int:
     """Print one line for each real chat template; 0 if all conform."""
     try:
-        from chat_tools.testing.conformance import HEAD, check_template, summary
-        from chat_tools.testing.real_templates import template_names
+        from chat_tools.conformance.check_templates import HEAD, check_template, summary
+        from chat_tools.conformance.real_templates import template_names
     except ImportError as error:
         raise ValueError("this needs transformers, tokenizers and jinja2: pip install transformers jinja2") from error
     names = [name for name in template_names() if name.startswith(tuple(options.names or [""]))]

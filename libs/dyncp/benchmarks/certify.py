@@ -19,7 +19,7 @@ ROUNDING = 1 + 1e-9
 
 
 def planned(question: Question) -> tuple[float, float]:
-    """(seconds, lower bound) of the plan."""
+    """Return (seconds, lower bound) of the plan."""
     made = plan(
         question.lengths, question.world_size, question.cap, question.cost,
         method=question.method, layout=question.layout, align=question.align,
@@ -32,7 +32,7 @@ def _nothing(*_: object) -> None:
 
 
 def fastest_static(question: Question) -> float:
-    """Seconds of the fastest plan with groups of one size; infinite where there is none."""
+    """Return seconds of the fastest plan with groups of one size; infinite where there is none."""
     problem = make_problem(
         question.lengths, question.world_size, question.cap, question.cost,
         method=question.method, layout=question.layout, align=question.align,

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dyncp.ops.attention import attention
 from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel
 from dyncp.sharding.layout import Sharding
 from seqpack.planning.costs import SequenceCost
@@ -53,7 +53,7 @@ class Config:
         return ModelFlops(layers, head=2.0 * self.hidden * self.vocab)
 
     def cost(self, flops: float) -> CostModel:
-        """The uncalibrated cost model of this shape."""
+        """Return the uncalibrated cost model of this shape."""
         return CostModel.of(self.flops, flops)
 
     def model_flops(self, lengths: list[int]) -> float:

@@ -13,13 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dyncp.testing.exactness import GPU, Verdict, cells, markdown, must_refuse, run_sizes
+from dyncp.exactness.matrix import GPU, Verdict, cells, markdown, must_refuse, run_sizes
 
 BOUND, SLACK = 1.5e-2, 2e-3
 
 
 def violations(found: dict[int, list[Verdict]]) -> list[str]:
-    """What is outside the bounds, in words."""
+    """Return what is outside the bounds, in words."""
     bad = []
     for size, verdicts in found.items():
         for cell, verdict, alone in zip(cells(GPU), verdicts, found[1], strict=True):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dyncp.calibrate.calibration import calibrate_groups
 from dyncp.comm.process_groups import ProcessGroups
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.planner import plan, predicted_seconds, static_plan
 from dyncp.planning.types import DynamicPlan
@@ -70,9 +70,8 @@ Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sharding, dist.Proces
 
 
 def prepare(bench: Bench, the_plan: DynamicPlan) -> list[Prepared]:
-    """Every step's (ids, positions, targets, sharding, group) of this rank, on the device: a data loader's work, not
-    timed.
-    """
+    """Return every step's (ids, positions, targets, sharding, group) of this rank, on the device: a data loader's work,
+    not timed. """
     bench.groups.prepare(the_plan)
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -95,9 +94,8 @@ def prepare(bench: Bench, the_plan: DynamicPlan) -> list[Prepared]:
 
 
 def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[Prepared], each: bool) -> tuple[list[float], float]:
-    """(seconds of every step, loss). each: wait for the device after every step, to time it alone; else one time for
-    all.
-    """
+    """Return (seconds of every step, loss). each: wait for the device after every step, to time it alone; else one time
+    for all. """
     model, scale = bench.model, dist.get_world_size() / the_plan.trained_tokens
     assert isinstance(model, FSDPModule)
     synchronize(bench.device)
@@ -124,14 +122,14 @@ def run_plan(bench: Bench, the_plan: DynamicPlan, prepared: list[Prepared], each
 
 
 def plan_seconds(bench: Bench, the_plan: DynamicPlan) -> float:
-    """Median seconds of a plan, after a first run that tunes kernels."""
+    """Return median seconds of a plan, after a first run that tunes kernels."""
     prepared = prepare(bench, the_plan)
     run_plan(bench, the_plan, prepared, each=False)
     return statistics.median(run_plan(bench, the_plan, prepared, each=False)[0][0] for _ in range(bench.repeats))
 
 
 def measure(bench: Bench, name: str, the_plan: DynamicPlan) -> str:
-    """One line of a table."""
+    """Return one line of a table."""
     prepared = prepare(bench, the_plan)
     run_plan(bench, the_plan, prepared, each=False)
     if bench.device.type == "cuda":

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from dyncp.calibrate.machine import measure_cost, measure_links
-from dyncp.ops.methods import METHODS
+from dyncp.planning.methods import METHODS
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.planner import plan
 from dyncp.planning.simulation import markdown, simulate
 from dyncp.planning.sizes import LAYOUTS
 from dyncp.planning.timeline import timeline_html
 from dyncp.planning.types import DynamicPlan
-from dyncp.testing import exactness
-from dyncp.testing.processes import run_world
+from dyncp.exactness import matrix as exactness
+from dyncp.exactness.processes import run_world
 
 
 def main(words: list[str] | None = None) -> int:

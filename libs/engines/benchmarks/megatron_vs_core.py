@@ -103,7 +103,7 @@ def side(name: str, run: Run) -> None:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, None where it is not there."""
+    """Return the version of a package, None where it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -111,7 +111,7 @@ def installed(package: str) -> str | None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command's options; it ends where they do not go together."""
+    """Return the command's options; it ends where they do not go together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--side", choices=SIDES)
@@ -129,7 +129,7 @@ def parsed() -> argparse.Namespace:
 
 
 def run_of(given: argparse.Namespace, folder: Path) -> Run:
-    """What both sides are given."""
+    """Return what both sides are given."""
     shape: dict[str, Any] = {}
     if given.device == "cpu":
         shape = TINY

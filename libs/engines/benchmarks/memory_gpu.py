@@ -65,7 +65,7 @@ class Gauge:
         return round((self._held() - self.before) / 2**30, 2)
 
     def of(self, call: Callable[[], Any], times: int = STEPS) -> tuple[float, float]:
-        """(median milliseconds, peak in GiB) of so many calls after two others."""
+        """Return (median milliseconds, peak in GiB) of so many calls after two others."""
         for _ in range(2):
             call()
         found = []
@@ -83,7 +83,7 @@ class Gauge:
 
 
 def config_of(device: str, changes: dict[str, Any]) -> Any:
-    """Of the model that is trained; a tiny one on a CPU."""
+    """Return of the model that is trained; a tiny one on a CPU."""
     from transformers import Qwen3_5TextConfig
 
     if device == "cpu":
@@ -92,7 +92,7 @@ def config_of(device: str, changes: dict[str, Any]) -> Any:
 
 
 def rows_of(device: str, tokens: int) -> Any:
-    """The batch of every step."""
+    """Return the batch of every step."""
     return batch_of(lengths_of(tokens, 8192)) if device == "cuda" else tiny_batch([60, 5, 33, 20])
 
 

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from engines import EngineConfig, build_engine
 from engines.launch import launch
-from engines.packing.model import adapt_for_packing, packed_logits
+from engines.scoring.packed_model import adapt_for_packing, packed_logits
 from objectives import GRPO, SFT
 from seqpack import Objective
 from seqpack.batches.batch import make_batch

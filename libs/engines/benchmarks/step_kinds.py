@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.launch import launch
-from engines.media.settings import VisionSettings
+from engines.media.vision_settings import VisionSettings
 from engines.testing.images import media_sample
 from engines.tiny import tiny_batch, tiny_config
 from objectives import SFT
@@ -50,7 +50,7 @@ def world() -> int:
 
 
 def config_of(kind: str, device: str) -> Any:
-    """A transformers config: "dense", "moe" or "vision"."""
+    """Return a transformers config: "dense", "moe" or "vision"."""
     from transformers import Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
     if device == "cpu":
@@ -76,7 +76,7 @@ def model_of(kind: str, device: str, **options: Any) -> Any:
 
 
 def rows_of(kind: str, device: str) -> Any:
-    """The batch of every step, 8,192 tokens for each GPU."""
+    """Return the batch of every step, 8,192 tokens for each GPU."""
     if kind == "vision":
         settings = VisionSettings.of(config_of(kind, device))
         grid, texts = ((1, 32, 32), [100, 668]) if device == "cuda" else ((1, 4, 4), [3, 9])
@@ -218,7 +218,7 @@ def stock(what: str, kind: str, device: str, adapters: bool = False) -> None:
 
 
 def inputs_of(lengths: list[int], device: str) -> dict[str, Any]:
-    """What keeps packed sequences apart in transformers: positions, sequence numbers, boundaries."""
+    """Return what keeps packed sequences apart in transformers: positions, sequence numbers, boundaries."""
     edges = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     number = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
     return {

@@ -175,7 +175,7 @@ def host(top: int = 30) -> None:
 
 
 def gradients(tokens: int = 8192, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients in float32 on the host) of a step that is not made."""
+    """Return (loss, gradients in float32 on the host) of a step that is not made."""
     engine = our_engine(tokens, **options)
     batch = batch_of(lengths_of(tokens, 8192))
     work = engine._agree_on(batch, SFT())

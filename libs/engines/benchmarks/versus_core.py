@@ -12,9 +12,9 @@ from torch import Tensor
 from versus_steps import CLIP, EPS, LR, Run, batch_of, in_use, keep, lengths, measure
 
 from engines import EngineConfig
-from engines.megatron.bridge import held_by
-from engines.megatron.peers.megatron_bridge import FUSED
-from engines.megatron.sizes import ModelSizes
+from engines.megatron.config.model_sizes import ModelSizes
+from engines.megatron.external_mappings.megatron_bridge import FUSED
+from engines.megatron.weights.bridge import held_by
 from engines.parallel.layout import ParallelLayout
 
 
@@ -115,7 +115,7 @@ def core_model(run: Run, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 
 def optimizer_config(dtype: torch.dtype) -> Any:
-    """The settings of our side's AdamW."""
+    """Return the settings of our side's AdamW."""
     from megatron.core.optimizer import OptimizerConfig
 
     defaults = EngineConfig()
@@ -181,7 +181,8 @@ def core_config(text: Any, dtype: torch.dtype, tensor_parallel: int = 1) -> Any:
 
 
 def forward_of(run: Run) -> tuple[Callable[..., Any], int]:
-    """The step's forward function over this copy's packed tokens of `ours`, and how many of all copies are trained."""
+    """Return the step's forward function over this copy's packed tokens of `ours`, and how many of all copies are
+    trained."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     sizes = lengths(run)
@@ -247,7 +248,7 @@ def fill(made: torch.nn.Module, net: Any, layout: ParallelLayout, rank: int) -> 
 
 
 def fused(name: str) -> list[str]:
-    """Where Transformer Engine's specification may have a norm."""
+    """Return where Transformer Engine's specification may have a norm."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         return []

@@ -66,12 +66,13 @@ def say(**facts: Any) -> None:
 
 
 def lengths(run: Run) -> list[int]:
-    """The lengths of one copy's packed sequences: the same for each, so that any plan gives all as much to do."""
+    """Return the lengths of one copy's packed sequences: the same for each, so that any plan gives all as much to
+    do."""
     return step_gpu.lengths_of(run.tokens, run.tokens)
 
 
 def batch_of(run: Run) -> Any:
-    """The sequences of all copies, one copy's after another's."""
+    """Return the sequences of all copies, one copy's after another's."""
     return step_gpu.batch_of(lengths(run) * run.copies)
 
 
@@ -117,7 +118,7 @@ def measure(run: Run, side: str, step: Callable[[], dict[str, float]], before: i
 
 
 def in_use(run: Run) -> int:
-    """Bytes of the device that are in use."""
+    """Return bytes of the device that are in use."""
     gc.collect()
     return torch.cuda.memory_allocated() if run.device == "cuda" else 0
 

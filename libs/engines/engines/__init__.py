@@ -6,48 +6,48 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from engines.adapters.config import LoraConfig as LoraConfig
-    from engines.adapters.files import save_adapter as save_adapter
-    from engines.adapters.reference import base_policy as base_policy
+    from engines.adapters.adapter_files import save_adapter as save_adapter
     from engines.build import build_engine as build_engine
     from engines.capability import No as No
     from engines.capability import Yes as Yes
     from engines.config import EngineConfig as EngineConfig
     from engines.execution.executor import Executor as Executor
     from engines.execution.local_batch import LocalBatch as LocalBatch
-    from engines.execution.nonfinite import NonFiniteError as NonFiniteError
-    from engines.packing.model import adapt_for_packing as adapt_for_packing
+    from engines.lora_config import LoraConfig as LoraConfig
+    from engines.nonfinite import NonFiniteError as NonFiniteError
     from engines.parallel.layout import ParallelLayout as ParallelLayout
     from engines.parallel.planning import StepPlan as StepPlan
     from engines.protocol import TrainEngine as TrainEngine
+    from engines.reference_policy import base_policy as base_policy
+    from engines.scoring.packed_model import adapt_for_packing as adapt_for_packing
     from engines.step import Engine as Engine
-    from engines.weights.pieces import WeightPiece as WeightPiece
-    from engines.weights.shared import SharedWeights as SharedWeights
-    from engines.weights.shared import shared_weights as shared_weights
+    from engines.weight_sharing import SharedWeights as SharedWeights
+    from engines.weight_sharing import shared_weights as shared_weights
+    from engines.weights.weight_pieces import WeightPiece as WeightPiece
     from seqpack.adapters.context import PackedContext as PackedContext
-    from seqpack.adapters.model import Adaptation as Adaptation
+    from seqpack.adapters.mixers import Adaptation as Adaptation
 
 _EXPORTS = {
-    "LoraConfig": "engines.adapters.config",
-    "save_adapter": "engines.adapters.files",
-    "base_policy": "engines.adapters.reference",
-    "Adaptation": "seqpack.adapters.model",
+    "LoraConfig": "engines.lora_config",
+    "save_adapter": "engines.adapters.adapter_files",
+    "base_policy": "engines.reference_policy",
+    "Adaptation": "seqpack.adapters.mixers",
     "EngineConfig": "engines.config",
     "No": "engines.capability",
     "Engine": "engines.step",
     "Executor": "engines.execution.executor",
     "LocalBatch": "engines.execution.local_batch",
-    "NonFiniteError": "engines.execution.nonfinite",
+    "NonFiniteError": "engines.nonfinite",
     "ParallelLayout": "engines.parallel.layout",
-    "SharedWeights": "engines.weights.shared",
+    "SharedWeights": "engines.weight_sharing",
     "StepPlan": "engines.parallel.planning",
     "PackedContext": "seqpack.adapters.context",
     "TrainEngine": "engines.protocol",
-    "WeightPiece": "engines.weights.pieces",
+    "WeightPiece": "engines.weights.weight_pieces",
     "Yes": "engines.capability",
-    "adapt_for_packing": "engines.packing.model",
+    "adapt_for_packing": "engines.scoring.packed_model",
     "build_engine": "engines.build",
-    "shared_weights": "engines.weights.shared",
+    "shared_weights": "engines.weight_sharing",
 }
 __all__ = [
     "Adaptation",

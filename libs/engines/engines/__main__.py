@@ -11,9 +11,9 @@ from importlib import import_module
 
 COMMANDS = {
     "capabilities": "engines.capability_table",
-    "families": "engines.families.conformance",
-    "checkpoints": "engines.testing.checkpoint_matrix",
-    "megatron": "engines.megatron.table",
+    "families": "engines.proofs.family_conformance",
+    "checkpoints": "engines.proofs.checkpoint_matrix",
+    "megatron": "engines.proofs.megatron_table",
 }
 
 

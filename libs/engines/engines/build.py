@@ -7,18 +7,19 @@ import torch.distributed as dist
 from engines.adapters.lora import add_adapters
 from engines.capability import refuse_unsupported
 from engines.config import EngineConfig
-from engines.execution.inputs import InputBuilder
-from engines.fast.replicated import ReplicatedExecutor
 from engines.fast.support import use_compiled_layers, use_replicated_weights
-from engines.fsdp2.executor import FSDP2Executor
+from engines.fsdp2.fsdp2_executor import FSDP2Executor
+from engines.inputs.model_inputs import InputBuilder
+from engines.inputs.planner_and_inputs import planner_and_inputs
 from engines.launch import ensure_group
 from engines.loading import DTYPES, device_of, open_model, resolve_device
-from engines.parallel.choice import layout_of, planner_and_inputs
+from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups, refuse_other_timeout
 from engines.protocol import TrainEngine
+from engines.replicated.replicated_executor import ReplicatedExecutor
 from engines.step import Engine
-from engines.weights.disk import DiskWeights
-from engines.weights.names import OWN_NAMES, DiskNames
+from engines.weights.disk_names import OWN_NAMES, DiskNames
+from engines.weights.disk_weights import DiskWeights
 
 
 def build_engine(config: EngineConfig, model: Any = None, trainable: bool = True) -> TrainEngine:

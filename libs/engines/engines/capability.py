@@ -14,7 +14,7 @@ FSDP2: dict[str, Yes | No] = {
     "cuda": Yes("cuda_test.py::test_float32_equals_the_cpu"),
     "npu": Yes("devices/npu_test.py::test_steps_equal_the_cpus"),  # a stand-in: no hardware was at hand
     "data_parallel": Yes("step_two_test.py::test_same_curve"),
-    "context_parallel": Yes("parallel/context_parallel_test.py::test_same_curves_scores_and_weights"),
+    "context_parallel": Yes("inputs/context_parallel_test.py::test_same_curves_scores_and_weights"),
     "tensor_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
     "virtual_pipeline_parallel": No("FSDP2 shards over data-parallel ranks alone"),
@@ -26,15 +26,15 @@ FSDP2: dict[str, Yes | No] = {
     "expert_parallel": Yes("experts/parallel_test.py::test_ranks_that_share_the_experts_give_the_steps_of_one"),
     "expert_tensor_parallel": No("ranks share experts, not their matrices: use expert_parallel, or backend='megatron'"),
     "bfloat16": Yes("step_executors_test.py::test_bfloat16_compute_with_float32_weights"),
-    "bfloat16_masters": Yes("testing/checkpoint_matrix_test.py::test_resumed_runs_have_the_bits_of_straight_ones"),
+    "bfloat16_masters": Yes("proofs/checkpoint_matrix_test.py::test_resumed_runs_have_the_bits_of_straight_ones"),
     "bfloat16_moments": Yes("execution/optimizer_test.py::test_bfloat16_moments_train_as_float32_ones"),
     "compiled_layers": Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones"),
-    "replicated_weights": Yes("fast/replicated_two_test.py::test_two_ranks_equal_one"),
+    "replicated_weights": Yes("replicated/replicated_two_test.py::test_two_ranks_equal_one"),
     "hybrid_sharding": Yes("fsdp2/hybrid_test.py::test_copies_of_shards_give_the_steps_of_one_process"),
     "gradient_checkpointing": Yes("step_executors_test.py::test_gradient_checkpointing_recomputes_the_layers"),
     "activation_offload": Yes("step_executors_test.py::test_the_inputs_of_a_layer_are_freed_once_they_are_on_the_host"),
     "tied_weights": Yes("storage/checkpoint_test.py::test_resume_is_bitwise"),
-    "shared_weights": Yes("weights/shared_test.py::test_they_are_the_values_of_an_export_in_place"),
+    "shared_weights": Yes("weight_sharing_test.py::test_they_are_the_values_of_an_export_in_place"),
     "offload": Yes("devices/host_copies_test.py::test_an_engine_goes_to_memory_that_is_kept"),
     "optimizer_on_host": Yes("devices/npu_test.py::test_moments_on_the_host_change_no_bit"),  # a stand-in, and CPU
     "parameters_on_host": Yes("devices/npu_host_test.py::test_parameters_on_the_host_change_no_bit"),  # a stand-in
@@ -42,17 +42,17 @@ FSDP2: dict[str, Yes | No] = {
     "distributed_optimizer": No("FSDP2 shards optimizer states over all ranks already: leave it out"),
     "own_rows": Yes("step_two_test.py::test_ranks_that_hold_their_own_rows_give_the_whole_batchs_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
-    "learning_rates": Yes("execution/rates_test.py::test_steps_are_those_of_torchs_adamw_with_a_group_for_each_rate"),
+    "learning_rates": Yes(LEARNING_RATES),
     "lora": Yes("adapters/lora_test.py::test_log_probs_and_gradients_are_those_of_peft"),
     "async_save": Yes("storage/writer_test.py::test_training_goes_on_while_a_checkpoint_is_written"),
     "vision": Yes("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
     "trained_vision": Yes("media/engine_test.py::test_packed_rows_equal_stock_transformers_one_at_a_time"),
-    "multi_axis_positions": Yes("packing/model_test.py::test_multi_axis_positions_reach_the_rotary_embedding"),
+    "multi_axis_positions": Yes("scoring/packed_model_test.py::test_multi_axis_positions_reach_the_rotary_embedding"),
     "collective_timeout": Yes("collective_timeout_test.py::test_a_late_rank_ends_the_others_wait"),
 }
 
 
-LAYOUTS = "megatron/layouts_test.py::test_every_layout_gives_the_steps_of_one_process"
+LAYOUTS = "proofs/megatron_layouts_test.py::test_every_layout_gives_the_steps_of_one_process"
 MEGATRON: dict[str, Yes | No] = {
     "packed": Yes(LAYOUTS),
     "padded": No("Megatron's layers get packed tokens alone: set batching='packed'"),
@@ -81,18 +81,18 @@ MEGATRON: dict[str, Yes | No] = {
     "activation_offload": No("megatron-core's layers keep what they recompute from on the device"),
     "tied_weights": Yes(LAYOUTS),
     "shared_weights": No("Megatron lays weights out in its own way: they are put together for an export"),
-    "offload": Yes("megatron/moving_test.py::test_buffers_go_away_and_come_back"),
+    "offload": Yes("megatron/runtime/buffer_offload_test.py::test_buffers_go_away_and_come_back"),
     "optimizer_on_host": Yes("megatron/engine_test.py::test_an_optimizer_on_the_host_takes_the_same_steps"),
     "parameters_on_host": No("Megatron's layers compute from weights on the device: leave it out, or use fsdp2"),
-    "core_optimizer": Yes("megatron/updates/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),
+    "core_optimizer": Yes("megatron/optimizers/core_optimizer_test.py::test_its_steps_have_the_bits_of_torchs"),
     "distributed_optimizer": Yes(LAYOUTS),
-    "own_rows": Yes("megatron/layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
+    "own_rows": Yes("proofs/megatron_layouts_test.py::test_ranks_that_hold_their_own_rows_give_the_same_steps"),
     "dropout": No("the model is trained as it is scored: no dropout, whatever its config says"),
     "learning_rates": Yes("megatron/rates_test.py::test_parameters_have_the_learning_rates_that_patterns_give_them"),
     "lora": Yes(LAYOUTS),
     "async_save": Yes("megatron/engine_test.py::test_a_checkpoint_is_written_while_training_goes_on"),
-    "vision": Yes("megatron/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
-    "trained_vision": Yes("megatron/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
+    "vision": Yes("megatron/model/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
+    "trained_vision": Yes("megatron/model/vision_test.py::test_every_layout_gives_the_steps_of_one_process"),
     "multi_axis_positions": Yes("megatron/engine_test.py::test_positions_of_several_axes"),
     "collective_timeout": Yes("collective_timeout_test.py::test_a_late_rank_ends_the_others_wait"),
 }
@@ -100,7 +100,8 @@ BACKENDS = {"fsdp2": FSDP2, "megatron": MEGATRON}
 
 
 def supports(config: EngineConfig, feature: str) -> Yes | No:
-    """Whether an engine of this configuration has the feature. ValueError lists the features for an unknown name."""
+    """Return whether an engine of this configuration has the feature. ValueError lists the features for an unknown
+    name."""
     if feature == "fsdp2":
         return FSDP2["cpu"]
     if feature == "megatron":
@@ -118,7 +119,7 @@ def _megatron() -> Yes | No:
 
 
 def core_optimizer(config: EngineConfig) -> Yes | No:
-    """Whether megatron-core's own optimizer could update what this configuration trains, on some device."""
+    """Return whether megatron-core's own optimizer could update what this configuration trains, on some device."""
     if config.device == "npu":
         return No("megatron-core's optimizers have not been run on an NPU")
     if config.optimizer_on_host:

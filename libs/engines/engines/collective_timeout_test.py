@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 
 from engines import EngineConfig, build_engine
 from engines.launch import RankError, ensure_group
-from engines.megatron.groups import release
-from engines.testing.forked import launch_forked
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.forked_ranks import launch_forked
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 

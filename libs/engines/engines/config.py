@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from engines.adapters.config import LoraConfig
+from engines.lora_config import LoraConfig
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class EngineConfig:
             raise ValueError("; ".join(found))
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong, most of which begin with a field's name."""
+        """Yield texts of all that is wrong, most of which begin with a field's name."""
         yield from self.out_of_range()
         if not self._unreadable():
             yield from self._beside_each_other()
@@ -152,7 +152,7 @@ class EngineConfig:
                     yield f"{name} {text.format(value)}"
 
     def _unreadable(self) -> dict[str, str]:
-        """What is wrong by name of fields that are not of their type, or not of their shape."""
+        """Return what is wrong by name of fields that are not of their type, or not of their shape."""
         found: dict[str, str] = {}
         for entry in fields(self):
             try:
@@ -188,7 +188,7 @@ class EngineConfig:
             yield "learning_rates are scheduled as multiples of lr, which is 0: set lr above 0"
 
     def _of_schedule(self) -> Iterator[str]:
-        """What the schedule of the learning rate can't be."""
+        """Yield what the schedule of the learning rate can't be."""
         if self.total_steps is not None and self.total_steps < 1:
             yield f"total_steps must be at least 1, got {self.total_steps}"
         if self.lr_schedule == "constant":
@@ -217,7 +217,8 @@ def parse_context_parallel(value: str) -> int | Literal["dynamic"]:
 
 
 def parse_options(words: tuple[str, ...]) -> dict[str, Any]:
-    """Values by name, each read as JSON where it is that; ValueError for what is not NAME=VALUE, or comes twice."""
+    """Return values by name, each read as JSON where it is that; ValueError for what is not NAME=VALUE, or comes
+    twice."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")

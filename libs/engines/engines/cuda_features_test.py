@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
 from engines.launch import ensure_group
-from engines.media.settings import VisionSettings
+from engines.media.vision_settings import VisionSettings
 from engines.testing.images import media_sample
 from engines.testing.vision import fused_vision_model
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model

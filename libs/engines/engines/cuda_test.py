@@ -12,12 +12,12 @@ from tensordict import TensorDict
 
 from engines import EngineConfig, build_engine
 from engines.launch import ensure_group
-from engines.packing.model import adapt_for_packing, packed_logits
+from engines.scoring.packed_model import adapt_for_packing, packed_logits
 from engines.testing.executors import assert_same, state_of
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.adapters.context import PackedContext
-from seqpack.adapters.model import packed_hidden
+from seqpack.adapters.mixers import packed_hidden
 from seqpack.ops import backends
 from seqpack.testing import assert_packing_isolated
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
@@ -66,7 +66,7 @@ def launch(
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or anything that sets its variables) started this process."""
+    """Return whether torchrun (or anything that sets its variables) started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -155,7 +155,8 @@ def _await(processes: Sequence[Any], pipes: Sequence[Connection]) -> Any:
 
 
 def _end(code: int | None) -> str:
-    """How a process ended that sent nothing, of multiprocessing's exit code: negative where a signal ended it."""
+    """Return how a process ended that sent nothing, of multiprocessing's exit code: negative where a signal ended
+    it."""
     died, number = f"died with exit code {code}", -(code or 0)
     name = next((f" ({known.name})" for known in signal.Signals if known == number), "")
     if number in _FAULTS:
@@ -166,7 +167,7 @@ def _end(code: int | None) -> str:
 def _first_error(
     rank: int, error: tuple[float, str], pipes: Mapping[Connection, int], processes: Sequence[Any]
 ) -> RankError:
-    """The cause among what arrives together: a rank that died without a word, else the earliest error."""
+    """Return the cause among what arrives together: a rank that died without a word, else the earliest error."""
     errors = [(*error, rank)]
     for pipe, other in pipes.items():
         if other != rank and pipe.poll(_GRACE_SECONDS):

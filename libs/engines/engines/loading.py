@@ -10,21 +10,21 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from engines.config import EngineConfig
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 from engines.families.family import Family
 from engines.families.registry import family_of
-from engines.weights.directory import ModelDirectory
-from engines.weights.disk import DiskWeights
-from engines.weights.empty import allocate, empty_model, model_of
+from engines.weights.disk_weights import DiskWeights
+from engines.weights.empty_model import allocate, empty_model, model_of
 from engines.weights.hub import model_directory
+from engines.weights.model_directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights
-from engines.weights.ties import untie_what_differs
+from engines.weights.tied_weights import untie_what_differs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device of this rank; ValueError where it is not there, or lacks a dtype that is asked of it."""
+    """Return the device of this rank; ValueError where it is not there, or lacks a dtype that is asked of it."""
     devices = devices_of(config.device)
     if reason := devices.missing():
         raise ValueError(f"device={devices.kind!r} but {reason}: use device='cpu' or 'auto'")
@@ -41,13 +41,13 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def device_of(config: EngineConfig, module: nn.Module) -> torch.device:
-    """Where a module is, or is to be as long as it is empty."""
+    """Return where a module is, or is to be as long as it is empty."""
     device = next(module.parameters()).device
     return resolve_device(config) if device.type == "meta" else device
 
 
 def compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """What the model computes in."""
+    """Return what the model computes in."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]

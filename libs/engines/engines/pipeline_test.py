@@ -14,8 +14,8 @@ from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
+from engines.proofs.forked_ranks import launch_forked
 from engines.step import Engine
-from engines.testing.forked import launch_forked
 from engines.testing.pipeline_executor import PipelineExecutor
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights

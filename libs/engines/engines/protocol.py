@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from engines.capability import No, Yes
 from engines.execution.local_batch import LocalBatch
 from engines.parallel.planning import StepPlan
-from engines.weights.pieces import WeightPiece
+from engines.weights.weight_pieces import WeightPiece
 from seqpack.batches.objective import Objective
 from seqpack.batches.view import BatchView
 
@@ -70,7 +70,8 @@ class TrainEngine(Protocol):
         ...
 
     def saves_done(self) -> bool:
-        """Whether what `save` began is whole on disk. Not collective, and raises nothing: see `wait_for_saves`."""
+        """Return whether what `save` began is whole on disk. Not collective, and raises nothing: see
+        `wait_for_saves`."""
         ...
 
     def wait_for_saves(self) -> None:

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.adapters.config import LoraConfig
 from engines.capability import BACKENDS, FSDP2, No, Yes, refuse_unsupported, supports
 from engines.config import EngineConfig, parse_context_parallel
-from engines.execution.schedule import learning_rate
+from engines.execution.lr_schedule import learning_rate
 from engines.fast.support import use_replicated_weights
+from engines.lora_config import LoraConfig
 
 BAD: dict[str, list[Any]] = {
     "backend": ["fsdp", None, 1],

@@ -29,27 +29,27 @@ from engines.adapters.resume import adapter_facts, check_adapter
 from engines.capability import No, Yes
 from engines.capability import supports as capability
 from engines.config import EngineConfig, parse_context_parallel
-from engines.execution.ahead import Ahead, MicroBatchesAhead
 from engines.execution.executor import Executor, Scores, Scoring
 from engines.execution.local_batch import LocalBatch, RowFacts, check_held, facts_of, gather_facts
 from engines.execution.loss import StepLoss, check_objective
+from engines.execution.lr_schedule import learning_rate
 from engines.execution.metrics import agreed_number, check_agreement
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.execution.nonfinite import FiniteGuard, NonFiniteError, finite_tensors
-from engines.execution.schedule import learning_rate
-from engines.experts.column import check_routed_experts
+from engines.execution.prefetch import Ahead, MicroBatchesAhead
+from engines.experts.routed_experts_check import check_routed_experts
 from engines.experts.routers import routed_sizes
 from engines.loading import compute_dtype
-from engines.media.batch import select_media
-from engines.media.settings import VisionSettings
+from engines.media.media_batch import select_media
+from engines.media.vision_settings import VisionSettings
+from engines.nonfinite import FiniteGuard, NonFiniteError, finite_tensors
 from engines.parallel.planning import Planner, StepPlan
 from engines.protocol import Batch, TrainEngine
 from engines.storage.checkpoint import load_checkpoint
 from engines.storage.directories import fresh_temporary, replace_directory
 from engines.storage.writer import CheckpointWriter
 from engines.weights.model_weights import ModelWeights
-from engines.weights.pieces import WeightPiece, pieces
 from engines.weights.saving import save_configuration, save_weights
+from engines.weights.weight_pieces import WeightPiece, pieces
 from seqpack.batches.batch import view_batch
 from seqpack.batches.jagged import jagged_from_values
 from seqpack.batches.objective import Objective
@@ -96,7 +96,7 @@ class Engine:
         Every rank gives the same whole batch, or the rows that it holds as a `LocalBatch`. Besides the objective's
         metrics: loss, grad_norm, lr, step, tokens, sequences, trained_tokens, computed_tokens and computed_sequences
         (what `skip_zero_gradient_rows` left), micro_batches (of a rank), fill, plan_hash, skipped (1 where no update
-        was made) and skipped_steps (so far); of a model with experts what `engines.experts.load` names.
+        was made) and skipped_steps (so far); of a model with experts what `engines.experts.load_metrics` names.
         `NonFiniteError` where loss or gradient are not finite, see `EngineConfig.on_nonfinite`; ValueError for a batch
         or objective that cannot be trained on.
         """
@@ -188,7 +188,7 @@ class Engine:
         return _Work(local, plan, facts, kept)
 
     def _agree_on_parts(self, batch: LocalBatch, objective: Objective) -> _Work:
-        """The same where ranks hold parts: the plan is of all lengths, and rows are left out where they are."""
+        """Return the same where ranks hold parts: the plan is of all lengths, and rows are left out where they are."""
         batch = self._checked(batch, ("loss_mask", *objective.required_keys))
         plan = self.planner.plan(batch.lengths)
         self._check_agreement("parts", plan.hash, batch.lengths)
@@ -295,7 +295,8 @@ class Engine:
         self._writer.save(Path(directory), self.executor.state(), facts, wait, [Path(path) for path in also])
 
     def saves_done(self) -> bool:
-        """Whether what `save` began is whole on disk. Not collective; what went wrong is `wait_for_saves`' to raise."""
+        """Return whether what `save` began is whole on disk. Not collective; what went wrong is `wait_for_saves`' to
+        raise."""
         return self._writer.done
 
     def wait_for_saves(self) -> None:
@@ -353,7 +354,7 @@ class Engine:
         return capability(self.config, feature)
 
     def state_summary(self) -> dict[str, Any]:
-        """Plain facts for logs."""
+        """Return plain facts for logs."""
         compiled = self.executor.compiled
         return {
             "backend": self.config.backend,
@@ -387,7 +388,7 @@ def _tokens_of(micro_batch: MicroBatch, starts: Tensor) -> Tensor:
 
 
 def _scored_batch(flat: Tensor, batch: LocalBatch, starts: Tensor, entropy: bool) -> TensorDict:
-    """The rows that are held, of flat scores f32[k, tokens of the whole batch]."""
+    """Return the rows that are held, of flat scores f32[k, tokens of the whole batch]."""
     lengths = batch.view.lengths
     if batch.rows != tuple(range(len(batch.lengths))):
         rows, sizes = torch.tensor(batch.rows, device=flat.device), torch.tensor(lengths, device=flat.device)

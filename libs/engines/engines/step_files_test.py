@@ -21,12 +21,12 @@ from engines.execution.micro_batches import MicroBatches
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
+from engines.proofs.plain_executor import build_plain_engine
 from engines.step import Engine
 from engines.testing.assembled import assemble
 from engines.testing.bigram_executor import Bigram, BigramExecutor
-from engines.testing.facts import edit_facts
+from engines.testing.edit_manifest import edit_facts
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
-from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights
 from objectives import GRPO, SFT

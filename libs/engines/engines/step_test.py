@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engines import EngineConfig, LocalBatch, NonFiniteError
-from engines.execution.schedule import learning_rate
+from engines.execution.lr_schedule import learning_rate
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 
 from engines import EngineConfig, LocalBatch, build_engine
 from engines.launch import ensure_group
+from engines.proofs.forked_ranks import launch_forked
+from engines.proofs.plain_executor import build_plain_engine
 from engines.protocol import Batch
-from engines.testing.forked import launch_forked
-from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack import Objective, index_select

@@ -57,7 +57,7 @@ FUSED_SIZES: dict[str, Any] = {
 
 
 def tiny_config(kind: str = "dense", **changes: Any) -> Any:
-    """A transformers config of a hybrid model: gated delta net and full attention layers in turn.
+    """Return a transformers config of a hybrid model: gated delta net and full attention layers in turn.
 
     `kind`: "dense" (Qwen3.5), "vision" (Qwen3.5 with a vision tower; `changes` are of its text part), "moe"
     (Qwen3.5 MoE), "vision_moe" (that with a tower), "next" (Qwen3-Next) or "attention" (Qwen3, no delta net).
@@ -103,7 +103,8 @@ def tiny_config(kind: str = "dense", **changes: Any) -> Any:
 
 
 def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes: Any) -> nn.Module:
-    """A random model whose weights are `scale` times as large as usual, so that a leak would show in its logits."""
+    """Return a random model whose weights are `scale` times as large as usual, so that a leak would show in its
+    logits."""
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if kind.startswith("vision") else AutoModelForCausalLM
     model: nn.Module = auto.from_config(tiny_config(kind, **changes))
@@ -115,7 +116,8 @@ def tiny_model(kind: str = "dense", seed: int = 0, scale: float = 4.0, **changes
 
 
 def tiny_batch(lengths: list[int], seed: int = 0, vocab: int = 48) -> TensorDict:
-    """Random sequences of these lengths with every key the objectives read; the first third of each is its prompt."""
+    """Return random sequences of these lengths with every key the objectives read; the first third of each is its
+    prompt."""
     rng = torch.Generator().manual_seed(seed)
     samples = []
     for index, length in enumerate(lengths):

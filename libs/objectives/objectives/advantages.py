@@ -145,7 +145,7 @@ class Estimator:
         return _where_trained(values, trained, lengths)
 
     def _by_episode(self, batch: TensorDict) -> Tensor:
-        """An episode of several rows is asked about once, by its first row, and each row gets the answer."""
+        """Return an episode of several rows is asked about once, by its first row, and each row gets the answer."""
         episodes, row_of, of_row = first_rows(batch["episode"])
         if len(episodes) == len(of_row):
             return self.function(batch)

@@ -117,7 +117,7 @@ def mismatch_meter(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _quantile(shares: Sequence[float], metrics: Mapping[str, float], level: float = 0.01) -> float:
-    """The difference that a share `level` of the tokens exceeds; `shares` lie above the edges, falling."""
+    """Return the difference that a share `level` of the tokens exceeds; `shares` lie above the edges, falling."""
     below = next((place for place, share in enumerate(shares) if share <= level), None)
     if below is None:
         return metrics["mismatch/abs/max"]

@@ -23,7 +23,7 @@ import torch
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, BucketPiece, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.workers.demand import Demand
+from rollout.workers.placement import Demand
 from rollout.workers.ray_local import local_ray
 from rollout.workers.ray_pool import RayPool
 from rollout.workers.serve import Handler, weight_handlers
@@ -67,13 +67,13 @@ class Memory:
 
 
 def receiving(nbytes: int, device: str) -> dict[str, Handler]:
-    """In the actor."""
+    """Return in the actor."""
     memory: Any = Memory(nbytes, device)
     return weight_handlers(memory)
 
 
 def measure(transport: Any, workers: int, mib: int, times: int, on_device: bool) -> dict[str, Any]:
-    """One row."""
+    """Return one row."""
     device = "cuda:0" if on_device else "cpu"
     nbytes = mib << 20
     flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)

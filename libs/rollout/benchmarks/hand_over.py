@@ -26,8 +26,8 @@ from rollout.engine import Sampling
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import BucketPiece, buckets
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.model import HYBRID_067B as SHAPE
-from rollout.vllm.config import VllmConfig
+from rollout.testing.tiny_models import HYBRID_067B as SHAPE
+from rollout.vllm.settings.config import VllmConfig
 from rollout.vllm.engine import VllmEngine
 
 SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}

@@ -38,7 +38,7 @@ class Case:
     family: Literal["qwen3.5", "qwen3"] = "qwen3.5"
 
     def draw(self) -> list[list[int]]:
-        """The prompts, each `group` times."""
+        """Return the prompts, each `group` times."""
         rng = random.Random(0)
         distinct = [
             [rng.randrange(2, self.vocab) for _ in range(rng.randint(*self.prompt_tokens))] for _ in range(self.prompts)
@@ -88,7 +88,7 @@ def build(hidden: int, vocab: int, layers: int = 4, family: str = "qwen3.5") -> 
 
 
 def ours(model: PreTrainedModel, case: Case) -> Callable[[], int]:
-    """A call that samples the case and counts the tokens."""
+    """Return a call that samples the case and counts the tokens."""
     prompts = case.draw()
     engine = NativeEngine(model, max_batch=len(prompts), max_length=2048)
     sampling = Sampling(max_new_tokens=case.new_tokens)
@@ -96,7 +96,7 @@ def ours(model: PreTrainedModel, case: Case) -> Callable[[], int]:
 
 
 def theirs(model: PreTrainedModel, case: Case, device: str) -> Callable[[], int]:
-    """The same through `generate`."""
+    """Return the same through `generate`."""
     prompts = case.draw()
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
@@ -113,7 +113,7 @@ def theirs(model: PreTrainedModel, case: Case, device: str) -> Callable[[], int]
 
 
 def measure(calls: list[Callable[[], int]], repeats: int) -> tuple[list[float], int]:
-    """The best processor time of each call, interleaved; and the tokens of a call."""
+    """Return the best processor time of each call, interleaved; and the tokens of a call."""
     times: list[list[float]] = [[] for _ in calls]
     tokens = 0
     for _ in range(repeats):

@@ -26,7 +26,7 @@ CASES = (  # conversations, turns, said, new, hidden, layers, vocabulary
 
 
 def talk(engine: NativeEngine, count: int, turns: int, said: int, new: int, vocab: int) -> list[list[int]]:
-    """All conversations to their end."""
+    """Return all conversations to their end."""
     rng = random.Random(0)
     streams: list[list[int]] = [[] for _ in range(count)]
     for _ in range(turns):

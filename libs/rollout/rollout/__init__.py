@@ -8,12 +8,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rollout.build import build_rollout as build_rollout
     from rollout.capability import supports as supports
-    from rollout.chat import Chat as Chat
+    from rollout.chat.chat import Chat as Chat
     from rollout.config import RolloutConfig as RolloutConfig
     from rollout.control.settings import StalenessSettings as StalenessSettings
     from rollout.control.simulation import simulate as simulate
     from rollout.control.staleness import StalenessController as StalenessController
-    from rollout.divergence import NotFiniteError as NotFiniteError
+    from rollout.errors import NotFiniteError as NotFiniteError
     from rollout.engine import Completion as Completion
     from rollout.engine import Load as Load
     from rollout.engine import OnTokens as OnTokens
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from rollout.environments.environment import EpisodeContext as EpisodeContext
     from rollout.environments.environment import Opening as Opening
     from rollout.environments.environment import Outcome as Outcome
-    from rollout.environments.environment import Reply as Reply
+    from rollout.chat.messages import Reply as Reply
     from rollout.environments.environment import Score as Score
     from rollout.environments.sources import RowSource as RowSource
     from rollout.environments.sources import TaskRow as TaskRow
     from rollout.environments.sources import TaskSource as TaskSource
     from rollout.environments.task import Task as Task
     from rollout.episodes.batch import to_batch as to_batch
-    from rollout.episodes.conversation import Conversation as Conversation
+    from rollout.chat.conversation import Conversation as Conversation
     from rollout.episodes.episode import Episode as Episode
     from rollout.episodes.episode import failures as failures
     from rollout.episodes.playing import run_episode as run_episode
     from rollout.episodes.playing import run_group as run_group
-    from rollout.episodes.segment import Segment as Segment
-    from rollout.failure import EpisodeFailed as EpisodeFailed
+    from rollout.chat.segment import Segment as Segment
+    from rollout.errors import EpisodeFailed as EpisodeFailed
     from rollout.gateway.agents import AgentTask as AgentTask
     from rollout.gateway.agents import Seat as Seat
     from rollout.gateway.agents import run_agent as run_agent
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from rollout.gateway.server import TokenGateway as TokenGateway
     from rollout.gateway.session import SessionLimits as SessionLimits
     from rollout.ledger.ledger import RolloutLedger as RolloutLedger
-    from rollout.loading import load_object as load_object
+    from rollout.environments.load_object import load_object as load_object
     from rollout.native.engine import NativeEngine as NativeEngine
     from rollout.native.sharing import SharingEngine as SharingEngine
-    from rollout.openai.config import OpenAIConfig as OpenAIConfig
+    from rollout.openai.settings.config import OpenAIConfig as OpenAIConfig
     from rollout.openai.engine import OpenAIEngine as OpenAIEngine
     from rollout.rewards.boxed import exact_answer as exact_answer
     from rollout.rewards.code_answer import code_answer as code_answer
@@ -66,31 +66,31 @@ if TYPE_CHECKING:
     from rollout.tools.tool import ToolCall as ToolCall
     from rollout.tools.tool import call_tools as call_tools
     from rollout.tools.workers import instant as instant
-    from rollout.vllm.config import VllmConfig as VllmConfig
+    from rollout.vllm.settings.config import VllmConfig as VllmConfig
     from rollout.vllm.engine import VllmEngine as VllmEngine
 
 _EXPORTS = {
     "AgentTask": "rollout.gateway.agents",
     "Bucket": "rollout.sync.pieces",
-    "Chat": "rollout.chat",
+    "Chat": "rollout.chat.chat",
     "Completion": "rollout.engine",
-    "Conversation": "rollout.episodes.conversation",
+    "Conversation": "rollout.chat.conversation",
     "Environment": "rollout.environments.environment",
     "EnvironmentFactory": "rollout.environments.environment",
     "Episode": "rollout.episodes.episode",
     "EpisodeContext": "rollout.environments.environment",
-    "EpisodeFailed": "rollout.failure",
+    "EpisodeFailed": "rollout.errors",
     "Load": "rollout.engine",
     "Manifest": "rollout.sync.manifest",
     "NativeEngine": "rollout.native.engine",
-    "NotFiniteError": "rollout.divergence",
+    "NotFiniteError": "rollout.errors",
     "OnTokens": "rollout.engine",
-    "OpenAIConfig": "rollout.openai.config",
+    "OpenAIConfig": "rollout.openai.settings.config",
     "OpenAIEngine": "rollout.openai.engine",
     "Opening": "rollout.environments.environment",
     "Outcome": "rollout.environments.environment",
     "Piece": "rollout.sync.pieces",
-    "Reply": "rollout.environments.environment",
+    "Reply": "rollout.chat.messages",
     "RolloutConfig": "rollout.config",
     "RolloutEngine": "rollout.engine",
     "RolloutLedger": "rollout.ledger.ledger",
@@ -98,7 +98,7 @@ _EXPORTS = {
     "Sampling": "rollout.engine",
     "Score": "rollout.environments.environment",
     "Seat": "rollout.gateway.agents",
-    "Segment": "rollout.episodes.segment",
+    "Segment": "rollout.chat.segment",
     "SessionRecord": "rollout.gateway.result",
     "SessionLimits": "rollout.gateway.session",
     "SharingEngine": "rollout.native.sharing",
@@ -110,7 +110,7 @@ _EXPORTS = {
     "TokenGateway": "rollout.gateway.server",
     "Tool": "rollout.tools.tool",
     "ToolCall": "rollout.tools.tool",
-    "VllmConfig": "rollout.vllm.config",
+    "VllmConfig": "rollout.vllm.settings.config",
     "VllmEngine": "rollout.vllm.engine",
     "build_rollout": "rollout.build",
     "calculator": "rollout.tools.arithmetic",
@@ -120,7 +120,7 @@ _EXPORTS = {
     "exact_answer": "rollout.rewards.boxed",
     "failures": "rollout.episodes.episode",
     "instant": "rollout.tools.workers",
-    "load_object": "rollout.loading",
+    "load_object": "rollout.environments.load_object",
     "math_answer": "rollout.rewards.math_answer",
     "python_tool": "rollout.tools.python_tool",
     "run_agent": "rollout.gateway.agents",

@@ -10,7 +10,7 @@ from rollout.capability import BACKENDS, NATIVE, supports
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine, Sampling
 from rollout.native.engine import NativeEngine
-from rollout.testing.model import tiny_model
+from rollout.testing.tiny_models import tiny_model
 from seqpack.capability import No
 
 BAD: dict[str, list[Any]] = {

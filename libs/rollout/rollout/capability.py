@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from rollout.config import RolloutConfig
-from rollout.openai import capability as openai
-from rollout.vllm import capability as vllm
+from rollout.openai.settings import capability as openai
+from rollout.vllm.limits import capability as vllm
 from seqpack.capability import No, Yes
 
 NATIVE: dict[str, Yes | No] = {
@@ -12,7 +12,7 @@ NATIVE: dict[str, Yes | No] = {
     "cuda": Yes("native/engine_gpu_test.py::test_log_probs_are_the_modules_own_on_the_device"),
     "npu": No("no Ascend device was at hand: nothing ran on one yet"),
     "cancel": Yes("native/walls_test.py::test_a_cancelled_request_answers_with_what_it_has"),
-    "continuous_batching": Yes("native/batch_test.py::test_a_short_request_beside_long_ones_waits_for_one_step"),
+    "continuous_batching": Yes("native/scheduler/batch_test.py::test_a_short_request_beside_long_ones_waits_for_one_step"),
     "deadline": Yes("native/walls_test.py::test_a_deadline_ends_a_request"),
     "two_phase_weights": Yes("sync/workers_test.py::test_all_workers_take_the_new_weights"),
     "weights_under_way": Yes("native/live_test.py::test_weights_are_swapped_under_way"),
@@ -23,14 +23,14 @@ NATIVE: dict[str, Yes | No] = {
     "seeded_requests": Yes("native/engine_test.py::test_a_seed_fixes_a_request_whatever_its_neighbours"),
     "prefix_sharing": Yes("native/engine_test.py::test_groups_share_a_prefill_and_still_agree"),
     "prefix_continuation": Yes("native/continuation_test.py::test_a_turn_reads_what_is_new_alone"),
-    "media": Yes("native/media_test.py::test_greedy_answers_are_those_of_the_modules_generate"),
+    "media": Yes("native/decoders/media_test.py::test_greedy_answers_are_those_of_the_modules_generate"),
     "tensor_parallel": No("the native engine holds a whole model in one process"),
-    "routed_experts": Yes("native/routers_test.py::test_the_experts_told_are_the_modules_own_choice"),
+    "routed_experts": Yes("native/decoders/routers_test.py::test_the_experts_told_are_the_modules_own_choice"),
 }
 
 
 def feature_of(features: Mapping[str, Yes | No], feature: str) -> Yes | No:
-    """The answer for a feature by name; ValueError lists the features for an unknown one."""
+    """Return the answer for a feature by name; ValueError lists the features for an unknown one."""
     if feature not in features:
         raise ValueError(f"unknown feature {feature!r}; known are {', '.join(sorted(features))}")
     return features[feature]
@@ -46,7 +46,7 @@ FEATURES = {"native": NATIVE, "vllm": vllm.VLLM, "openai": openai.OPENAI}
 
 
 def supports(config: RolloutConfig, feature: str) -> Yes | No:
-    """Whether an engine of this configuration has the feature; backends are features too.
+    """Return whether an engine of this configuration has the feature; backends are features too.
 
     ValueError lists the features for an unknown name.
     """

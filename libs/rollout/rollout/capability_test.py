@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollout.capability import NATIVE, feature_of
-from rollout.openai.capability import OPENAI
-from rollout.vllm.capability import VLLM
+from rollout.openai.settings.capability import OPENAI
+from rollout.vllm.limits.capability import VLLM
 from seqpack.capability import No
 
 

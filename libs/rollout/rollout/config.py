@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from rollout.openai.config import OpenAIConfig
-from rollout.vllm.config import VllmConfig
+from rollout.openai.settings.config import OpenAIConfig
+from rollout.vllm.settings.config import VllmConfig
 
 Backend = Literal["native", "vllm", "openai"]
 DecoderChoice = Literal["auto", "lean", "module"]

@@ -37,7 +37,7 @@ class Sampling:
             raise ValueError("; ".join(found))
 
     def problems(self) -> Iterator[str]:
-        """Texts of all that is wrong, each beginning with a field's name."""
+        """Yield texts of all that is wrong, each beginning with a field's name."""
         if not 0 < self.temperature < float("inf"):
             yield (
                 f"temperature must be above 0 and finite, got {self.temperature}; "
@@ -101,11 +101,11 @@ class RolloutEngine(Protocol):
         ...
 
     def supports(self, feature: str) -> Yes | No:
-        """Whether this engine has a feature (`rollout.capability`). ValueError: nobody knows that name."""
+        """Return whether this engine has a feature (`rollout.capability`). ValueError: nobody knows that name."""
         ...
 
     def load(self) -> Load:
-        """The requests that run and wait at this moment. Returns at once, from any thread."""
+        """Return the requests that run and wait at this moment. Returns at once, from any thread."""
         ...
 
     async def generate(

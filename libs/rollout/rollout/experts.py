@@ -37,7 +37,8 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, experts: Tensor) -> "RoutedExperts":
-        """Of a tensor [tokens, layers, k] of whole numbers. ValueError: another shape, or a number that is no int16."""
+        """Return of a tensor [tokens, layers, k] of whole numbers. ValueError: another shape, or a number that is no
+        int16."""
         if experts.dim() != 3 or experts.is_floating_point():
             raise ValueError(
                 f"experts are whole numbers [tokens, layers, k], got {experts.dtype} {tuple(experts.shape)}"
@@ -65,12 +66,12 @@ class RoutedExperts:
 
     @classmethod
     def read(cls, plain: Sequence[Any]) -> "RoutedExperts":
-        """What `plain` gave."""
+        """Return what `plain` gave."""
         layers, k, data = plain
         return cls(layers, k, base64.b64decode(data, validate=True))
 
     def resized(self, tokens: int) -> "RoutedExperts":
-        """The first `tokens`, the experts of those behind the last unknown."""
+        """Return the first `tokens`, the experts of those behind the last unknown."""
         if tokens == len(self):
             return self
         kept = self.data[: tokens * self._row]
@@ -78,7 +79,7 @@ class RoutedExperts:
         return RoutedExperts(self.layers, self.k, kept + b"\xff" * (lacking * self._row))
 
     def over(self, other: "RoutedExperts") -> "RoutedExperts":
-        """These where they are known, else the other's of the same stream; as long as the longer.
+        """Return these where they are known, else the other's of the same stream; as long as the longer.
 
         Raises:
             ValueError: the two are of different models.
@@ -92,5 +93,5 @@ class RoutedExperts:
 
 
 def merged(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedExperts | None:
-    """`first` over `second`, where there are both."""
+    """Return `first` over `second`, where there are both."""
     return second if first is None else first if second is None else first.over(second)

@@ -24,7 +24,7 @@ class Kind:
     small: bool = False
 
     def titled(self, name: str) -> str | None:
-        """The title for a metric of this kind; None for a metric of another."""
+        """Return the title for a metric of this kind; None for a metric of another."""
         for pattern in self.match:
             head, _, tail = pattern.partition("{}")
             if head == pattern:
@@ -73,7 +73,7 @@ ROUNDING = 1e-6  # what is smaller throughout is rounding: no curve to put in fr
 
 
 def kind_of(name: str) -> Kind | None:
-    """The known kind of a metric: its name is one of the kind's, perhaps after a prefix ("train/loss")."""
+    """Return the known kind of a metric: its name is one of the kind's, perhaps after a prefix ("train/loss")."""
     return next((kind for kind in KINDS if kind.titled(name)), None)
 
 
@@ -91,7 +91,7 @@ def series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], l
 
 
 def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
-    """At most `limit` points: means of equal stretches, placed at each stretch's last step."""
+    """Return at most `limit` points: means of equal stretches, placed at each stretch's last step."""
     if len(steps) <= limit:
         return list(steps), list(values)
     xs, ys = [], []
@@ -114,7 +114,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def noisy(values: Sequence[float]) -> bool:
-    """Whether a smoothed line helps: a dozen points or more that go up and down far more than along."""
+    """Return whether a smoothed line helps: a dozen points or more that go up and down far more than along."""
     if len(values) < 12:
         return False
     travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
@@ -122,9 +122,8 @@ def noisy(values: Sequence[float]) -> bool:
 
 
 def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[str, Any]]:
-    """The report's charts: known kinds first, in their order, then the others by name. A metric that never changes is
-    left out, but for the kinds that are always shown (`unchanged` has them).
-    """
+    """Return the report's charts: known kinds first, in their order, then the others by name. A metric that never
+    changes is left out, but for the kinds that are always shown (`unchanged` has them). """
     made = []
     for name, (steps, values) in series(metrics).items():
         kind = kind_of(name)
@@ -154,7 +153,8 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_points: int) -> list[dict[s
 
 
 def unchanged(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What `charts` leaves out as it never changed: title and value, known kinds first and then the others by name.
+    """Return what `charts` leaves out as it never changed: title and value, known kinds first and then the others by
+    name.
 
     A tool whose every call fails never changes, and people look for it.
     """
@@ -168,23 +168,23 @@ def unchanged(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _is_flat(kind: Kind | None, values: Sequence[float]) -> bool:
-    """Whether a metric has no chart as it never changed."""
+    """Return whether a metric has no chart as it never changed."""
     return len(set(values)) < 2 and not (kind and kind.always)
 
 
 def _worded(kind: Kind | None) -> Callable[[float], str]:
-    """How values of a kind are written."""
+    """Return how values of a kind are written."""
     return _percent if kind is not None and kind.percent else shown
 
 
 def _place(chart: Mapping[str, Any]) -> tuple[bool, int, str]:
-    """Known kinds first, in their order, and what is rounding at the end."""
+    """Return known kinds first, in their order, and what is rounding at the end."""
     kind = kind_of(chart["name"])
     return chart["rounding"], KINDS.index(kind) if kind else len(KINDS), chart["name"]
 
 
 def headline(metrics: Sequence[Mapping[str, Any]], episodes: int) -> list[dict[str, str]]:
-    """The few numbers at the top of the page: label, value, a word beneath."""
+    """Return the few numbers at the top of the page: label, value, a word beneath."""
     found = series(metrics)
     by_title = {kind.title: found[name] for name in reversed(found) if (kind := kind_of(name))}
     tiles = []

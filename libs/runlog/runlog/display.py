@@ -118,7 +118,7 @@ class Progress:
 
 
 def shown(value: float | int | str) -> str:
-    """A number as short as it stays readable: 4 significant digits, thousands with commas."""
+    """Return a number as short as it stays readable: 4 significant digits, thousands with commas."""
     if isinstance(value, str | bool):
         return str(value)
     if isinstance(value, int):
@@ -134,7 +134,7 @@ def shown(value: float | int | str) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
+    """Return seconds as m:ss or h:mm:ss."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)

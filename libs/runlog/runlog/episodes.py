@@ -19,7 +19,8 @@ PER_TOKEN = ("mask", "advantage", "log_probs", "versions")
 
 
 def view(episode: Mapping[str, Any], number: int, max_tokens: int, max_characters: int = 20_000) -> dict[str, Any]:
-    """One episode in the form the page reads, its texts cut at `max_characters` each and its tokens in their middle.
+    """Return one episode in the form the page reads, its texts cut at `max_characters` each and its tokens in their
+    middle.
 
     Raises:
         ValueError: its token lists differ in length.

@@ -77,7 +77,8 @@ def write_report(
 
 
 def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int) -> list[dict[str, Any]]:
-    """The curves, with fewer points where they are many; those that still find no room are left out, the last first."""
+    """Return the curves, with fewer points where they are many; those that still find no room are left out, the last
+    first."""
     made = charts(metrics, points)
     longest = max((len(chart["x"]) for chart in made), default=0)
     size = _size(made)
@@ -92,7 +93,7 @@ def _charts_within(metrics: Sequence[Mapping[str, Any]], points: int, room: int)
 def _groups_within(
     groups: Sequence[Sequence[tuple[int, dict[str, Any]]]], room: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """The views of the first groups, and their bytes, until there is no more room.
+    """Return the views of the first groups, and their bytes, until there is no more room.
 
     The group with which it ends is shown too, cut shorter: were it left out, long groups would be shown less often than
     there are (which are the first so many may hang on those alone: a stopping rule, and Wald's equation holds).
@@ -149,7 +150,7 @@ def _config(run_dir: Path) -> Mapping[str, Any]:
 
 
 def flat_config(config: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """A nested configuration as (dotted name, value) rows, in its own order."""
+    """Return a nested configuration as (dotted name, value) rows, in its own order."""
     if isinstance(config, Mapping) and config:
         rows = []
         for name, value in config.items():

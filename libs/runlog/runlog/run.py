@@ -105,7 +105,7 @@ class RunLog:
         self._write(store.EPISODES, ordered(episode))
 
     def progress(self, total: int, label: str = "training", start: int = 0, every: float = 5.0) -> Progress:
-        """A live display on this log's console; use it as a context manager."""
+        """Return a live display on this log's console; use it as a context manager."""
         return Progress(total, label, start, every, self.console)
 
     def summary_table(self, rows: Iterable[Sequence[Any]], title: str = "Summary") -> None:

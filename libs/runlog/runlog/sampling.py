@@ -40,7 +40,7 @@ class Sample:
 
 
 def ordered(episode: Mapping[str, Any]) -> dict[str, Any]:
-    """The episode with the keys of its group first, all of them, as the sampling wants them."""
+    """Return the episode with the keys of its group first, all of them, as the sampling wants them."""
     first = {"step": episode["step"], "split": episode.get("split") or TRAINING}
     first |= {"environment": episode.get("environment"), "group": episode.get("group")}
     return first | {key: value for key, value in episode.items() if key not in first}
@@ -70,14 +70,14 @@ def draw_groups(path: Path, wanted: int, split: str = TRAINING, seed: int = 0) -
 
 
 def _key(path: Path, number: int, line: bytes) -> Key:
-    """(step, split, environment, group) of a line, by its head where that will do."""
+    """Return (step, split, environment, group) of a line, by its head where that will do."""
     head = _HEAD.match(line)
     row = json.loads(head[0] + b"}") if head else parse_line(path, number + 1, line.decode("utf-8"))
     return (row.get("step"), row.get("split") or TRAINING, row.get("environment"), row.get("group"))
 
 
 def _reservoir(keys: Sequence[Key], wanted: int, rng: random.Random) -> dict[Key, int]:
-    """The drawn keys and the place of each, in a random order: any first few are a sample too."""
+    """Return the drawn keys and the place of each, in a random order: any first few are a sample too."""
     kept: list[Key] = []
     for number, key in enumerate(keys):
         if len(kept) < wanted:

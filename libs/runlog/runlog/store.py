@@ -12,9 +12,8 @@ CONFIG = "config.json"
 
 
 def plain(value: Any) -> Any:
-    """The value as json can hold it: numbers of any library as int or float, NaN and infinities as None, tensors and
-    arrays as lists, paths as text. TypeError names a type it cannot hold.
-    """
+    """Return the value as json can hold it: numbers of any library as int or float, NaN and infinities as None, tensors
+    and arrays as lists, paths as text. TypeError names a type it cannot hold. """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -31,7 +30,8 @@ def plain(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete objects of a jsonl file; a last line that a kill cut short is left out. Nothing if it is absent."""
+    """Yield the complete objects of a jsonl file; a last line that a kill cut short is left out. Nothing if it is
+    absent."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", newline="\n") as file:
@@ -42,7 +42,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
-    """The object of one line; ValueError, which names file and line, for anything else."""
+    """Return the object of one line; ValueError, which names file and line, for anything else."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -66,15 +66,15 @@ def cut_after(path: Path, step: int) -> int:
 
 
 def encode(row: Mapping[str, Any]) -> str:
-    """One line of a jsonl file."""
+    """Return one line of a jsonl file."""
     return json.dumps(plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """All rows of a run's metrics, in order; each has a `step`."""
+    """Return all rows of a run's metrics, in order; each has a `step`."""
     return list(read_lines(Path(run_dir) / METRICS))
 
 
 def read_episodes(run_dir: Path | str) -> list[dict[str, Any]]:
-    """All sampled episodes of a run, in order."""
+    """Return all sampled episodes of a run, in order."""
     return list(read_lines(Path(run_dir) / EPISODES))

@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 def read_timeline(run_dir: Path | str) -> list[Span]:
-    """The spans of a run folder; a last line that was cut short is left out. Nothing where there are none.
+    """Return the spans of a run folder; a last line that was cut short is left out. Nothing where there are none.
 
     What was done after the checkpoint that a later process went on from is undone and left out, and so is the time in
     which no process ran: each goes on where the one before ended.
@@ -56,7 +56,8 @@ def joined(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:
 
 
 def until_step(spans: Sequence[Span], steps: int) -> list[Span]:
-    """What of the spans belongs to the first `steps` steps: up to the last of them, or the sync that follows it."""
+    """Return what of the spans belongs to the first `steps` steps: up to the last of them, or the sync that follows
+    it."""
     trained = sorted(span for span in spans if (span.lane, span.kind) == ("trainer", "train"))
     if not steps:
         return []
@@ -68,7 +69,7 @@ def until_step(spans: Sequence[Span], steps: int) -> list[Span]:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """How long at least one of the spans lasted: overlaps count once."""
+    """Return how long at least one of the spans lasted: overlaps count once."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted((span.begin, span.end) for span in spans):
         total += max(0.0, end - max(begin, until))
@@ -77,7 +78,8 @@ def busy_seconds(spans: Iterable[Span]) -> float:
 
 
 def bubble_shares(spans: Sequence[Span]) -> dict[str, float]:
-    """For each lane the share of the whole time in which it did nothing: from the first span of all to the last."""
+    """Return for each lane the share of the whole time in which it did nothing: from the first span of all to the
+    last."""
     if not spans:
         return {}
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
@@ -86,7 +88,8 @@ def bubble_shares(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def timeline_svg(spans: Sequence[Span]) -> str:
-    """A picture of the last spans, a lane a row: an SVG element, safe inside a page whatever lanes are called."""
+    """Return a picture of the last spans, a lane a row: an SVG element, safe inside a page whatever lanes are
+    called."""
     shown = sorted(spans, key=lambda span: span.begin)[-MOST_SPANS:]
     if not shown:
         return ""

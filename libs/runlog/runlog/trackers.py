@@ -92,7 +92,7 @@ class _Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """A metric's name as any of MLflow's stores takes it, so that none ends a run.
+    """Return a metric's name as any of MLflow's stores takes it, so that none ends a run.
 
     A dot stands for each slash: a store of files can't hold `reward` beside `reward/std`. What MLflow refuses in names
     (a user's reward part may be called anything) is an underscore.

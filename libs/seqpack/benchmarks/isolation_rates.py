@@ -63,7 +63,7 @@ class Hybrid(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, cu: Tensor, wrong: tuple[int, str, int] | None = None) -> Tensor:
-        """Logits [T, V]; `wrong`: (layer, operation, boundary) that misses that boundary."""
+        """Return logits [T, V]; `wrong`: (layer, operation, boundary) that misses that boundary."""
         x = self.embed(ids)
         for index, layer in enumerate(self.layers):
             given = {"conv": cu, "mixer": cu}
@@ -75,7 +75,7 @@ class Hybrid(nn.Module):
 
 
 def verdict(seed: int, decay: str, dtype: torch.dtype, wrong: tuple[int, str, int] | None = None) -> bool:
-    """Whether the check finds the model isolated."""
+    """Return whether the check finds the model isolated."""
     model = Hybrid(seed, decay).to(dtype)
 
     def alone(model: nn.Module, ids: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def verdict(seed: int, decay: str, dtype: torch.dtype, wrong: tuple[int, str, in
 
 
 def faults() -> Iterator[tuple[int, str, int]]:
-    """Every boundary in turn, in the convolution and the mixer of the first, third and last layer in turn."""
+    """Yield every boundary in turn, in the convolution and the mixer of the first, third and last layer in turn."""
     places = [(0, "mixer"), (0, "conv"), (2, "mixer"), (3, "mixer"), (3, "conv")]
     while True:
         for boundary in range(1, len(LENGTHS)):

@@ -47,7 +47,7 @@ def timed(call: Callable[[], Any], runs: int = 7) -> tuple[float, Any]:
 
 
 def peer(module: str) -> Any:
-    """The module, or None with a line that says why."""
+    """Return the module, or None with a line that says why."""
     try:
         found = import_module(module)
     except ImportError as error:
@@ -129,7 +129,7 @@ def balancing(verl: Any) -> None:
 
 
 def workload(length: int) -> float:
-    """The cost that verl balances: a dense model of hidden size 4096."""
+    """Return the cost that verl balances: a dense model of hidden size 4096."""
     return 24576.0 * length + length * length
 
 

@@ -48,7 +48,7 @@ SIZES: dict[str, Any] = {
 
 
 def samples_of(count: int) -> list[dict[str, torch.Tensor]]:
-    """Random tokens of lengths between 16 and 2,000, median about 180."""
+    """Return random tokens of lengths between 16 and 2,000, median about 180."""
     rng = torch.Generator().manual_seed(0)
     lengths = (torch.randn(count, generator=rng) * 0.9 + 5.2).exp().clamp(16, 2000).int().tolist()
     return [{"input_ids": torch.randint(1, 512, (n,), generator=rng)} for n in lengths]
@@ -135,7 +135,7 @@ def main(count: int) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each token: collators pad by it."""
+    """Return a word for each token: collators pad by it."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from seqpack.planning.family_flops import model_flops as model_flops
     from seqpack.planning.flops import LayerFlops as LayerFlops
     from seqpack.planning.flops import ModelFlops as ModelFlops
-    from seqpack.planning.geometry import alignment as alignment
-    from seqpack.planning.geometry import packed_geometry as packed_geometry
-    from seqpack.planning.geometry import usable_capacity as usable_capacity
+    from seqpack.planning.padding import alignment as alignment
+    from seqpack.planning.padding import packed_geometry as packed_geometry
+    from seqpack.planning.padding import usable_capacity as usable_capacity
     from seqpack.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
     from seqpack.planning.micro_batches import plan_micro_batches as plan_micro_batches
     from seqpack.planning.packing import PackPlan as PackPlan
@@ -54,7 +54,7 @@ _EXPORTS = {
     "PackedBatch": "seqpack.batches.packed",
     "SequenceCost": "seqpack.planning.costs",
     "Totals": "seqpack.batches.view",
-    "alignment": "seqpack.planning.geometry",
+    "alignment": "seqpack.planning.padding",
     "balance": "seqpack.planning.balancing",
     "check_batch": "seqpack.batches.batch",
     "chunk": "seqpack.batches.algebra",
@@ -67,14 +67,14 @@ _EXPORTS = {
     "pack": "seqpack.planning.packing",
     "pack_each": "seqpack.batches.packed",
     "pack_sequences": "seqpack.batches.packed",
-    "packed_geometry": "seqpack.planning.geometry",
+    "packed_geometry": "seqpack.planning.padding",
     "plan_micro_batches": "seqpack.planning.micro_batches",
     "split": "seqpack.batches.algebra",
     "to_padded": "seqpack.batches.algebra",
     "unbind": "seqpack.batches.algebra",
     "unpack_sequences": "seqpack.batches.packed",
     "unpack_tokens": "seqpack.batches.packed",
-    "usable_capacity": "seqpack.planning.geometry",
+    "usable_capacity": "seqpack.planning.padding",
     "view_batch": "seqpack.batches.batch",
 }
 

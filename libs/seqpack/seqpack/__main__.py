@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from seqpack.pictures.view import render
+from seqpack.drawing.view import render
 from seqpack.planning.micro_batches import plan_micro_batches
 from seqpack.planning.packing import pack
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _path(text: str) -> Path:
-    """A path relative to where the user stands, also under `bazel run`."""
+    """Return a path relative to where the user stands, also under `bazel run`."""
     return Path(os.environ.get("BUILD_WORKING_DIRECTORY", "")) / text
 
 

@@ -51,7 +51,7 @@ def test_planning_needs_numpy_alone() -> None:
 def test_the_facade_brings_no_pictures_and_no_command_line() -> None:
     # Every target that depends on seqpack would be tested again for a change of a colour.
     done = loaded_modules("import seqpack\nfor name in seqpack.__all__: getattr(seqpack, name)")
-    assert not [name for name in done if name.startswith(("seqpack.pictures", "seqpack.__main__", "seqpack.testing"))]
+    assert not [name for name in done if name.startswith(("seqpack.drawing", "seqpack.__main__", "seqpack.testing"))]
 
 
 def test_jagged_tensors_need_no_tensordict() -> None:

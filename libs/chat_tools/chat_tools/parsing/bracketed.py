@@ -30,7 +30,7 @@ from chat_tools.parsing.literals import (
     loads_noting,
     loads_plain,
 )
-from chat_tools.parsing.nesting import Brackets, find_end
+from chat_tools.parsing.nested_json import Brackets, find_end
 from chat_tools.parsing.segments import Recorder
 
 _CALL = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")

@@ -140,7 +140,7 @@ class ElementReader:
 
 
 def _value(element: Element, schema: Any, root: Schema, notes: list[str], item: str) -> Any:
-    """What an element stands for under its schema."""
+    """Return what an element stands for under its schema."""
     schema = resolve(schema, root)
     types = allowed_types(schema, root)
     if not element.children:
@@ -164,7 +164,7 @@ def _value(element: Element, schema: Any, root: Schema, notes: list[str], item: 
 
 
 def _object(element: Element, schema: Schema, root: Schema, notes: list[str], item: str) -> dict[str, Any]:
-    """An element with named elements in it; values of one name make a list."""
+    """Return an element with named elements in it; values of one name make a list."""
     _no_text(element, notes)
     properties, extra = schema.get("properties"), schema.get("additionalProperties")
     known = properties if isinstance(properties, Mapping) else {}
@@ -181,7 +181,7 @@ def _no_text(element: Element, notes: list[str]) -> None:
 
 
 def _part(schema: Schema, kind: str, root: Schema) -> Schema:
-    """Of a schema with alternatives, the first that says what a value of this kind holds."""
+    """Return of a schema with alternatives, the first that says what a value of this kind holds."""
     words = ("items", "prefixItems") if kind == "array" else ("properties", "additionalProperties")
     unions = [schema.get(union) for union in ("anyOf", "oneOf")]
     parts = [resolve(part, root) for union in unions if isinstance(union, list) for part in union]

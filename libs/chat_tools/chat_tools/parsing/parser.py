@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.bodies import NAME_END, Tables, body_reader, tables_of
+from chat_tools.parsing.argument_bodies import NAME_END, Tables, body_reader, tables_of
 from chat_tools.parsing.bracketed import NOT_A_CALL, BracketReader
 from chat_tools.parsing.channels import ChannelReader
 from chat_tools.parsing.cursor import CALL_COST, MARKER_COST, TOO_DENSE, Marks, Reader, Wait

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from chat_tools.parsing.literals import ESCAPE, unescape
-from chat_tools.parsing.nesting import string_inside
+from chat_tools.parsing.nested_json import string_inside
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CUT = re.compile(  # an escape that the text's end cuts off; a pair of surrogates is one

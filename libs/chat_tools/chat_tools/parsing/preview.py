@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chat_tools.parsing.arguments import ToolSet
-from chat_tools.parsing.bracket_steps import BracketSteps
+from chat_tools.parsing.bracket_states import BracketSteps
 from chat_tools.parsing.cursor import Reader
 from chat_tools.parsing.preview_tables import Head, PreviewTables
 from chat_tools.parsing.result import Event, ToolCall
-from chat_tools.parsing.steps import Steps
-from chat_tools.parsing.tag_steps import TagSteps
-from chat_tools.parsing.told import Told
+from chat_tools.parsing.reader_states import Steps
+from chat_tools.parsing.tag_states import TagSteps
+from chat_tools.parsing.streamed_call import Told
 
 _LONGEST_HEADER, _LONGEST_BETWEEN = 600, 60
 _WORK_PER_CHARACTER, _SPARE_WORK = 3, 20_000  # past that, calls are told when they are complete

@@ -42,7 +42,7 @@ class Head(NamedTuple):
     sure: bool = True
 
     def identifier(self, match: re.Match[str]) -> str | None:
-        """The call's id, if it has one; in a header white space may stand around it."""
+        """Return the call's id, if it has one; in a header white space may stand around it."""
         if "id" not in self.pattern.groupindex:
             return None
         found: str = match["id"] or ""

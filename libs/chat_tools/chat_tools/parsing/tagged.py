@@ -39,12 +39,12 @@ class TaggedTables:
         return self.plain(match["key"]), match["text"] == self.body.kinds[0]
 
     def name(self, written: str) -> str:
-        """What stands in a call's tag, without its further attributes and quotes."""
+        """Return what stands in a call's tag, without its further attributes and quotes."""
         quoted = written.partition('"')[0] if self.attributes else written
         return self.plain(quoted.strip().strip("\"'"))
 
     def plain(self, written: str) -> str:
-        """A name or key with its entities read."""
+        """Return a name or key with its entities read."""
         return written.replace("&quot;", '"').replace("&amp;", "&") if self.body.entities else written
 
     def __init__(self, fmt: Format) -> None:

@@ -10,7 +10,7 @@ from chat_tools.parsing.grammar import Call, Channels, Elements, Format, Json, T
 
 
 def text_of(value: Any) -> str:
-    """A value between tags: text as it is, everything else as JSON."""
+    """Return a value between tags: text as it is, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -84,7 +84,7 @@ def _entities(text: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """The JSON type of a value."""
+    """Return the JSON type of a value."""
     names = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
     return names.get(type(value), "object")
 
@@ -113,56 +113,56 @@ def _element(body: Elements, name: str, value: Any) -> str:
 
 
 def objects(fmt: Format, calls: Sequence[Call]) -> str:
-    """An object a call between its markers, a line each."""
+    """Return an object a call between its markers, a line each."""
     opening, closing = fmt.calls[0]
     return "\n".join(f"{opening}\n{json_of({'name': n, 'arguments': a})}\n{closing}" for n, a in calls)
 
 
 def parameter_objects(fmt: Format, calls: Sequence[Call]) -> str:
-    """An object with `parameters` a call, without markers, joined by semicolons."""
+    """Return an object with `parameters` a call, without markers, joined by semicolons."""
     del fmt
     return "; ".join(json_of({"name": n, "parameters": a}) for n, a in calls)
 
 
 def marked_objects(fmt: Format, calls: Sequence[Call]) -> str:
-    """An object a call behind its marker, which nothing closes."""
+    """Return an object a call behind its marker, which nothing closes."""
     return "".join(f"{fmt.calls[0][0]}\n{json_of({'name': n, 'arguments': a})}" for n, a in calls)
 
 
 def marked_parameters(fmt: Format, calls: Sequence[Call]) -> str:
-    """An object with `parameters` a call between its markers."""
+    """Return an object with `parameters` a call between its markers."""
     opening, closing = fmt.calls[0]
     return "".join(f"{opening}\n{json_of({'name': n, 'parameters': a})}{closing}" for n, a in calls)
 
 
 def one_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """All calls in one list of objects behind the marker, or behind the text that an answer begins with."""
+    """Return all calls in one list of objects behind the marker, or behind the text that an answer begins with."""
     opening, closing = fmt.calls[0] if fmt.calls else ("", "")
     lead = fmt.body.lead if isinstance(fmt.body, Json) else ""
     return f"{lead or opening}{json_of([{'name': n, 'arguments': a} for n, a in calls])}{'' if lead else closing}"
 
 
 def bare_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """All calls in one list of objects, without a marker."""
+    """Return all calls in one list of objects, without a marker."""
     del fmt
     return json_of([{"name": n, "arguments": a} for n, a in calls])
 
 
 def keyed_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """All calls in one list of objects of one key, the name."""
+    """Return all calls in one list of objects of one key, the name."""
     opening, closing = fmt.calls[0]
     return f"{opening}{json_of([{n: a} for n, a in calls])}{closing}"
 
 
 def numbered_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """All calls in one list of objects with numbers for ids (Cohere)."""
+    """Return all calls in one list of objects with numbers for ids (Cohere)."""
     opening, closing = fmt.calls[0]
     rows = [{"tool_call_id": str(i), "tool_name": n, "parameters": a} for i, (n, a) in enumerate(calls)]
     return f"{opening}{json_of(rows)}{closing}"
 
 
 def after_name(fmt: Format, calls: Sequence[Call], separator: str = "", between: str = "") -> str:
-    """The name, a separator and the arguments' object, between the markers of each call."""
+    """Return the name, a separator and the arguments' object, between the markers of each call."""
     opening, closing = fmt.calls[0]
     written = between.join(f"{opening}{name}{separator}{json_of(arguments)}{closing}" for name, arguments in calls)
     return f"{fmt.section[0]}{written}{fmt.section[1]}" if fmt.section else written
@@ -190,7 +190,7 @@ def numbered(fmt: Format, calls: Sequence[Call]) -> str:
 
 
 def python_list(fmt: Format, calls: Sequence[Call]) -> str:
-    """A list of Python calls, between the markers where the model has to write them."""
+    """Return a list of Python calls, between the markers where the model has to write them."""
     opening, closing = ("", "") if fmt.opening else fmt.calls[0]
     return f"{opening}[{', '.join(_python(*call) for call in calls)}]{closing}"
 

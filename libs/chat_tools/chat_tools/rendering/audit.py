@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from chat_tools.parsing.detection import detect_format
-from chat_tools.rendering.frames import find_frame
+from chat_tools.rendering.format_detection import detect_format
+from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.masks import CALLS_LEFT_OUT, find_regions
-from chat_tools.rendering.owners import common_prefix
+from chat_tools.rendering.message_attribution import common_prefix
 from chat_tools.rendering.render import render
 from chat_tools.rendering.template import ChatTemplate, Message, rendering_errors, template_errors, tokens_as_text
 
@@ -253,7 +253,7 @@ def _first_difference(
 def _cause(
     template: ChatTemplate, feature: str, messages: Sequence[Message], shorter: str, longer: str, where: int
 ) -> str:
-    """Name the habit of a template that makes a longer conversation differ."""
+    """Return name the habit of a template that makes a longer conversation differ."""
     if where == len(shorter):
         return "joined tokens"
     if [m["role"] for m in messages[-2:]] == ["tool", "tool"]:
@@ -307,7 +307,7 @@ def _notes(template: ChatTemplate, plain: Sequence[Message]) -> list[str]:
 
 
 def _excess(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
-    """Name what the template's own marks hold beside what the model writes."""
+    """Return name what the template's own marks hold beside what the model writes."""
     if not template.has_generation_marks:
         return []
     out = template.apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chat_tools.rendering.frames import find_frame
+from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.masks import Regions, find_regions
 from chat_tools.rendering.media import Media, expand, token_types
-from chat_tools.rendering.owners import Piece, common_prefix, has_text
+from chat_tools.rendering.message_attribution import Piece, common_prefix, has_text
 from chat_tools.rendering.render import Rendered, encode, owned_text, render
 from chat_tools.rendering.template import ChatTemplate, Message, content_like, tokens_as_text
 

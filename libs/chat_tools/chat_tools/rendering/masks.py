@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.frames import Frame, added_tokens, find_frame, token_start
-from chat_tools.rendering.owners import (
+from chat_tools.rendering.turn_delimiters import Frame, added_tokens, find_frame, token_start
+from chat_tools.rendering.message_attribution import (
     WRITTEN_KEYS,
     Owners,
     Piece,

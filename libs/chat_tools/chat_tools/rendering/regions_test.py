@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tools.rendering import masks
-from chat_tools.rendering.frames import Frame
+from chat_tools.rendering.turn_delimiters import Frame
 from chat_tools.rendering.masks import Region, find_regions
-from chat_tools.rendering.owners import Owners, Piece
+from chat_tools.rendering.message_attribution import Owners, Piece
 from chat_tools.rendering.template import ChatTemplate, Message
 from chat_tools.testing.tokenizer import tiny_tokenizer
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from chat_tools.rendering.frames import find_frame
-from chat_tools.rendering.generation_marks import block_mask, trained_regions
+from chat_tools.rendering.turn_delimiters import find_frame
+from chat_tools.rendering.generation_regions import block_mask, trained_regions
 from chat_tools.rendering.masks import Region, find_regions
 from chat_tools.rendering.media import Expanded, Media, expand, token_types
-from chat_tools.rendering.owners import Owners, Piece, render_marked
+from chat_tools.rendering.message_attribution import Owners, Piece, render_marked
 from chat_tools.rendering.template import ChatTemplate, Cut, Message, tokens_as_text
 
 

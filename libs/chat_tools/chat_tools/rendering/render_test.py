@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from chat_tools.rendering.generation_marks import block_mask
+from chat_tools.rendering.generation_regions import block_mask
 from chat_tools.rendering.render import Rendered, encode, render
 from chat_tools.rendering.template import ChatTemplate
 from chat_tools.testing.templates import TEMPLATES

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chat_tools.rendering.frames import find_frame
+from chat_tools.rendering.turn_delimiters import find_frame
 from chat_tools.rendering.template import ChatTemplate, tokens_as_text
 
 

@@ -43,7 +43,7 @@ class AnswerContent:
         return "" if self._called else rest
 
     def _new(self, segment: Segment) -> str:
-        """What of a segment was not told yet and is content."""
+        """Return what of a segment was not told yet and is content."""
         begin, self._read = self._read, segment.end
         if segment.kind == "content":
             return self._text[max(begin, segment.inner_start) : segment.inner_end]

@@ -103,7 +103,7 @@ class TurnMessage:
         return _merged([*deltas, *(delta for event in events for delta in self._call(event))])
 
     def _think(self, text: str, new: bool) -> list[Delta]:
-        """More reasoning; a further thought begins on a line of its own."""
+        """Return more reasoning; a further thought begins on a line of its own."""
         if new:
             self._space["reasoning_content"], self._new_thought = "", True
         if self._new_thought:
@@ -115,7 +115,7 @@ class TurnMessage:
         return self._told_but_for_space("reasoning_content", text)
 
     def _say(self, text: str) -> list[Delta]:
-        """More content, until it has to wait for the end."""
+        """Return more content, until it has to wait for the end."""
         if self._literal or not text:
             return []
         if len(self._begun) < 2 and self._index not in self._begun:
@@ -125,7 +125,8 @@ class TurnMessage:
         return self._told_but_for_space("content", text)
 
     def _is_apart(self) -> bool:
-        """Whether something else stands before the first word of the content, or between it and blanks before it."""
+        """Return whether something else stands before the first word of the content, or between it and blanks before
+        it."""
         first, *others = (self._parser.segments(index)[0] for index in self._begun)
         return first.start > 0 or any(first.end < other.start for other in others)
 
@@ -145,7 +146,7 @@ class TurnMessage:
         return [{part: text}] if text else []
 
     def _whole_content(self, parsed: ParsedMessage) -> str:
-        """The content of the whole, which begins with what was told."""
+        """Return the content of the whole, which begins with what was told."""
         if self._may_call:
             content: str = parsed.to_openai()["content"]
             return content
@@ -153,7 +154,7 @@ class TurnMessage:
         return joined_text(parsed.text, literal, ("content", "malformed", "call"))
 
     def _call(self, event: Event) -> list[Delta]:
-        """More of a call. One that is told again, after it was dropped, keeps its number."""
+        """Return more of a call. One that is told again, after it was dropped, keeps its number."""
         if not self._may_call or not isinstance(event, CallStarted | ArgumentsDelta | CallFinished):
             return []
         if self._given is None:

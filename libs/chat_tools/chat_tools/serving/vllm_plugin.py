@@ -99,7 +99,7 @@ class FormatToolParser(ToolParser):
         return self._delta(self._content.settled() + self._content.rest(), self._stream.last_events())
 
     def _begin(self, request: Any) -> StreamParser:
-        """A parser with the tools of the request; if it has none, those that this one was made with."""
+        """Return a parser with the tools of the request; if it has none, those that this one was made with."""
         tools = getattr(request, "tools", None) or self.tools or ()
         schemas = [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
         return StreamParser(self.format, schemas, prefill="")
@@ -115,7 +115,8 @@ class FormatToolParser(ToolParser):
         return protocol.DeltaMessage(content=content or None, tool_calls=calls) if content or calls else None
 
     def _told(self, event: Event) -> Any:
-        """The delta of an event; `prev_tool_call_arr` tells vLLM which calls there were and what was sent of them."""
+        """Return the delta of an event; `prev_tool_call_arr` tells vLLM which calls there were and what was sent of
+        them."""
         if isinstance(event, CallStarted):
             self.current_tool_id = event.number
             self.prev_tool_call_arr.append({"name": event.name, "arguments": ""})
@@ -132,7 +133,7 @@ class FormatToolParser(ToolParser):
 
 
 def _named(identifier: str | None) -> dict[str, str]:
-    """The id that the model gave a call; none where vLLM makes one of its own, new in every answer."""
+    """Return the id that the model gave a call; none where vLLM makes one of its own, new in every answer."""
     return {"id": identifier} if identifier else {}
 
 

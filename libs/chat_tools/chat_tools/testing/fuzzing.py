@@ -184,7 +184,8 @@ _KNOWN_WORST: dict[str, list[Repeated]] = {
 
 
 def _worst(fmt: Format) -> list[Repeated]:
-    """The worst known texts of a format, and what any can be tried with: its own calls and markers over and over."""
+    """Return the worst known texts of a format, and what any can be tried with: its own calls and markers over and
+    over."""
     marks = [*(fmt.section or ()), *(mark for pair in fmt.calls for mark in pair if mark)]
     opening = fmt.section[0] if fmt.section else ""
     usual = [Repeated(opening, fmt.example, "", True), *(Repeated(opening, f"{mark}x", "") for mark in marks)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import Coefficients, CostModel
 from dyncp.planning.sizes import Layout
 from dyncp.planning.types import DynamicPlan, Group, Step
@@ -20,7 +20,7 @@ class Timing(NamedTuple):
 
 
 def fit(timings: Sequence[Timing]) -> Coefficients:
-    """The base, token and pair seconds that explain the timings best, in relative terms; none negative."""
+    """Return the base, token and pair seconds that explain the timings best, in relative terms; none negative."""
     if len(timings) < 3:
         raise ValueError(f"three numbers need at least three timings, got {len(timings)}")
     seconds = np.array([t.seconds for t in timings])
@@ -39,7 +39,8 @@ def fit(timings: Sequence[Timing]) -> Coefficients:
 
 
 def workloads(cp_size: int, cap: int) -> list[tuple[int, ...]]:
-    """Lengths for one group: one sequence as long as it goes, short ones, and long-tailed mixes as in training."""
+    """Return lengths for one group: one sequence as long as it goes, short ones, and long-tailed mixes as in
+    training."""
     full = cp_size * cap
     short = max(1, cap // 16)
     return [
@@ -97,7 +98,7 @@ def calibrate_groups(
     steps: int = 3,
     align: int = 1,
 ) -> CostModel:
-    """The cost model with measured numbers for each size and method. run(plan): the plan's seconds (collective).
+    """Return the cost model with measured numbers for each size and method. run(plan): the plan's seconds (collective).
 
     align: as in `dyncp.plan`; the cap must be a multiple of it. A plan of several equal steps is timed, so that what
     happens once an optimizer step counts as little as in training.

@@ -19,7 +19,7 @@ from seqpack.planning.flops import LayerFlops
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Median time of a call, after two that warm up."""
+    """Return median time of a call, after two that warm up."""
     times = []
     for index in range(repeats + 2):
         _wait(device)
@@ -37,7 +37,7 @@ def _wait(device: torch.device) -> None:
 
 
 def forward_backward(run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """A call that runs forward and backward of `run(*inputs)`."""
+    """Return a call that runs forward and backward of `run(*inputs)`."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     grad = torch.randn_like(run(*leaves))
 
@@ -48,7 +48,7 @@ def forward_backward(run: Callable[..., torch.Tensor], inputs: Sequence[torch.Te
 
 
 def measure_cost(config: Any, device: torch.device, dtype: torch.dtype, tokens: int) -> CostModel:
-    """The cost model of a Hugging Face text config, its compute terms measured on this device.
+    """Return the cost model of a Hugging Face text config, its compute terms measured on this device.
 
     tokens: of one rank's micro-batch; 8192 suits a GPU, 256 a laptop.
     """
@@ -72,7 +72,7 @@ def measure_cost(config: Any, device: torch.device, dtype: torch.dtype, tokens: 
 
 
 def _pair_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Seconds of a (query, key) pair in one layer: the difference of a long sequence and many short ones."""
+    """Return seconds of a (query, key) pair in one layer: the difference of a long sequence and many short ones."""
     heads = (layer.heads, layer.kv_heads, layer.kv_heads)
     q, k, v = (torch.randn(tokens, h, layer.value_dim, device=device, dtype=dtype) for h in heads)
     times, pairs = [], []
@@ -87,7 +87,7 @@ def _pair_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, t
 
 
 def _delta_seconds(layer: LayerFlops, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Seconds of a token in one layer's recurrence."""
+    """Return seconds of a token in one layer's recurrence."""
     q, k = (torch.randn(tokens, layer.kv_heads, layer.key_dim, device=device, dtype=dtype) for _ in range(2))
     v = torch.randn(tokens, layer.heads, layer.value_dim, device=device, dtype=dtype)
     g = -torch.rand(tokens, layer.heads, device=device)

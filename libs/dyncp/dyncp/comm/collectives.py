@@ -11,14 +11,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[n, ...] on each rank -> [size * n, ...] in rank order, without gradient."""
+    """Return [n, ...] on each rank -> [size * n, ...] in rank order, without gradient."""
     everyone = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     _all_gather(everyone, x.contiguous(), group=group)
     return everyone
 
 
 def reduce_scattered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[size * n, ...] on each rank -> this rank's [n, ...] of the sum over ranks, without gradient."""
+    """Return [size * n, ...] on each rank -> this rank's [n, ...] of the sum over ranks, without gradient."""
     mine = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     _reduce_scatter(mine, x.contiguous(), group=group)
     return mine
@@ -52,15 +52,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[n, ...] on each rank -> [cp_size * n, ...] in rank order; the backward sums all ranks' gradients of a piece."""
+    """Return [n, ...] on each rank -> [cp_size * n, ...] in rank order; the backward sums all ranks' gradients of a
+    piece."""
     result: torch.Tensor = _AllGather.apply(x, group)
     return result
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Row i of x [cp_size, ...] goes to rank i; row i of the result came from rank i. Its own inverse and its own
-    gradient.
-    """
+    """Return row i of x [cp_size, ...] goes to rank i; row i of the result came from rank i. Its own inverse and its
+    own gradient. """
     result: torch.Tensor = _AllToAll.apply(x, group)
     return result
 
@@ -80,7 +80,7 @@ class Shift:
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> torch.Tensor:
-        """What the left neighbour sent."""
+        """Return what the left neighbour sent."""
         for work in self._works:
             work.wait()
         return self._received

@@ -30,18 +30,18 @@ def check_same_plan(plan: DynamicPlan, group: dist.ProcessGroup | None = None) -
 
 
 def gathered_numbers(number: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Every rank's 64-bit number, in rank order. Collective; waits for the device."""
+    """Return every rank's 64-bit number, in rank order. Collective; waits for the device."""
     return gathered(torch.tensor([number], device=communication_device(group)), group).tolist()
 
 
 def odd_ranks(numbers: list[int]) -> tuple[list[int], int]:
-    """(ranks whose number is not the commonest, the first rank whose number is)."""
+    """Return (ranks whose number is not the commonest, the first rank whose number is)."""
     common = max(set(numbers), key=lambda value: (numbers.count(value), -numbers.index(value)))
     return [rank for rank, value in enumerate(numbers) if value != common], numbers.index(common)
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device whose tensors this group's collectives take."""
+    """Return the device whose tensors this group's collectives take."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     if dist.get_backend(group) == "hccl":

@@ -75,7 +75,8 @@ class ProcessGroups:
             dist.destroy_process_group(group)
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        """The group of these ranks of a plan: None for a single rank, the plane's (the world's) for all of them."""
+        """Return the group of these ranks of a plan: None for a single rank, the plane's (the world's) for all of
+        them."""
         if len(ranks) == 1:
             return None
         if len(ranks) == dist.get_world_size(self.plane):
@@ -94,7 +95,7 @@ class ProcessGroups:
 
 
 def world_timeout() -> timedelta:
-    """How long a collective of the default group waits: what `init_process_group(timeout=...)` was given."""
+    """Return how long a collective of the default group waits: what `init_process_group(timeout=...)` was given."""
     world = dist.group.WORLD
     assert world is not None, "the default group is initialised"
     timeout: timedelta = world._get_backend(communication_device()).options._timeout
@@ -102,6 +103,6 @@ def world_timeout() -> timedelta:
 
 
 def _busiest(groups: Iterable[Ranks]) -> tuple[int, int]:
-    """(rank, in how many of the groups it is) for the rank that is in most; the lowest of several."""
+    """Return (rank, in how many of the groups it is) for the rank that is in most; the lowest of several."""
     counts = Counter(rank for ranks in groups for rank in ranks)
     return max(counts.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))

@@ -27,7 +27,7 @@ from torch import nn
 
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.layers import CoreAttention, ShardParams, ShardRotary, delta_net_forward
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel
 from dyncp.planning.types import DynamicPlan
 from dyncp.sharding.shards import pack_group, shard
@@ -36,7 +36,7 @@ from seqpack.planning.flops import ModelFlops, delta_net, full_attention, mlp
 
 
 def with_core_attention(spec: Any, method: Method = "ring") -> Any:
-    """A copy of a layer spec, or of a block's, whose self attention layers use `CoreAttention` over this method.
+    """Return a copy of a layer spec, or of a block's, whose self attention layers use `CoreAttention` over this method.
 
     ValueError where the spec has no attention layer with a core attention.
     """
@@ -124,9 +124,8 @@ def _refuse(model: Any) -> None:
 
 
 def cost_model(model: Any, **options: Any) -> CostModel:
-    """What plans for this GPTModel need to know: its heads and layer types, so that they refuse what it cannot run, and
-    its operations, as seqpack counts them (options: as in `CostModel.of`). Calibrate for better numbers.
-    """
+    """Return what plans for this GPTModel need to know: its heads and layer types, so that they refuse what it cannot
+    run, and its operations, as seqpack counts them (options: as in `CostModel.of`). Calibrate for better numbers. """
     config = model.config
     feed_forward = mlp(config.hidden_size, config.ffn_hidden_size, 3 if config.gated_linear_unit else 2)
     attention = full_attention(
@@ -179,7 +178,7 @@ def micro_batches(
     rank: int,
     device: torch.device | str | None = None,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of one rank: one for each step of the plan, so that every rank has as many.
+    """Yield the micro-batches of one rank: one for each step of the plan, so that every rank has as many.
 
     batch: the global batch with input_ids and loss_mask (B, j). groups: after `groups.prepare(plan)` on every rank.
     Tokens are padded as the plan's `align` says. ValueError where the batch is not the plan's or has no loss_mask.
@@ -205,5 +204,5 @@ def micro_batches(
 
 
 def count_trained(batch: TensorDict) -> int:
-    """Trained tokens of a global batch, as `plan(trained_tokens=...)` needs them."""
+    """Return trained tokens of a global batch, as `plan(trained_tokens=...)` needs them."""
     return sum(int(mask.sum()) for mask in batch["loss_mask"].unbind())

@@ -15,7 +15,7 @@ import torch
 
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.adapt import count_trained
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.sizes import Layout
 from dyncp.testing.megatron import (
     Difference,
@@ -29,7 +29,7 @@ from dyncp.testing.megatron import (
     under_schedule,
     without_cuda,
 )
-from dyncp.testing.processes import run_world
+from dyncp.exactness.processes import run_world
 
 WORLD = 4
 LENGTHS = (700, 3, 129, 1500, 260, 64)

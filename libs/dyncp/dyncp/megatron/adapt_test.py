@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.adapt import adapt, cost_model, count_trained, with_core_attention
 from dyncp.megatron.layers import CoreAttention
-from dyncp.ops.methods import METHODS, Method
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.planner import plan
 from dyncp.planning.sizes import Layout
 from dyncp.planning.types import DynamicPlan
@@ -38,7 +38,7 @@ from dyncp.testing.megatron import (
     under_schedule,
     without_cuda,
 )
-from dyncp.testing.processes import run_world
+from dyncp.exactness.processes import run_world
 
 WORLD = 4
 WAYS: list[tuple[Layout, Method]] = [(layout, method) for layout in get_args(Layout) for method in METHODS]

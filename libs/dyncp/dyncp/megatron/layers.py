@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from dyncp.ops.attention import attention
 from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.sizes import Layout
 from dyncp.sharding.layout import Sharding
 from dyncp.sharding.shards import Shard
@@ -43,7 +43,7 @@ class ShardParams:
 
     @classmethod
     def of(cls, shard: Shard, group: dist.ProcessGroup | None) -> "ShardParams":
-        """The params of one rank's shard; group: the ranks that share the stream, None for one."""
+        """Return the params of one rank's shard; group: the ranks that share the stream, None for one."""
         sharding, positions = shard.sharding, shard.position_ids
         cu = sharding.cu_seqlens(positions.device)
         longest = max(b - a for a, b in zip(sharding.bounds, sharding.bounds[1:], strict=False))
@@ -51,7 +51,7 @@ class ShardParams:
 
 
 def placement(params: Any, tokens: int, rows: int, static: Any = None) -> tuple[Sharding, dist.ProcessGroup | None]:
-    """(sharding, group) of a call with `rows` rows of `tokens` local tokens.
+    """Return (sharding, group) of a call with `rows` rows of `tokens` local tokens.
 
     params: a ShardParams; a PackedSeqParams that Megatron made, which says zigzag over its cp_group, or over `static`
     where it has none; or None: rows of one sequence each, zigzag over `static`.
@@ -137,7 +137,7 @@ class CoreAttention(nn.Module):
 
 
 def _one_stream(x: torch.Tensor) -> torch.Tensor:
-    """[s, b, heads, dim] -> [b * s, heads, dim]: row after row."""
+    """Return [s, b, heads, dim] -> [b * s, heads, dim]: row after row."""
     return x if x.dim() == 3 else x.transpose(0, 1).flatten(0, 1)
 
 
@@ -152,7 +152,7 @@ class ShardRotary(nn.Module):
         self.inner: Any = inner
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """The params themselves: the model hands what it gets here to `forward`, and nowhere else."""
+        """Return the params themselves: the model hands what it gets here to `forward`, and nowhere else."""
         params = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
         return params if isinstance(params, ShardParams) else self.inner.get_rotary_seq_len(*args, **kwargs)
 
@@ -167,7 +167,7 @@ class ShardRotary(nn.Module):
 
 
 def delta_net_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a megatron-core GatedDeltaNet that takes packed sequences and groups of ranks.
+    """Return the forward of a megatron-core GatedDeltaNet that takes packed sequences and groups of ranks.
 
     A call without packed_seq_params is the original's.
     """

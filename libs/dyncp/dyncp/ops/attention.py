@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dyncp.comm.sharding_hash import check_same_sharding
+from dyncp.sharding.sharding_hash import check_same_sharding
 from dyncp.ops.all_gather import all_gather_attention
-from dyncp.ops.heads import kv_repeats
-from dyncp.ops.methods import METHODS, Method
+from dyncp.planning.heads import kv_repeats
+from dyncp.planning.methods import METHODS, Method
 from dyncp.ops.ring import ring_attention
 from dyncp.ops.ulysses import to_heads, to_tokens
 from dyncp.planning.sizes import Layout

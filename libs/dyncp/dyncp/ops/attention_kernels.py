@@ -15,7 +15,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def block_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [Tq, H, D], lse [H, Tq]) of q [Tq, H, D] over k, v [Tk, Hkv, D]; already selected by the block."""
+    """Return (out [Tq, H, D], lse [H, Tq]) of q [Tq, H, D] over k, v [Tk, Hkv, D]; already selected by the block."""
     run = flash_forward if _flash_fits(q) else plain_forward
     return run(q, k, v, block, scale)
 
@@ -30,7 +30,7 @@ def block_backward(
     block: Block,
     scale: float,
 ) -> Triple:
-    """(dq, dk, dv) of one block; out [Tq, H, D] and lse [H, Tq] belong to the whole rows."""
+    """Return (dq, dk, dv) of one block; out [Tq, H, D] and lse [H, Tq] belong to the whole rows."""
     run = flash_backward if _flash_fits(q) else plain_backward
     return run(grad, q, k, v, out, lse, block, scale)
 
@@ -42,7 +42,7 @@ def _flash_fits(q: torch.Tensor) -> bool:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over torch's flash attention."""
+    """Return the same over torch's flash attention."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q.contiguous(), k.contiguous(), v.contiguous(), block.cu_q, block.cu_k, block.max_q, block.max_k,
         0.0, block.causal, False, scale=scale,
@@ -60,7 +60,7 @@ def flash_backward(
     block: Block,
     scale: float,
 ) -> Triple:
-    """The same over torch's flash attention; it takes the whole rows' out and lse as they are."""
+    """Return the same over torch's flash attention; it takes the whole rows' out and lse as they are."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     result: Triple = torch.ops.aten._flash_attention_backward(
@@ -94,7 +94,8 @@ def plain_backward(
     block: Block,
     scale: float,
 ) -> Triple:
-    """The gradient written out: P = exp(S - lse), dS = P (dP - rowsum(dO O)), as in the flash attention paper."""
+    """Return the gradient written out: P = exp(S - lse), dS = P (dP - rowsum(dO O)), as in the flash attention
+    paper."""
     dqs, dks, dvs = [], [], []
     pieces = zip(
         grad.split(block.q_lengths), q.split(block.q_lengths), out.split(block.q_lengths),

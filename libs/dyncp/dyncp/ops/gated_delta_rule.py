@@ -19,7 +19,7 @@ The arithmetic of the rule is seqpack's: both runs are fused kernels where those
 adding are plain torch, in float32 at least; context parallelism that a kernel package may have itself is not used.
 
 Held by tests: outputs and all gradients equal one process to 1e-10 in float64, for sequences inside a shard, across two
-and across all of them (`testing/exactness_test.py`).
+and across all of them (`exactness/matrix_test.py`).
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from dyncp.comm.collectives import gathered, reduce_scattered
-from dyncp.comm.sharding_hash import check_same_sharding
+from dyncp.sharding.sharding_hash import check_same_sharding
 from dyncp.planning.sizes import Layout
 from dyncp.sharding.layout import Run, Sharding
 from seqpack.ops.conv import causal_conv1d as local_conv1d
@@ -86,8 +86,8 @@ def gated_delta_rule(
     layout: Layout = "contiguous",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The gated delta rule of this rank's shard, exactly as if one rank had run the whole stream. Collective over
-    `group`.
+    """Return the gated delta rule of this rank's shard, exactly as if one rank had run the whole stream. Collective
+    over `group`.
 
     q, k: [local tokens, Hk, Dk]; v: [local tokens, Hv, Dv]; g (log decay, at most 0), beta: [local tokens, Hv].
     cu_seqlens: boundaries of the whole stream, or its Sharding. Returns [local tokens, Hv, Dv]. Differentiable in q, k,
@@ -138,7 +138,7 @@ def _sharding_and_rank(
 
 
 def _goes_on(sharding: Sharding, rank: int) -> bool:
-    """Whether the last sequence of a rank goes on with the next one."""
+    """Return whether the last sequence of a rank goes on with the next one."""
     last = sharding.runs(rank)[-1]
     end = sharding.bounds[last.sequence] + last.start + last.length
     return end < sharding.bounds[last.sequence + 1]
@@ -149,7 +149,7 @@ def _comes_from_left(run: Run) -> bool:
 
 
 def _passes_through(sharding: Sharding, rank: int) -> bool:
-    """Whether a whole shard is the middle of one sequence: only then does what comes in reach the next rank."""
+    """Return whether a whole shard is the middle of one sequence: only then does what comes in reach the next rank."""
     runs = sharding.runs(rank)
     return len(runs) == 1 and _comes_from_left(runs[0]) and _goes_on(sharding, rank)
 
@@ -157,9 +157,8 @@ def _passes_through(sharding: Sharding, rank: int) -> bool:
 def _zero_and_unit(
     operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as `_zero_then_unit` in one call: the head's tokens once more behind all others, a sequence of their
-    own.
-    """
+    """Return the same as `_zero_then_unit` in one call: the head's tokens once more behind all others, a sequence of
+    their own. """
     q, k, v, g, beta = operands
     again = (q[:head], k[:head], torch.zeros_like(v[:head]), g[:head], beta[:head])
     own = len(q)
@@ -175,10 +174,9 @@ def _zero_and_unit(
 def _zero_then_unit(
     operands: Operands, sharding: Sharding, rank: int, head: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head, the
-    tokens whose sequence came from the left, outputs [head, Hv, Dk] and end state M from the identity with zero
-    values.
-    """
+    """Return (out, ends, unit, transition): outputs and end states of all runs from empty states; then for the head,
+    the tokens whose sequence came from the left, outputs [head, Hv, Dk] and end state M from the identity with zero
+    values. """
     q, k, v, g, beta = operands
     dk = k.shape[2]
     zeros = _states(len(sharding.runs(rank)), v, dk, v.shape[2])

@@ -8,7 +8,7 @@ import torch
 from dyncp.ops.gated_delta_rule import _zero_and_unit, _zero_then_unit
 from dyncp.sharding.layout import Sharding
 from seqpack.ops import backends, fused, probe
-from seqpack.ops.calls import DeltaCall
+from seqpack.ops.op_arguments import DeltaCall
 
 SHARDING = Sharding((0, 70, 1400, 1500), 2)
 

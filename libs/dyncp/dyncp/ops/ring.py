@@ -14,7 +14,7 @@ Backward:
 7. After the last step the sum goes home, `ring_steps - 1` ranks back.
 
 Held by tests: outputs and all gradients equal one process to 1e-10 in float64, in every layout and group size
-(`testing/exactness_test.py`); the blocks of all steps together are the causal mask, each pair once
+(`exactness/matrix_test.py`); the blocks of all steps together are the causal mask, each pair once
 (`sharding/layout_test.py`).
 """
 
@@ -31,7 +31,7 @@ from dyncp.sharding.layout import Sharding
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup, scale: float
 ) -> torch.Tensor:
-    """[local tokens, Hq, D] of attention over the whole stream; q [local, Hq, D], k and v [local, Hkv, D]."""
+    """Return [local tokens, Hq, D] of attention over the whole stream; q [local, Hq, D], k and v [local, Hkv, D]."""
     result: torch.Tensor = _Ring.apply(q, k, v, sharding, group, scale)
     return result
 

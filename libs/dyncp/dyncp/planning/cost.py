@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dyncp.ops.heads import check_heads
-from dyncp.ops.methods import METHODS, Method
+from dyncp.planning.heads import check_heads
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.sizes import Layout
 from seqpack.planning.family_flops import model_flops
 from seqpack.planning.flops import ModelFlops
@@ -36,7 +36,7 @@ class Topology:
     max_groups: int = 32
 
     def bytes_per_second(self, cp_size: int) -> float:
-        """What one rank of a group of this size can send."""
+        """Return what one rank of a group of this size can send."""
         return self.bandwidth if cp_size <= self.ranks_per_node else self.node_bandwidth
 
 
@@ -91,7 +91,7 @@ class CostModel:
                 raise ValueError(f"{name} must not be negative and must be finite, got {value}")
 
     def pairs(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """(query, key) pairs of each causal sequence, layers with a window weighted by their share.
+        """Return (query, key) pairs of each causal sequence, layers with a window weighted by their share.
 
         As `seqpack.SequenceCost.pairs` counts them: a token sees itself and the window - 1 tokens before it.
         """
@@ -102,7 +102,7 @@ class CostModel:
         return total
 
     def coefficients(self, cp_size: int, method: Method, layout: Layout, topology: Topology) -> Coefficients:
-        """The three numbers of a group of this size; additive over sequences, so that planning is packing."""
+        """Return the three numbers of a group of this size; additive over sequences, so that planning is packing."""
         for name, size, *numbers in self.measured:
             if size == cp_size and (name == method or size == 1):
                 return Coefficients(*numbers)
@@ -121,7 +121,8 @@ class CostModel:
         )
 
     def _traffic(self, cp_size: int, method: Method, topology: Topology) -> tuple[float, float]:
-        """(bytes a rank sends for each token of the stream, collectives or ring rounds), forward and backward."""
+        """Return (bytes a rank sends for each token of the stream, collectives or ring rounds), forward and
+        backward."""
         away = (cp_size - 1) / cp_size
         if method == "ulysses":
             repeats = max(1.0, cp_size / self.kv_heads)
@@ -133,7 +134,8 @@ class CostModel:
         return 4 * self.kv_bytes * away * shown, 3.0 * (cp_size - 1) * self.attention_layers * shown
 
     def allowed(self, cp_size: int, method: Method) -> bool:
-        """Whether a group of this size can run the method at all (Ulysses deals query heads evenly; no windows)."""
+        """Return whether a group of this size can run the method at all (Ulysses deals query heads evenly; no
+        windows)."""
         if cp_size > 1 and any(window is not None for window, _ in self.windows):
             return False
         return method != "ulysses" or not self.attention_layers or self.query_heads % cp_size == 0
@@ -151,7 +153,7 @@ class CostModel:
             check_heads(self.query_heads, self.kv_heads, 1)
 
     def scaled(self, factor: float) -> "CostModel":
-        """The same model on a machine whose compute is `factor` times slower."""
+        """Return the same model on a machine whose compute is `factor` times slower."""
         return replace(
             self,
             fixed=self.fixed * factor,
@@ -161,12 +163,12 @@ class CostModel:
         )
 
     def to_json(self) -> str:
-        """The model as JSON text."""
+        """Return the model as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "CostModel":
-        """The model written by `to_json`; ValueError for unknown names."""
+        """Return the model written by `to_json`; ValueError for unknown names."""
         data = json.loads(text)
         unknown = data.keys() - {field.name for field in fields(cls)}
         if unknown:
@@ -179,7 +181,8 @@ class CostModel:
     def from_config(
         cls, config: Any, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2
     ) -> "CostModel":
-        """The cost model of a Hugging Face config's text part: seqpack counts its operations (`seqpack.model_flops`).
+        """Return the cost model of a Hugging Face config's text part: seqpack counts its operations
+        (`seqpack.model_flops`).
 
         ValueError for a model that seqpack does not know. The other arguments as in `of`.
         """
@@ -187,7 +190,7 @@ class CostModel:
 
     @classmethod
     def of(cls, model: ModelFlops, flops: float = 400e12, fixed: float = 8e-3, element_bytes: int = 2) -> "CostModel":
-        """Seconds of counted operations at `flops` operations a second, and the bytes that their operands have.
+        """Return seconds of counted operations at `flops` operations a second, and the bytes that their operands have.
 
         Forward and backward are three times the forward. fixed: seconds of a step beside its operations. Calibrate for
         better numbers.
@@ -212,7 +215,7 @@ class CostModel:
 
 
 def imbalance(cp_size: int, method: Method, layout: Layout) -> float:
-    """The busiest rank's share of the attention pairs of one long sequence, over an even share.
+    """Return the busiest rank's share of the attention pairs of one long sequence, over an even share.
 
     Contiguous shards give the last rank (2 n - 1) / n^2 of the triangle; zigzag and Ulysses share it evenly.
     """

@@ -35,8 +35,8 @@ Ints = NDArray[np.int64]
 
 
 def exact_candidate(problem: Problem, at_most: float, sizes: Sequence[int]) -> tuple[CandidatePlan, float] | None:
-    """(the fastest plan of groups of these sizes, ascending; seconds that none of them takes less than); None where
-    that takes too long to find, or none takes `at_most` seconds or less.
+    """Return (the fastest plan of groups of these sizes, ascending; seconds that none of them takes less than); None
+    where that takes too long to find, or none takes `at_most` seconds or less.
 
     The two times are one unless ranks left idle, which run a dummy alone, take longer than a step's groups.
     """
@@ -63,7 +63,7 @@ def exact_candidate(problem: Problem, at_most: float, sizes: Sequence[int]) -> t
 
 
 def exact_static(problem: Problem, size: int) -> CandidatePlan | None:
-    """The fastest plan in which every group has `size` ranks, which must hold each sequence; None for more than
+    """Return the fastest plan in which every group has `size` ranks, which must hold each sequence; None for more than
     `MOST_STATIC` sequences.
 
     For every subset and number of groups, the least time in which so many side by side hold it, the group of its first
@@ -94,13 +94,13 @@ def exact_static(problem: Problem, size: int) -> CandidatePlan | None:
 
 
 def _members(subset: int, count: int) -> list[int]:
-    """The items of a subset given as bits."""
+    """Return the items of a subset given as bits."""
     return [i for i in range(count) if subset >> i & 1]
 
 
 @lru_cache(maxsize=MOST_STATIC)
 def _splits(count: int) -> list[tuple[Ints, Ints]]:
-    """For every subset of `count` items, as bits: (its subsets that hold its lowest item, what each leaves)."""
+    """Return for every subset of `count` items, as bits: (its subsets that hold its lowest item, what each leaves)."""
     splits = [(np.zeros(0, dtype=np.int64),) * 2]
     for subset in range(1, 1 << count):
         lowest = subset & -subset
@@ -151,7 +151,7 @@ def _partitioned(single: NDArray[np.int16], count: int) -> NDArray[np.int16]:
 
 
 def _best_steps(seconds: NDArray[np.float64], count: int) -> list[int] | None:
-    """The partition of all items into subsets with the least sum of seconds; None where it is infinite."""
+    """Return the partition of all items into subsets with the least sum of seconds; None where it is infinite."""
     total = np.zeros(1 << count)
     choice = np.zeros(1 << count, dtype=np.int64)
     for subset, (firsts, rests) in enumerate(_splits(count)):
@@ -172,7 +172,7 @@ def _best_steps(seconds: NDArray[np.float64], count: int) -> list[int] | None:
 def _groups_of(
     problem: Problem, subset: int, time: int, single: NDArray[np.int16], ranks: NDArray[np.int16]
 ) -> list[Bin]:
-    """The groups of one step, by walking back through step 3."""
+    """Return the groups of one step, by walking back through step 3."""
     bins = []
     while subset:
         firsts, rests = _splits(len(problem.lengths))[subset]

@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 def tried_sizes(allowed: Ints, needed: Ints, world_size: int) -> list[int]:
-    """The sizes to search with, ascending, out of `allowed` (ascending).
+    """Return the sizes to search with, ascending, out of `allowed` (ascending).
 
     needed: i64[any], the smallest size of each sequence; above `EVERY` at most `MOST_NEEDED` of them, spread evenly.
     """
@@ -31,7 +31,8 @@ def tried_sizes(allowed: Ints, needed: Ints, world_size: int) -> list[int]:
 
 
 def interval_starts(allowed: Ints, lengths: int) -> Ints:
-    """Where each interval of sizes begins in `allowed`; each size alone where that is not too much for so many lengths.
+    """Return where each interval of sizes begins in `allowed`; each size alone where that is not too much for so many
+    lengths.
 
     Else sizes to `EVERY` are alone, and an interval begins at each eighth between powers of two.
     """

@@ -39,7 +39,7 @@ Sets = tuple[tuple[int, ...], ...]
 
 
 def improved(problem: Problem, candidate: CandidatePlan, sizes: Sequence[int] | None = None) -> CandidatePlan:
-    """A candidate that is no slower, by local search; the same one where nothing helps.
+    """Return a candidate that is no slower, by local search; the same one where nothing helps.
 
     sizes: all that groups may have, the problem's where not given. With one, a static candidate stays static.
     """
@@ -66,11 +66,12 @@ class _Search:
         self._steps: dict[Sets, tuple[float, tuple[int, ...]]] = {}
 
     def seconds(self, step: Sets) -> float:
-        """The least time of a step of these sets; infinite where the ranks do not hold them. No sets, no step."""
+        """Return the least time of a step of these sets; infinite where the ranks do not hold them. No sets, no
+        step."""
         return self._timed(step)[0] if step else 0.0
 
     def sizes(self, step: Sets) -> tuple[int, ...]:
-        """The ranks of each set in it."""
+        """Return the ranks of each set in it."""
         return self._timed(step)[1]
 
     def _timed(self, step: Sets) -> tuple[float, tuple[int, ...]]:
@@ -101,7 +102,7 @@ class _Search:
         return seconds, tuple(size for size, _ in chosen)
 
     def _widths_of(self, samples: tuple[int, ...]) -> list[tuple[int, float]]:
-        """(size, seconds) of a set, sizes ascending, seconds descending: what more ranks are good for."""
+        """Return (size, seconds) of a set, sizes ascending, seconds descending: what more ranks are good for."""
         if samples not in self._widths:
             members = list(samples)
             tokens, seconds = self._columns
@@ -122,11 +123,11 @@ class _Search:
         return np.stack(tokens), np.stack(seconds)
 
     def total(self, steps: list[Sets]) -> float:
-        """Seconds of all steps."""
+        """Return seconds of all steps."""
         return sum(map(self.seconds, steps))
 
     def descended(self, steps: list[Sets]) -> list[Sets]:
-        """The steps after one change after another, until none helps or the evaluations are used up."""
+        """Return the steps after one change after another, until none helps or the evaluations are used up."""
         while self.left > 0:
             changed = self.change(steps) or self.emptied(steps)
             if changed is None:
@@ -135,7 +136,7 @@ class _Search:
         return steps
 
     def kicked(self, steps: list[Sets]) -> list[Sets]:
-        """The fastest steps found by random moves, each time followed by what helps."""
+        """Return the fastest steps found by random moves, each time followed by what helps."""
         rng, misses = random.Random(0), 0
         while self.left > 0 and misses < MISSES:
             found = self.descended(self._moved_at_random(steps, rng))
@@ -145,7 +146,8 @@ class _Search:
         return steps
 
     def _moved_at_random(self, steps: list[Sets], rng: random.Random) -> list[Sets]:
-        """The steps after a few sequences joined any other set, or none; what the ranks do not hold is left out."""
+        """Return the steps after a few sequences joined any other set, or none; what the ranks do not hold is left
+        out."""
         for _ in range(rng.randint(1, MOST_MOVES)):
             at = rng.randrange(len(steps))
             mine = rng.choice(steps[at])
@@ -163,7 +165,8 @@ class _Search:
         return steps
 
     def change(self, steps: list[Sets]) -> list[Sets] | None:
-        """The steps after the first change of a slowest set that makes their sum smaller; None where none does."""
+        """Return the steps after the first change of a slowest set that makes their sum smaller; None where none
+        does."""
         for at in sorted(range(len(steps)), key=lambda k: -self.seconds(steps[k])):
             slowest = self._slowest(steps[at])
             for changed in self._neighbours(steps, at, slowest):
@@ -207,7 +210,7 @@ class _Search:
                 yield {at: _step(_without(others, theirs), *dealt)}
 
     def emptied(self, steps: list[Sets]) -> list[Sets] | None:
-        """The steps without the one that holds least, its sequences dealt to the others, if that is faster."""
+        """Return the steps without the one that holds least, its sequences dealt to the others, if that is faster."""
         if len(steps) < 2:
             return None
         lengths = self.problem.lengths
@@ -232,12 +235,12 @@ class _Search:
 
 
 def _step(others: Sets, *sets: tuple[int, ...]) -> Sets:
-    """The step of these sets in one order, empty ones left out."""
+    """Return the step of these sets in one order, empty ones left out."""
     return tuple(sorted((*others, *(tuple(sorted(samples)) for samples in sets if samples))))
 
 
 def _dealt(samples: tuple[int, ...]) -> Iterator[Sets]:
-    """Every way to deal up to `MOST_DEALT` samples to two sets; none for more of them."""
+    """Yield every way to deal up to `MOST_DEALT` samples to two sets; none for more of them."""
     if len(samples) <= MOST_DEALT:
         for bits in range(1, 1 << len(samples) - 1):
             yield tuple(tuple(i for n, i in enumerate(samples) if bits >> n & 1 == side) for side in (1, 0))
@@ -263,5 +266,5 @@ def _moved(
 
 
 def _replaced(steps: list[Sets], changed: dict[int, Sets]) -> list[Sets]:
-    """The steps with some of them changed, or one more; what became empty is left out."""
+    """Return the steps with some of them changed, or one more; what became empty is left out."""
     return [step for k, old in enumerate([*steps, ()]) if (step := changed.get(k, old))]

@@ -11,14 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dyncp.ops.methods import METHODS, Method
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning import group_sizes
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.exact import exact_candidate
 from dyncp.planning.lower_bound import lower_bound
 from dyncp.planning.planner import make_problem, plan, static_plan
 from dyncp.planning.problem import Problem
-from dyncp.planning.resize import resized
+from dyncp.planning.rescale_groups import resized
 from dyncp.planning.sizes import Layout, local_tokens
 from dyncp.testing.exhaustive import Exhaustive, Question
 

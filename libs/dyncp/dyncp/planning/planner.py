@@ -2,7 +2,7 @@
 
 1. Check the question; sizes of groups, their coefficients and rooms (`planning/problem.py`); above 64 ranks the
    searches try some sizes (`planning/group_sizes.py`), and the groups of what they find get the best of all sizes
-   (`planning/resize.py`).
+   (`planning/rescale_groups.py`).
 2. Dynamic candidates at several target times, static candidates of every size that divides the world
    (`planning/search.py`); a static size whose own bound is above the best so far is left out.
 3. The lower bound (`planning/lower_bound.py`). Done where the best candidate is within `CLOSE_ENOUGH` of it.
@@ -21,18 +21,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology
 from dyncp.planning.exact import MOST_STATIC, exact_candidate, exact_static
 from dyncp.planning.improve import improved
 from dyncp.planning.lower_bound import lower_bound
 from dyncp.planning.problem import FEW, MANY, CandidatePlan, Problem, laid_out, most_process_groups
-from dyncp.planning.resize import resized
+from dyncp.planning.rescale_groups import resized
 from dyncp.planning.search import dynamic_candidates, static_bound, static_candidate
 from dyncp.planning.sizes import Layout, ceil_div, check_layout
 from dyncp.planning.types import DynamicPlan, Group, Step
 from seqpack.planning.checks import check_lengths, check_positive_int
-from seqpack.planning.geometry import aligned_length
+from seqpack.planning.padding import aligned_length
 
 SLACKS = (1.0, 1.15, 1.5, 2.2, 4.0)
 """How much longer than in perfect balance a step may take, one dynamic candidate each."""
@@ -90,7 +90,7 @@ def static_plan(
     trained_tokens: int = 0,
     align: int = 1,
 ) -> DynamicPlan:
-    """A plan in which every group has cp_size ranks; the baseline. Its `lower_bound` is that of all plans.
+    """Return a plan in which every group has cp_size ranks; the baseline. Its `lower_bound` is that of all plans.
 
     ValueError where that size cannot hold a sample.
     """
@@ -157,7 +157,7 @@ def _no_group(problem: Problem, sample: int, cost: CostModel, method: Method) ->
 
 
 def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
-    """The fastest of the dynamic and static candidates; the static one of equals."""
+    """Return the fastest of the dynamic and static candidates; the static one of equals."""
     found: list[CandidatePlan] = []
     seconds = float("inf")
     for bound, size in sorted((static_bound(problem, size), size) for size in problem.static_sizes):
@@ -177,7 +177,7 @@ def _fastest_candidate(problem: Problem, limit: int) -> CandidatePlan:
 
 
 def _close_enough(problem: Problem) -> float:
-    """The gap with which a search ends; none, but for rounding, where the optimum can be found."""
+    """Return the gap with which a search ends; none, but for rounding, where the optimum can be found."""
     count = len(problem.lengths)
     return 1e-9 if count <= MOST_STATIC else CLOSE_ENOUGH if count <= MANY else CLOSE_ENOUGH_FOR_MANY
 
@@ -195,10 +195,10 @@ def _targets(problem: Problem) -> list[float]:
 
 
 def _refined(problem: Problem, best: CandidatePlan, bound: float, limit: int) -> tuple[CandidatePlan, float]:
-    """(a plan no slower than `best`, the higher of the bounds), from the searches that few sequences allow."""
+    """Return (a plan no slower than `best`, the higher of the bounds), from the searches that few sequences allow."""
 
     def faster(other: CandidatePlan | None) -> CandidatePlan:
-        """The faster of it and the best so far, if ranks may be in so many groups."""
+        """Return the faster of it and the best so far, if ranks may be in so many groups."""
         if other is None or other.total >= best.total or most_process_groups(other, problem.world_size) > limit:
             return best
         return other
@@ -245,7 +245,7 @@ def _finish(
 def predicted_seconds(
     plan: DynamicPlan, cost: CostModel | None = None, topology: Topology | None = None
 ) -> list[float]:
-    """The time of each step of any plan under a cost model, computed from the plan alone."""
+    """Return the time of each step of any plan under a cost model, computed from the plan alone."""
     cost, topology = cost or CostModel(), topology or Topology()
     pairs = cost.pairs(np.array(plan.lengths, dtype=np.int64)).tolist()
     seconds = []

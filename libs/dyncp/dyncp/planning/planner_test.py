@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dyncp.ops.methods import METHODS
+from dyncp.planning.methods import METHODS
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.improve import improved
 from dyncp.planning.planner import make_problem, plan, predicted_seconds, static_plan
 from dyncp.planning.problem import Bin, Problem
 from dyncp.planning.search import _balance, dynamic_candidates, static_candidate
 from dyncp.planning.simulation import trace_lengths
-from dyncp.planning.tight import completed_bins, tight_bins
+from dyncp.planning.tight_packing import completed_bins, tight_bins
 from dyncp.planning.types import DynamicPlan
 from seqpack.planning.exact import fewest_bins
 from seqpack.planning.micro_batches import plan_micro_batches

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dyncp.planning.cost import Coefficients, CostModel
 from dyncp.planning.group_sizes import interval_starts, tried_sizes
 from dyncp.planning.sizes import Layout, ceil_div, group_room, sequence_align
-from dyncp.planning.tight import completed_bins, tight_bins
+from dyncp.planning.tight_packing import completed_bins, tight_bins
 from seqpack.planning.packing import pack
 
 Bins = tuple[tuple[int, ...], ...]
@@ -75,19 +75,19 @@ class Problem:
         self._room_alone, self._room_each = group_room(1, cap, layout, align), group_room(2, cap, layout, align) // 2
 
     def columns(self, size: int) -> tuple[list[int], list[float]]:
-        """(tokens, seconds) of every sequence in a group of this size; tokens include the layout's padding."""
+        """Return (tokens, seconds) of every sequence in a group of this size; tokens include the layout's padding."""
         if size not in self._columns:
             tokens, seconds = self.column_arrays(size)
             self._columns[size] = tokens.tolist(), seconds.tolist()
         return self._columns[size]
 
     def column_arrays(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The same as arrays."""
+        """Return the same as arrays."""
         each, factors = sequence_align(size, self.layout), self.table[size]
         return ceil_div_array(self.lengths, each) * each, factors.token * self.lengths + factors.pair * self.pairs
 
     def room(self, size: int) -> int:
-        """Tokens a group of this size can hold."""
+        """Return tokens a group of this size can hold."""
         return self._room_alone if size == 1 else self._room_each * size
 
     @cached_property
@@ -111,7 +111,7 @@ class Problem:
         return self.rooms_of(self.size_array)
 
     def rooms_of(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same of any sizes."""
+        """Return the same of any sizes."""
         return np.where(sizes == 1, self._room_alone, self._room_each * sizes)
 
     @cached_property
@@ -125,7 +125,7 @@ class Problem:
         return self.coefficients_of(list(self.table))
 
     def coefficients_of(self, sizes: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
-        """The same of any sizes."""
+        """Return the same of any sizes."""
         return tuple(np.array(column) for column in zip(*(self.table[size] for size in sizes), strict=True))
 
     @cached_property
@@ -200,13 +200,13 @@ class Problem:
         return [size for size, fits in alone if fits.all() and self.world_size % size == 0]
 
     def bin_of(self, size: int, samples: Sequence[int]) -> Bin:
-        """A bin of this size with these samples; its room is negative where they do not fit."""
+        """Return a bin of this size with these samples; its room is negative where they do not fit."""
         tokens, seconds = self.columns(size)
         left = self.room(size) - sum(tokens[i] for i in samples)
         return Bin(size, left, sum(seconds[i] for i in samples), list(samples))
 
     def packed(self, size: int, samples: Sequence[int]) -> Bins:
-        """The samples in few groups of this size, packed by tokens alone; the fullest first. Computed once."""
+        """Return the samples in few groups of this size, packed by tokens alone; the fullest first. Computed once."""
         key = (size, tuple(samples))
         if key not in self._packed:
             tokens, _ = self.columns(size)
@@ -222,24 +222,23 @@ class Problem:
         return self._packed[key]
 
     def bin_seconds(self, b: Bin) -> float:
-        """Seconds of a group, base included."""
+        """Return seconds of a group, base included."""
         return self.table[b.size].base + b.seconds
 
     def step_seconds(self, bins: Sequence[Bin]) -> float:
-        """A step lasts as long as its slowest group; ranks in no group run a dummy alone."""
+        """Return a step lasts as long as its slowest group; ranks in no group run a dummy alone."""
         slowest = max((self.table[b.size].base + b.seconds for b in bins), default=0.0)
         idle = self.world_size > sum(b.size for b in bins)
         return max(slowest, self.table[1].base) if idle else slowest
 
     def candidate(self, steps: list[list[Bin]], name: str) -> CandidatePlan:
-        """The candidate of these steps, timed."""
+        """Return the candidate of these steps, timed."""
         return CandidatePlan(steps, [self.step_seconds(step) for step in steps], name)
 
 
 def laid_out(step: Sequence[Bin]) -> list[tuple[int, Bin]]:
-    """(first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups are
-    needed.
-    """
+    """Return (first rank, bin), widest first: equal sizes start at equal places in every step, so few process groups
+    are needed. """
     start, placed = 0, []
     for b in sorted(step, key=lambda b: (-b.size, -b.seconds)):
         placed.append((start, b))
@@ -248,7 +247,7 @@ def laid_out(step: Sequence[Bin]) -> list[tuple[int, Bin]]:
 
 
 def most_process_groups(candidate: CandidatePlan, world_size: int) -> int:
-    """The most distinct process groups that any rank would be in, the world not counted."""
+    """Return the most distinct process groups that any rank would be in, the world not counted."""
     counts: Counter[int] = Counter()
     spans = {(start, b.size) for step in candidate.steps for start, b in laid_out(step) if 1 < b.size < world_size}
     for start, size in spans:
@@ -257,5 +256,5 @@ def most_process_groups(candidate: CandidatePlan, world_size: int) -> int:
 
 
 def ceil_div_array(a: NDArray[np.int64], b: NDArray[np.int64] | int) -> NDArray[np.int64]:
-    """The smallest integers at least a / b."""
+    """Return the smallest integers at least a / b."""
     return -(-a // b)

@@ -31,7 +31,7 @@ RECENT = 32  # open groups that are looked at for one more sequence
 
 
 def static_candidate(problem: Problem, size: int) -> CandidatePlan:
-    """Every group of one size, in as few steps as the packing allows; groups of like time share a step."""
+    """Return every group of one size, in as few steps as the packing allows; groups of like time share a step."""
     groups = problem.world_size // size
     tokens, _ = problem.columns(size)
     fewest = max(1, ceil_div(sum(tokens), problem.room(size) * groups))
@@ -46,7 +46,7 @@ def static_candidate(problem: Problem, size: int) -> CandidatePlan:
 
 
 def static_bound(problem: Problem, size: int) -> float:
-    """No static plan of this size is faster: perfect balance in as few steps as the tokens need."""
+    """Return no static plan of this size is faster: perfect balance in as few steps as the tokens need."""
     tokens, seconds = problem.column_arrays(size)
     groups = problem.world_size // size
     steps = max(1, ceil_div(int(tokens.sum()), groups * problem.room(size)))
@@ -60,7 +60,8 @@ def group_into_steps(problem: Problem, bins: Sequence[Bin], groups: int, name: s
 
 
 def dynamic_candidates(problem: Problem, targets: Sequence[float]) -> Iterator[CandidatePlan]:
-    """One candidate for each target, in ascending order, except where it would be the one before again, or static."""
+    """Yield one candidate for each target, in ascending order, except where it would be the one before again, or
+    static."""
     before: tuple[list[int], bool] = [], False
     for target in targets:
         wanted = _wanted_sizes(problem, target)
@@ -70,7 +71,7 @@ def dynamic_candidates(problem: Problem, targets: Sequence[float]) -> Iterator[C
 
 
 def _fullest_seconds(problem: Problem, size: int) -> float:
-    """No group of this size takes longer, whatever it holds: it is full of what has most pairs a token."""
+    """Return no group of this size takes longer, whatever it holds: it is full of what has most pairs a token."""
     room = problem.room(size)
     return problem.table[size].seconds(room, room * float((problem.pairs / problem.lengths).max(initial=0)))
 
@@ -85,7 +86,7 @@ def _dynamic_candidate(problem: Problem, target: float, wanted: list[int]) -> Ca
 
 
 def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[Bin] | None:
-    """Longest first, each into the least loaded bin with room; None where one finds no room.
+    """Return longest first, each into the least loaded bin with room; None where one finds no room.
 
     A bin without room for a sequence waits, widest room first, until a sequence is short enough for it again.
     """
@@ -114,9 +115,8 @@ def _balance(problem: Problem, samples: Sequence[int], bins: list[Bin]) -> list[
 
 
 def _packed(problem: Problem, samples: Sequence[int], size: int, slots: int, last: int) -> list[Bin]:
-    """At most `slots` bins, which must be enough, as full as can be; what the last `last` of them hold is dealt again,
-    evenly, so that the slack is all in one step.
-    """
+    """Return at most `slots` bins, which must be enough, as full as can be; what the last `last` of them hold is dealt
+    again, evenly, so that the slack is all in one step. """
     found = problem.packed(size, samples)
     kept = [problem.bin_of(size, members) for members in found[: slots - last]]
     rest = {i for members in found[slots - last :] for i in members}
@@ -126,7 +126,8 @@ def _packed(problem: Problem, samples: Sequence[int], size: int, slots: int, las
 
 
 def _wanted_sizes(problem: Problem, target: float) -> list[int]:
-    """For every sequence the smallest size that holds it and meets the target; else the fastest that holds it."""
+    """Return for every sequence the smallest size that holds it and meets the target; else the fastest that holds
+    it."""
     seconds = problem.seconds_alone
     meets = seconds <= target
     places = np.where(meets.any(axis=0), meets.argmax(axis=0), seconds.argmin(axis=0))
@@ -135,9 +136,8 @@ def _wanted_sizes(problem: Problem, target: float) -> list[int]:
 
 
 def _place_long(problem: Problem, samples: list[int], wanted: list[int], target: float) -> list[list[Bin]]:
-    """Widest first: into an open group that stays within the target, else a new group in the first step with ranks
-    left.
-    """
+    """Return widest first: into an open group that stays within the target, else a new group in the first step with
+    ranks left. """
     samples.sort(key=lambda i: -wanted[i])
     steps: list[list[Bin]] = []
     free: list[int] = []

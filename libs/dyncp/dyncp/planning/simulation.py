@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel, Topology
 from dyncp.planning.planner import make_problem, plan, static_plan
 from dyncp.planning.sizes import Layout
@@ -42,8 +42,8 @@ class Replay:
 
 
 def trace_lengths(trace: str, count: int, longest: int, seed: int = 0) -> list[int]:
-    """`count` lengths: lognormal (median longest / 16, sigma 1.2), bimodal (nine tenths short), uniform; or a JSON file
-    with a list of lengths, repeated as often as needed and cut to `longest`."""
+    """Return `count` lengths: lognormal (median longest / 16, sigma 1.2), bimodal (nine tenths short), uniform; or a
+    JSON file with a list of lengths, repeated as often as needed and cut to `longest`."""
     rng = np.random.default_rng(seed)
     if trace == "lognormal":
         drawn = rng.lognormal(np.log(longest / 16), 1.2, count)
@@ -107,7 +107,8 @@ def simulate(
     method: Method = "ring",
     layout: Layout = "contiguous",
 ) -> Iterator[Replay]:
-    """One Replay for each number of ranks. longest: of the trace; 4 x cap where 0, never more than the world holds."""
+    """Yield one Replay for each number of ranks. longest: of the trace; 4 x cap where 0, never more than the world
+    holds."""
     for count in ranks:
         top = min(longest or 4 * cap, count * cap)
         drawn = [trace_lengths(trace, count * sequences_per_rank, top, seed) for seed in range(batches)]
@@ -115,7 +116,7 @@ def simulate(
 
 
 def markdown(replays: Sequence[Replay]) -> str:
-    """The replays as a table."""
+    """Return the replays as a table."""
     lines = [
         "| ranks | sequences | tokens/s | best static | its time | dynamic | speed-up | chosen |",
         "|---" * 8 + "|",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from seqpack.planning.geometry import aligned_length
+from seqpack.planning.padding import aligned_length
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
@@ -35,13 +35,14 @@ def local_cp_size(longest: int, max_tokens_per_rank: int, world_size: int) -> in
 
 
 def sequence_align(cp_size: int, layout: Layout) -> int:
-    """The multiple each sequence is padded to before it is sharded: 2 x cp_size in zigzag, nothing in contiguous."""
+    """Return the multiple each sequence is padded to before it is sharded: 2 x cp_size in zigzag, nothing in
+    contiguous."""
     check_layout(layout)
     return 2 * cp_size if layout == "zigzag" and cp_size > 1 else 1
 
 
 def rank_align(cp_size: int, layout: Layout, align: int = 1) -> int:
-    """What the tokens of each rank are a multiple of.
+    """Return what the tokens of each rank are a multiple of.
 
     align: what kernels or sharding ask of a rank's tokens: the tensor-parallel size where activations are split by
     tokens, 16 for FP8 products, a bucket for kernels that are tuned for few shapes. Zigzag gives each rank two halves.
@@ -51,7 +52,7 @@ def rank_align(cp_size: int, layout: Layout, align: int = 1) -> int:
 
 
 def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout, align: int = 1) -> int:
-    """Tokens each rank of a group holds, padding included, when sequences of these lengths are packed over it.
+    """Return tokens each rank of a group holds, padding included, when sequences of these lengths are packed over it.
 
     Zigzag pads every sequence to 2 x cp_size; then the end of the stream is padded until every rank holds the same
     multiple of `rank_align`.
@@ -62,7 +63,7 @@ def local_tokens(lengths: Sequence[int], cp_size: int, layout: Layout, align: in
 
 
 def group_room(cp_size: int, max_tokens_per_rank: int, layout: Layout, align: int = 1) -> int:
-    """Tokens, sequences padded as `sequence_align` says, that a group can hold under the cap: 0 where not even a
+    """Return tokens, sequences padded as `sequence_align` says, that a group can hold under the cap: 0 where not even a
     dummy fits.
     """
     multiple = rank_align(cp_size, layout, align)
@@ -76,5 +77,5 @@ def check_layout(layout: str) -> None:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The smallest integer at least a / b."""
+    """Return the smallest integer at least a / b."""
     return -(-a // b)

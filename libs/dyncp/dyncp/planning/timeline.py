@@ -9,7 +9,8 @@ PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#e
 
 
 def timeline_html(plan: DynamicPlan) -> str:
-    """The page. Steps are as wide as their predicted time (equally wide where the plan has none); hover for samples."""
+    """Return the page. Steps are as wide as their predicted time (equally wide where the plan has none); hover for
+    samples."""
     seconds = plan.seconds or (1.0,) * len(plan.steps)
     row = max(4.0, min(26.0, 640 / max(plan.world_size, 1)))
     scale = (WIDTH - LEFT - 20) / (sum(seconds) or 1.0)

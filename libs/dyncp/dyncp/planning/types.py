@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.sizes import Layout, ceil_div, check_layout, local_tokens
 
 
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     groups: tuple[Group, ...]
 
     def group_of(self, rank: int) -> Group:
-        """The group this rank belongs to; ValueError for a rank outside the plan."""
+        """Return the group this rank belongs to; ValueError for a rank outside the plan."""
         for group in self.groups:
             if rank in group.ranks:
                 return group
@@ -99,15 +99,16 @@ class DynamicPlan:
                 )
 
     def groups(self) -> Iterator[tuple[int, Group]]:
-        """(step index, group) for every group of the plan, in order."""
+        """Return (step index, group) for every group of the plan, in order."""
         return ((index, group) for index, step in enumerate(self.steps) for group in step.groups)
 
     def tokens_per_rank(self, group: Group) -> int:
-        """Tokens each rank of the group holds, padding included."""
+        """Return tokens each rank of the group holds, padding included."""
         return local_tokens([self.lengths[i] for i in group.sample_ids], group.cp_size, self.layout, self.align)
 
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The distinct rank sets of more than one rank, in the one order in which every rank must create them."""
+        """Return the distinct rank sets of more than one rank, in the one order in which every rank must create
+        them."""
         return tuple(sorted({group.ranks for _, group in self.groups() if group.cp_size > 1}))
 
     def sample_order(self) -> tuple[int, ...]:
@@ -129,12 +130,13 @@ class DynamicPlan:
         return sum(self.lengths) / slots if slots else 0.0
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` gives an equal plan back."""
+        """Return the plan as JSON text; `from_json` gives an equal plan back."""
         return json.dumps(asdict(self) | {"hash": self.hash}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "DynamicPlan":
-        """The plan written by `to_json`. ValueError where it is not one, or was changed by hand (the hash differs)."""
+        """Return the plan written by `to_json`. ValueError where it is not one, or was changed by hand (the hash
+        differs)."""
         data: dict[str, Any] = json.loads(text)
         missing = {"lengths", "world_size", "max_tokens_per_rank", "steps"} - data.keys()
         if missing:
@@ -161,8 +163,8 @@ class DynamicPlan:
 
 
 def seed_plan(lengths: tuple[int, ...], world_size: int, max_tokens_per_rank: int, cp_size: int) -> DynamicPlan:
-    """The first published way to deal samples: groups of one size, equal consecutive slices, one sample a step and
-    group.
+    """Return the first published way to deal samples: groups of one size, equal consecutive slices, one sample a step
+    and group.
 
     Any number of samples works: fewer than groups, not divisible, one. Groups that run out of samples run dummies.
     `dyncp.plan` is better; this one is the plainest plan there is, an oracle for tests.

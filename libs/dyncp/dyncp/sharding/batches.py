@@ -10,14 +10,15 @@ from tensordict import TensorDict
 from dyncp.comm.collectives import gathered
 from dyncp.comm.plan_hash import communication_device
 from dyncp.planning.types import DynamicPlan
-from dyncp.sharding.rows import KeyForm, Row, from_rows, key_forms, to_rows
+from dyncp.sharding.batch_rows import KeyForm, Row, from_rows, key_forms, to_rows
 from seqpack.batches.algebra import index_select
 
 Records = dict[int, Row]
 
 
 def split_batch(batch: TensorDict, plan: DynamicPlan, step: int, rank: int) -> TensorDict | None:
-    """The samples that `rank` computes in `step` together with its group, in the group's order; None for a dummy.
+    """Return the samples that `rank` computes in `step` together with its group, in the group's order; None for a
+    dummy.
 
     batch: the whole global batch, batch_size [len(plan.lengths)], dense and jagged keys of any shape, and per-sample
     Python values such as text.
@@ -34,7 +35,7 @@ def split_batch(batch: TensorDict, plan: DynamicPlan, step: int, rank: int) -> T
 def merge_outputs(
     outputs: Sequence[TensorDict | None], plan: DynamicPlan, group: dist.ProcessGroup | None = None
 ) -> TensorDict:
-    """All samples' outputs in the order of the batch, on every rank. Collective over `group` (the plan's world).
+    """Return all samples' outputs in the order of the batch, on every rank. Collective over `group` (the plan's world).
 
     outputs[step]: what this rank's group computed in that step, one row for each of its sample_ids (every rank of a
     context-parallel group holds the same; the first one's copy is taken). For a dummy group: None or anything.
@@ -112,12 +113,13 @@ def _parse(shapes: dict[str, dict[str, list[int]]], forms: dict[str, KeyForm], d
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as a flat uint8 tensor."""
+    """Return the tensor's memory as a flat uint8 tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def gather_bytes(data: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Every rank's bytes, of any number a rank. Two all-gathers: the sizes, and the bytes padded to the largest."""
+    """Return every rank's bytes, of any number a rank. Two all-gathers: the sizes, and the bytes padded to the
+    largest."""
     counts = gathered(torch.tensor([data.numel()], device=data.device), group).tolist()
     largest = max(*counts, 1)
     padded = torch.zeros(largest, dtype=torch.uint8, device=data.device)

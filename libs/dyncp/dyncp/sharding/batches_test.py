@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from dyncp.comm.plan_hash import check_same_plan
 from dyncp.planning.types import DynamicPlan, Group, Step, seed_plan
 from dyncp.sharding.batches import merge_outputs, split_batch
-from dyncp.sharding.rows import KeyForm, from_rows, key_forms, to_rows
-from dyncp.testing.processes import run_world
+from dyncp.sharding.batch_rows import KeyForm, from_rows, key_forms, to_rows
+from dyncp.exactness.processes import run_world
 
 
 def make_batch(lengths: list[int]) -> TensorDict:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dyncp.planning.sizes import Layout, check_layout, sequence_align
-from seqpack.planning.geometry import aligned_length
+from seqpack.planning.padding import aligned_length
 
 Ints = np.ndarray
 
@@ -39,7 +39,7 @@ class Selection:
     index: torch.Tensor | None
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The selected tokens of x, whose tokens are the first dimension."""
+        """Return the selected tokens of x, whose tokens are the first dimension."""
         return x.narrow(0, self.start, self.length) if self.index is None else x.index_select(0, self.index)
 
     def add_to(self, target: torch.Tensor, x: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class Sharding:
 
     bounds: cu_seqlens of the stream as integers, padding included. In zigzag every sequence must be a multiple of
     2 x cp_size long, in contiguous the whole stream a multiple of cp_size (`dyncp.shard` pads). checked: what
-    `dyncp.comm.sharding_hash` has compared between ranks; not a part of the value.
+    `dyncp.sharding.sharding_hash` has compared between ranks; not a part of the value.
     """
 
     bounds: tuple[int, ...]
@@ -110,7 +110,8 @@ class Sharding:
 
     @classmethod
     def of(cls, cu_seqlens: "torch.Tensor | Sequence[int] | Sharding", cp_size: int, layout: Layout) -> "Sharding":
-        """The sharding of a stream given by cu_seqlens. A tensor on a device is copied to the host: pass a Sharding."""
+        """Return the sharding of a stream given by cu_seqlens. A tensor on a device is copied to the host: pass a
+        Sharding."""
         if isinstance(cu_seqlens, Sharding):
             if (cu_seqlens.cp_size, cu_seqlens.layout) != (cp_size, layout):
                 raise ValueError(
@@ -132,7 +133,7 @@ class Sharding:
         return self.total // self.cp_size
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The tokens of one rank in their local order."""
+        """Return the tokens of one rank in their local order."""
         return _runs(self, rank)
 
     def stream_index(self, rank: int) -> Ints:
@@ -169,11 +170,12 @@ class Sharding:
         return _cu_tensor((0, *np.cumsum(lengths) + extra), device)
 
     def block(self, q_rank: int, kv_rank: int, device: torch.device) -> Block | None:
-        """What the queries of one rank see of the keys of another; None where that is nothing. Cached."""
+        """Return what the queries of one rank see of the keys of another; None where that is nothing. Cached."""
         return _block(self, q_rank, kv_rank, device)
 
     def stream_blocks(self, rank: int, device: torch.device) -> tuple[Block, ...]:
-        """What the queries of one rank see of the whole stream of keys. Every local token is in one block. Cached."""
+        """Return what the queries of one rank see of the whole stream of keys. Every local token is in one block.
+        Cached."""
         return _stream_blocks(self, rank, device)
 
 
@@ -239,7 +241,7 @@ Spans = list[list[tuple[int, int]]]
 
 
 def make_block(q_spans: Spans, k_spans: Spans, causal: bool, device: torch.device) -> Block:
-    """A block from the (offset, length) spans of each segment's queries and keys."""
+    """Return a block from the (offset, length) spans of each segment's queries and keys."""
     q_lengths = tuple(sum(length for _, length in spans) for spans in q_spans)
     k_lengths = tuple(sum(length for _, length in spans) for spans in k_spans)
     cu_q, cu_k = (

@@ -57,7 +57,7 @@ def pack_group(
 
 
 def _dummy(view: BatchView) -> BatchView:
-    """The view of one sample of one token."""
+    """Return the view of one sample of one token."""
     sample, place = _text_token(view)
     one = view.select([sample])
     columns: dict[str, Any] = {}
@@ -74,7 +74,8 @@ def _dummy(view: BatchView) -> BatchView:
 
 
 def _text_token(view: BatchView) -> tuple[int, int]:
-    """(sample, place in it) of a token that stands for text: the first whose type is 0, the very first without types.
+    """Return (sample, place in it) of a token that stands for text: the first whose type is 0, the very first without
+    types.
 
     ValueError where every token stands for media.
     """
@@ -93,7 +94,8 @@ def _text_token(view: BatchView) -> tuple[int, int]:
 
 
 def shard(packed: PackedBatch, cp_rank: int, cp_size: int, layout: Layout = "contiguous") -> Shard:
-    """The part of the packed batch that rank cp_rank of cp_size holds. ValueError where it was not packed for that."""
+    """Return the part of the packed batch that rank cp_rank of cp_size holds. ValueError where it was not packed for
+    that."""
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in 0..{cp_size - 1}, got {cp_rank}")
     sharding = Sharding(packed.geometry.cu_seqlens, cp_size, layout)
@@ -108,7 +110,7 @@ def shard(packed: PackedBatch, cp_rank: int, cp_size: int, layout: Layout = "con
 def unshard(
     x: torch.Tensor | Sequence[torch.Tensor], sharding: Sharding, group: dist.ProcessGroup | None = None, dim: int = 0
 ) -> torch.Tensor:
-    """The whole stream, tokens in order along `dim`, padding included (`seqpack.unpack_tokens` strips it).
+    """Return the whole stream, tokens in order along `dim`, padding included (`seqpack.unpack_tokens` strips it).
 
     x: this rank's tensor, gathered over `group` (collective, differentiable); or the tensors of all ranks, joined here.
     """

@@ -19,7 +19,7 @@ from itertools import combinations
 
 import numpy as np
 
-from dyncp.ops.methods import METHODS, Method
+from dyncp.planning.methods import METHODS, Method
 from dyncp.planning.cost import Coefficients, CostModel, Topology
 from dyncp.planning.sizes import LAYOUTS, Layout, local_tokens
 
@@ -53,7 +53,7 @@ class Exhaustive:
         self._groups: dict[tuple[Set, int], float] = {}
 
     def group(self, samples: Set, size: int) -> float:
-        """Seconds of one group."""
+        """Return seconds of one group."""
         if (samples, size) not in self._groups:
             asked = self.question
             lengths = [asked.lengths[i] for i in samples]
@@ -63,7 +63,7 @@ class Exhaustive:
         return self._groups[samples, size]
 
     def static(self) -> float:
-        """Seconds of the fastest plan in which every group has one size; infinite where no size holds all."""
+        """Return seconds of the fastest plan in which every group has one size; infinite where no size holds all."""
         world, best = self.question.world_size, float("inf")
         sizes = [size for size in self.sizes if world % size == 0]
         for sets in partitions(tuple(range(len(self.question.lengths)))):
@@ -78,7 +78,7 @@ class Exhaustive:
         return best
 
     def dynamic(self) -> float:
-        """Seconds of the fastest plan of any groups."""
+        """Return seconds of the fastest plan of any groups."""
         step = cache(self._step)
         everything = tuple(range(len(self.question.lengths)))
 
@@ -92,7 +92,7 @@ class Exhaustive:
         return min(self._side_by_side(sets) for sets in partitions(samples))
 
     def _side_by_side(self, sets: Sequence[Set]) -> float:
-        """The least time in which the sets run side by side; idle ranks run dummies."""
+        """Return the least time in which the sets run side by side; idle ranks run dummies."""
         world, sizes = self.question.world_size, list(self.sizes)
         if len(sets) > world:
             return float("inf")
@@ -113,7 +113,7 @@ class Exhaustive:
 
 
 def partitions(samples: Set) -> Iterator[list[Set]]:
-    """All partitions of the samples into sets."""
+    """Yield all partitions of the samples into sets."""
     if not samples:
         yield []
         return
@@ -123,7 +123,7 @@ def partitions(samples: Set) -> Iterator[list[Set]]:
 
 
 def _with_first(samples: Set) -> Iterator[Set]:
-    """All subsets that hold the first sample."""
+    """Yield all subsets that hold the first sample."""
     for count in range(len(samples)):
         for others in combinations(samples[1:], count):
             yield (samples[0], *others)
@@ -134,7 +134,8 @@ def _rest(samples: Set, taken: Set) -> Set:
 
 
 def small_questions(count: int, seed: int, fewest: int = 1, most_samples: int = 7) -> Iterator[Question]:
-    """One (`fewest`) to seven (`most_samples`) sequences on up to eight ranks of 1,024 tokens, every method and layout.
+    """Yield one (`fewest`) to seven (`most_samples`) sequences on up to eight ranks of 1,024 tokens, every method and
+    layout.
 
     Fixed costs from 0 to 30 ms. Lengths are uniform up to what the widest group holds, or lognormal around 600.
     """

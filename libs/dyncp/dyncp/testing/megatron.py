@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dyncp.comm.process_groups import ProcessGroups
 from dyncp.megatron.adapt import adapt, count_trained, micro_batches, with_core_attention
-from dyncp.ops.methods import Method
+from dyncp.planning.methods import Method
 from dyncp.planning.cost import CostModel
 from dyncp.planning.planner import static_plan
 from dyncp.planning.sizes import Layout
@@ -104,7 +104,8 @@ class _Float64Stays(TorchFunctionMode):
 
 
 def build(tiny: Tiny, method: Method | None, cp_size: int = 1) -> Any:
-    """A GPTModel of the local spec, the same weights in every process. method: None for Megatron's own attention."""
+    """Return a GPTModel of the local spec, the same weights in every process. method: None for Megatron's own
+    attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -151,7 +152,7 @@ def _config(tiny: Tiny, cp_size: int) -> Any:
 
 
 def _delta_layer(attention_layer: Any) -> Any:
-    """The attention layer's spec with a GatedDeltaNet of local linears and norm in the attention's place."""
+    """Return the attention layer's spec with a GatedDeltaNet of local linears and norm in the attention's place."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -163,7 +164,7 @@ def _delta_layer(attention_layer: Any) -> Any:
 
 
 def make(tiny: Tiny, lengths: Sequence[int] = LENGTHS) -> TensorDict:
-    """A batch of random tokens, about two thirds of them trained, never the first of a sequence."""
+    """Return a batch of random tokens, about two thirds of them trained, never the first of a sequence."""
     generator = torch.Generator().manual_seed(len(lengths))
     rows = [
         {
@@ -176,7 +177,7 @@ def make(tiny: Tiny, lengths: Sequence[int] = LENGTHS) -> TensorDict:
 
 
 def alone(tiny: Tiny, batch: TensorDict) -> tuple[float, Grads]:
-    """(loss, gradients) of Megatron's own layers, one whole sequence after another, nothing of dyncp in it."""
+    """Return (loss, gradients) of Megatron's own layers, one whole sequence after another, nothing of dyncp in it."""
     model, trained, total = build(tiny, None), count_trained(batch), 0.0
     for ids, mask in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True):
         row = ids[None].to(tiny.device)
@@ -195,7 +196,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped(model: Any, overlap: bool = False) -> Any:
-    """The model in Megatron's own DistributedDataParallel; overlap: buckets are reduced while the backward runs."""
+    """Return the model in Megatron's own DistributedDataParallel; overlap: buckets are reduced while the backward
+    runs."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     options = {"overlap_grad_reduce": True, "bucket_size": 500} if overlap else {}
@@ -206,7 +208,7 @@ def wrapped(model: Any, overlap: bool = False) -> Any:
 
 
 def reduced(ddp: Any, losses: list[torch.Tensor]) -> tuple[float, Grads]:
-    """(loss summed over ranks, gradients as Megatron's DDP reduces them)."""
+    """Return (loss summed over ranks, gradients as Megatron's DDP reduces them)."""
     ddp.finish_grad_sync()
     total = torch.stack(losses).sum()
     dist.all_reduce(total)
@@ -217,7 +219,7 @@ def reduced(ddp: Any, losses: list[torch.Tensor]) -> tuple[float, Grads]:
 def under_plan(
     tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: ProcessGroups, overlap: bool = False
 ) -> tuple[float, Grads]:
-    """(loss, gradients) of the plan's steps: the loop of `dyncp.megatron.adapt`'s docstring."""
+    """Return (loss, gradients) of the plan's steps: the loop of `dyncp.megatron.adapt`'s docstring."""
     model = build(tiny, made.method)
     adapt(model)
     ddp, losses = wrapped(model, overlap), []
@@ -233,7 +235,8 @@ def under_plan(
 
 
 def under_schedule(tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: ProcessGroups) -> tuple[float, Grads]:
-    """The same through Megatron's own schedule and loss, which counts the trained tokens itself and divides by them."""
+    """Return the same through Megatron's own schedule and loss, which counts the trained tokens itself and divides by
+    them."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -266,10 +269,9 @@ def under_schedule(tiny: Tiny, batch: TensorDict, made: DynamicPlan, groups: Pro
 
 
 def under_megatron(tiny: Tiny, batch: TensorDict, made: DynamicPlan, own_group: bool) -> tuple[float, Grads]:
-    """(loss, gradients) of a static zigzag plan of one step, as Megatron's own static context parallelism: its process
-    groups, its rotary embedding, its PackedSeqParams (own_group: they name the group); only the attention is dyncp's,
-    and the delta nets, which take groups of one rank here.
-    """
+    """Return (loss, gradients) of a static zigzag plan of one step, as Megatron's own static context parallelism: its
+    process groups, its rotary embedding, its PackedSeqParams (own_group: they name the group); only the attention is
+    dyncp's, and the delta nets, which take groups of one rank here. """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -327,7 +329,7 @@ class Difference(NamedTuple):
 
 
 def difference(found: tuple[float, Grads], expected: tuple[float, Grads]) -> Difference:
-    """How far two results of the functions above lie apart."""
+    """Return how far two results of the functions above lie apart."""
     assert found[1].keys() == expected[1].keys(), found[1].keys() ^ expected[1].keys()
     off = {name: (found[1][name].double() - want.double()).norm().item() for name, want in expected[1].items()}
     size = {name: want.double().norm().item() for name, want in expected[1].items()}

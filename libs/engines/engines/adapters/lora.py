@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
-from engines.adapters.config import LoraConfig
 from engines.families.registry import family_of
+from engines.lora_config import LoraConfig
 from engines.weights.model_weights import ModelWeights, live_tensors
 
 PARTS = ("lora_A", "lora_B")
@@ -33,7 +33,7 @@ _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in PARTS
 
 
@@ -65,7 +65,7 @@ def add_adapters(model: Any, config: LoraConfig, weights: ModelWeights, dtype: t
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """The linear layers of the decoder that can have adapters, by name: attention, delta nets and MLPs.
+    """Return the linear layers of the decoder that can have adapters, by name: attention, delta nets and MLPs.
 
     Not the head. Of a family with experts no MLP: routed experts are no layers of their own, and peft would take a
     shared expert's names for theirs.

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.adapters.lora import is_adapter, whole
 from engines.families.torch_operations import choose_torch_operations
+from engines.testing.edit_manifest import edit_facts
 from engines.testing.executors import assert_same, inside, state_of
-from engines.testing.facts import edit_facts
 from engines.testing.one_rank import one_rank
 from engines.tiny import tiny_batch, tiny_model
-from engines.weights.rows import own_part
+from engines.weights.row_shards import own_part
 from objectives import SFT
 
 __all__ = ["one_rank"]

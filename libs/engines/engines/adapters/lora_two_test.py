@@ -8,8 +8,8 @@ import torch
 
 from engines import EngineConfig, LoraConfig, TrainEngine, build_engine
 from engines.adapters.lora import is_adapter, whole
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
-from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT
 

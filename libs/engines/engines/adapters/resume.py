@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from engines.adapters.base import BASE, check_base
-from engines.adapters.config import LoraConfig
+from engines.adapters.base_digest import BASE, check_base
 from engines.config import EngineConfig
+from engines.lora_config import LoraConfig
 from engines.storage.checkpoint import read_tensor
 
 FACT = "adapter"

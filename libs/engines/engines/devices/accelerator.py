@@ -24,11 +24,11 @@ class Accelerator:
         raise NotImplementedError
 
     def missing(self) -> str | None:
-        """Why there is no such device here."""
+        """Return why there is no such device here."""
         raise NotImplementedError
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
-        """Nothing is needed."""
+        """Return nothing is needed."""
         del given, ranks
         return {}
 
@@ -44,28 +44,28 @@ class Accelerator:
         self.module.set_device(local_rank % self.module.device_count())
 
     def current(self) -> torch.device:
-        """The current device, with its number."""
+        """Return the current device, with its number."""
         return torch.device(self.kind, self.module.current_device())
 
     def new_stream(self) -> Any:
-        """A stream of the current device."""
+        """Return a stream of the current device."""
         return self.module.Stream()
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """The module's context manager."""
+        """Return the module's context manager."""
         found: AbstractContextManager[Any] = self.module.stream(stream)
         return found
 
     def current_stream(self) -> Any:
-        """The current device's."""
+        """Return the current device's."""
         return self.module.current_stream()
 
     def new_event(self) -> Any:
-        """An event without a time."""
+        """Return an event without a time."""
         return self.module.Event()
 
     def memory(self) -> MemoryFigures | None:
-        """What torch's allocator counts."""
+        """Return what torch's allocator counts."""
         _, total = self.module.mem_get_info()
         return MemoryFigures(self.module.memory_allocated(), self.module.max_memory_allocated(), total)
 
@@ -78,7 +78,7 @@ class Accelerator:
         self.module.empty_cache()
 
     def random_state(self) -> Tensor | None:
-        """The state of the current device's generator."""
+        """Return the state of the current device's generator."""
         state: Tensor = self.module.get_rng_state()
         return state
 

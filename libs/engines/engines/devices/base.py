@@ -31,17 +31,17 @@ class Devices(Protocol):
     """Whether the host runs ahead of it, so that streams have something to overlap."""
 
     def missing(self) -> str | None:
-        """Why there is no such device here; None where there is one."""
+        """Return why there is no such device here; None where there is one."""
 
     def lacks(self, dtype: torch.dtype) -> bool:
-        """Whether the current device has no arithmetic of this dtype."""
+        """Return whether the current device has no arithmetic of this dtype."""
 
     def use(self, local_rank: int) -> None:
         """Make one device of this machine the current one, by the rank among its processes. ValueError where there is
         none."""
 
     def current(self) -> torch.device:
-        """The current device."""
+        """Return the current device."""
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
         """Return variables that its collectives need and `given` leaves open, for `ranks` ranks on this machine.
@@ -54,13 +54,13 @@ class Devices(Protocol):
         """Work goes to `stream` inside."""
 
     def current_stream(self) -> Any:
-        """The stream that work goes to."""
+        """Return the stream that work goes to."""
 
     def new_event(self) -> Any:
         """Make an event, to be recorded on a stream."""
 
     def memory(self) -> MemoryFigures | None:
-        """What is allocated; None where torch does not count it."""
+        """Return what is allocated; None where torch does not count it."""
 
     def reset_peak(self) -> None:
         """Let the peak start again at what is allocated now."""
@@ -69,7 +69,7 @@ class Devices(Protocol):
         """Give memory that torch keeps and nobody uses back to the device."""
 
     def random_state(self) -> Tensor | None:
-        """The state of the device's generator; None where it is the host's."""
+        """Return the state of the device's generator; None where it is the host's."""
 
     def set_random_state(self, state: Tensor) -> None:
         """Put a state back."""

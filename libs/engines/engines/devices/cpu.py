@@ -19,7 +19,7 @@ class Cpu:
     overlaps = False
 
     def missing(self) -> str | None:
-        """Nothing is."""
+        """Return nothing is."""
         return None
 
     def lacks(self, dtype: torch.dtype) -> bool:
@@ -31,7 +31,7 @@ class Cpu:
         """There is one."""
 
     def current(self) -> torch.device:
-        """The one that there is."""
+        """Return the one that there is."""
         return torch.device("cpu")
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
@@ -67,7 +67,7 @@ class Cpu:
         """Nothing is kept."""
 
     def random_state(self) -> Tensor | None:
-        """The host's is saved anyway."""
+        """Return the host's is saved anyway."""
         return None
 
     def set_random_state(self, state: Tensor) -> None:

@@ -20,5 +20,5 @@ class Cuda(Accelerator):
         return torch.cuda
 
     def missing(self) -> str | None:
-        """Whether torch sees one."""
+        """Return whether torch sees one."""
         return None if torch.cuda.is_available() else "torch sees no CUDA device"

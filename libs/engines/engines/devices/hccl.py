@@ -30,14 +30,14 @@ class HcclSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, str]) -> "HcclSettings":
-        """What the environment says, the defaults for the rest. ValueError for what HCCL would not take."""
+        """Return what the environment says, the defaults for the rest. ValueError for what HCCL would not take."""
         text = given.get(TIMEOUT, str(cls.connect_timeout))
         if not text.isdecimal():
             raise ValueError(f"{TIMEOUT} must be a whole number of seconds, got {text!r}")
         return cls(int(text), given.get(HOST_PORTS, cls.host_ports), given.get(NPU_PORTS, cls.npu_ports))
 
     def environment(self) -> dict[str, str]:
-        """The variables that HCCL reads."""
+        """Return the variables that HCCL reads."""
         return {TIMEOUT: str(self.connect_timeout), HOST_PORTS: self.host_ports, NPU_PORTS: self.npu_ports}
 
     def check_room(self, ranks_per_host: int) -> None:
@@ -48,8 +48,8 @@ class HcclSettings:
 
 
 def port_range(name: str, text: str) -> range:
-    """The ports of FIRST-LAST. ValueError for anything else; HCCL's "auto" leaves the choice to the system, which a
-    firewall between machines does not know."""
+    """Return the ports of FIRST-LAST. ValueError for anything else; HCCL's "auto" leaves the choice to the system,
+    which a firewall between machines does not know."""
     first, dash, last = text.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1024 <= int(first) <= int(last) <= 65535):
         raise ValueError(f"{name} must be FIRST-LAST with ports from 1024 to 65535, got {text!r}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 
 LOG = logging.getLogger(__name__)
 BLOCK = 2**28
@@ -109,7 +109,7 @@ def _moves(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _parts(tensor: Tensor) -> tuple[str, dict[str, Any], Any]:
-    """What a shard is made of by torch's protocol of wrappers, and the name of the part that has its memory."""
+    """Return what a shard is made of by torch's protocol of wrappers, and the name of the part that has its memory."""
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names}
     (own,) = (name for name, part in parts.items() if isinstance(part, Tensor))
@@ -117,7 +117,7 @@ def _parts(tensor: Tensor) -> tuple[str, dict[str, Any], Any]:
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """What has the memory of a shard; a plain tensor itself."""
+    """Return what has the memory of a shard; a plain tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach()
     own, parts, _ = _parts(tensor)
@@ -126,7 +126,7 @@ def _inner(tensor: Tensor) -> Tensor:
 
 
 def _around(tensor: Tensor, inner: Tensor) -> Tensor:
-    """The same shard over other memory."""
+    """Return the same shard over other memory."""
     if not is_traceable_wrapper_subclass(tensor):
         return inner
     own, parts, context = _parts(tensor)

@@ -11,10 +11,10 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.devices import host_copies
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 from engines.devices.host_copies import BLOCK, HostCopies, layout
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import assert_same, inside, state_of
-from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import stand_in_on_path
 from engines.tiny import tiny_batch, tiny_model

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from engines.devices.adaptations import Adaptation, Applied, Patch, apply
-from engines.devices.layer_kinds import Forward, Forwards, with_forward
+from engines.devices.layer_matching import Forward, Forwards, with_forward
 from seqpack.ops.norms import rms_norm
 
 _WIDE = (torch.float32, torch.float64)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engines.devices.host_layers import use_host_norms
-from engines.devices.layer_kinds import CENTRED_NORMS, GATED_NORMS, NORMS
-from engines.families.cases import CASES, Case
+from engines.devices.layer_matching import CENTRED_NORMS, GATED_NORMS, NORMS
 from engines.families.registry import family_of
+from engines.proofs.family_cases import CASES, Case
 
 
 def normed(model: Any) -> list[Any]:

@@ -25,19 +25,19 @@ class Npu(Accelerator):
         return torch.get_device_module("npu")
 
     def missing(self) -> str | None:
-        """Whether torch_npu is installed, and sees one."""
+        """Return whether torch_npu is installed, and sees one."""
         if find_spec("torch_npu") is None:
             return f"torch_npu is not installed: install the one for torch {torch.__version__.split('+')[0]}"
         return None if self.module.is_available() else "torch_npu sees no NPU: see npu-smi info, and CANN's set_env.sh"
 
     def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
-        """The time to connect and HCCL's ports; ValueError for a value that HCCL would not take, and for fewer ports
-        than the machine has ranks."""
+        """Return the time to connect and HCCL's ports; ValueError for a value that HCCL would not take, and for fewer
+        ports than the machine has ranks."""
         settings = HcclSettings.read(given)
         settings.check_room(ranks)
         return {name: value for name, value in settings.environment().items() if name not in given}
 
 
 def torch_npu() -> Any:
-    """The package torch_npu."""
+    """Return the package torch_npu."""
     return import_module("torch_npu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engines import EngineConfig, build_engine
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
-from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import stand_in_on_path
 from engines.testing.vision import samples, vision_model

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch, apply
-from engines.devices.layer_kinds import Forwards, is_silu, with_forward
+from engines.devices.layer_matching import Forwards, is_silu, with_forward
 from engines.devices.npu import torch_npu
 from engines.devices.npu_operators import (
     VERSIONS,
@@ -36,7 +36,8 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def asked_for(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the operators of NPUs are to be used. ValueError: they are switched off for a device that has none."""
+    """Return whether the operators of NPUs are to be used. ValueError: they are switched off for a device that has
+    none."""
     if config.npu_operators == "off" and device.type != "npu":
         raise ValueError(f"npu_operators is of device npu, this run is on {device.type}: leave it out")
     return device.type == "npu" and config.npu_operators == "auto"
@@ -73,7 +74,8 @@ def _patches(model: Any) -> Iterator[Patch]:
 
 
 def _attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The stock forward with rotary embedding by the operator; None for a layer that calls no function of that name."""
+    """Return the stock forward with rotary embedding by the operator; None for a layer that calls no function of that
+    name."""
     stock = inspect.unwrap(kind.forward)
     if not isinstance(stock, FunctionType) or ROTARY not in stock.__code__.co_names:
         return None

@@ -12,12 +12,12 @@ from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines import EngineConfig, build_engine
-from engines.devices import layer_kinds
+from engines.devices import layer_matching as layer_kinds
 from engines.devices.npu import torch_npu
 from engines.devices.npu_layers import use_npu_operators
-from engines.megatron.groups import release
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
-from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.operators import CALLS
 from engines.testing.npu.path import stand_in_on_path

@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of x, times silu of `gate`, which is computed in float32; in x's dtype."""
+    """Return `rms_norm` of x, times silu of `gate`, which is computed in float32; in x's dtype."""
     return (rms_norm(x, weight, eps) * nn.functional.silu(gate.float())).to(x.dtype)
 
 
@@ -32,7 +32,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_halves(joined: Tensor) -> Tensor:
-    """`swiglu` of the two halves of [..., 2 d]: [..., d]."""
+    """Return `swiglu` of the two halves of [..., 2 d]: [..., d]."""
     product: Tensor = torch_npu().npu_swiglu(joined, dim=-1)
     return product
 
@@ -55,7 +55,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows x [m, k] times the matrix of their group, weight [groups, k, n], as counts i64[groups] says: [m, n]."""
+    """Return rows x [m, k] times the matrix of their group, weight [groups, k, n], as counts i64[groups] says: [m,
+    n]."""
     product: Tensor = _GroupedMatmul.apply(x, weight, counts)
     return product
 
@@ -76,7 +77,8 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    """`group_type` 0 splits rows, 2 what is summed over. One result (split_item 3), groups by size (list type 1)."""
+    """Return `group_type` 0 splits rows, 2 what is summed over. One result (split_item 3), groups by size (list type
+    1)."""
     options = {"group_list": counts, "split_item": 3, "group_type": group_type, "group_list_type": 1}
     result: Tensor = torch_npu().npu_grouped_matmul([x], [weight], **options)[0]
     return result

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from engines.devices import npu_operators
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 from engines.devices.npu import torch_npu
-from engines.testing.forked import launch_forked
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.npu import build
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.canary import canary, raises

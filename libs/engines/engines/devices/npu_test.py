@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.devices.accelerator import Accelerator
-from engines.devices.choice import accelerators_here, devices_of
+from engines.devices.detect import accelerators_here, devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.fsdp2 import executor
+from engines.fsdp2 import fsdp2_executor as executor
 from engines.launch import RankError
-from engines.megatron.executor import MegatronExecutor
-from engines.megatron.groups import release
+from engines.megatron.megatron_executor import MegatronExecutor
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
-from engines.testing.forked import launch_forked
 from engines.testing.npu.build import reason_against
 from engines.testing.npu.path import stand_in_on_path
 from engines.tiny import tiny_batch, tiny_model

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -102,7 +102,7 @@ def _on_host(parameter: Tensor) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """Where a parameter is computed with, which may be kept in host memory itself."""
+    """Return where a parameter is computed with, which may be kept in host memory itself."""
     if isinstance(parameter, DTensor):
         return devices_of(parameter.device_mesh.device_type).current()
     return parameter.device

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from engines.media.batch import media_keys, with_positions
-from engines.media.settings import VisionSettings
+from engines.media.media_batch import media_keys, with_positions
+from engines.media.vision_settings import VisionSettings
 from engines.parallel.groups import ParallelGroups
 from seqpack.batches.batch import view_batch
 from seqpack.batches.view import BatchView, Totals
@@ -60,7 +60,7 @@ class LocalBatch:
         return [self._places[row] for row in rows]
 
     def with_positions(self, settings: VisionSettings) -> "LocalBatch":
-        """Return the rows with their media checked and positions on several axes; see `engines.media.batch`."""
+        """Return the rows with their media checked and positions on several axes; see `engines.media.media_batch`."""
         return LocalBatch(with_positions(self.view, settings), self.rows, self.lengths)
 
     def require(self, keys: Sequence[str], sees: bool = False) -> None:

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.execution.early import EarlyRead
+from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import Scores
 from engines.execution.metrics import MetricSum
 from engines.execution.micro_batches import MicroBatch
 from engines.execution.reductions import reduce_float64
-from engines.experts.load import load_metrics
+from engines.experts.load_metrics import load_metrics
 from seqpack.batches.objective import Objective
 from seqpack.batches.view import Totals
 

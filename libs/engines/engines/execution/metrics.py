@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.execution.early import EarlyRead
+from engines.execution.early_host_read import EarlyRead
 from engines.execution.reductions import reduce_float64
 
 

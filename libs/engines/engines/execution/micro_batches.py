@@ -21,7 +21,7 @@ class MicroBatch:
     `rows` are its rows in the global batch; `wanted` bool[T] are the tokens to score (never a sequence's first).
     `ranks` (plan indices) compute it together, in `group` where there are several. A dummy keeps a rank in step with
     the others: one token of a row, of which nothing is wanted or trained, and no rows. `inputs`: what the executor
-    made of it ahead of time, where it did (`engines.execution.ahead`).
+    made of it ahead of time, where it did (`engines.execution.prefetch`).
     """
 
     packed: PackedBatch

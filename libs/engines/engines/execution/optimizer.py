@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from engines.config import EngineConfig
 from engines.execution.bfloat16_adamw import BFloat16AdamW
 from engines.execution.host_adamw import HostAdamW
-from engines.execution.rates import LR_SCALE, scale_of
+from engines.execution.learning_rates import LR_SCALE, scale_of
 from engines.execution.reductions import reduce_float64
 
 
 def build_optimizer(
     module: nn.Module, config: EngineConfig, scales: Mapping[str, float] | None = None
 ) -> torch.optim.AdamW:
-    """Two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. One fused kernel call a step
-    for each; `scales` (multiples of the learning rate, by name) make two groups each."""
+    """Return two parameter groups: matrices decay, vectors (norms, biases, decay rates) do not. One fused kernel call a
+    step for each; `scales` (multiples of the learning rate, by name) make two groups each."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model is trainable: build the engine with trainable=False instead")
@@ -61,7 +61,7 @@ def adamw(updated: Sequence[Updated], config: EngineConfig) -> torch.optim.AdamW
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """What an optimizer is called in logs: whose it is, and its class."""
+    """Return what an optimizer is called in logs: whose it is, and its class."""
     if optimizer is None:
         return "none: the engine only scores"
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
@@ -122,7 +122,7 @@ def scale_gradients(module: nn.Module, norm: float, limit: float | None) -> None
 
 
 def finite_everywhere(loss: Tensor, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the losses of all ranks are finite; waits for them."""
+    """Return whether the losses of all ranks are finite; waits for them."""
     return not bool(reduce_float64((~loss.detach().isfinite()).double(), group))
 
 

@@ -23,7 +23,7 @@ from engines.execution.optimizer import (
 )
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
-from engines.weights.rows import own_part
+from engines.weights.row_shards import own_part
 from objectives import SFT
 
 GROUP: Any = "the group"  # stands for a process group

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.expert_parallel import CASES, assert_same_steps, exact, run_all
-from engines.testing.forked import launch_forked
 
 LAYOUTS = [(2, 2), (4, 2), (4, 4)]
 

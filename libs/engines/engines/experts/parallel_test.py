@@ -8,8 +8,8 @@ import torch
 
 from engines import EngineConfig, build_engine
 from engines.experts.placement import check_sizes
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.expert_parallel import assert_same_steps, exact, from_disk, load, run_all, save
-from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401
 from engines.tiny import tiny_model
 

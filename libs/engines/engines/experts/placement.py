@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engines.experts.exchange import WEIGHTS, ExpertExchange
+from engines.experts.expert_exchange import WEIGHTS, ExpertExchange
 from engines.families.registry import family_of
 from engines.parallel.groups import mesh_of
 
@@ -21,7 +21,7 @@ ROWS, EXPERTS = "rows", "experts"
 
 
 def expert_modules(model: Any) -> list[nn.Module]:
-    """Those of all layers, in order."""
+    """Return those of all layers, in order."""
     family = family_of(model.config)
     return [m for layer in family.layers(model) for m in layer.modules() if type(m).__name__ == family.experts]
 

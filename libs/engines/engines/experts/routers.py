@@ -86,13 +86,13 @@ class Routers:
 
 
 def routed_sizes(model: Any) -> tuple[int, int, int]:
-    """(routed layers, experts a token goes to, experts) of a model with routers; `open_model` refuses others."""
+    """Return (routed layers, experts a token goes to, experts) of a model with routers; `open_model` refuses others."""
     text, layers = model.config.get_text_config(), len(_routers(model))
     assert layers, f"{text.model_type} has no router"
     return layers, int(text.num_experts_per_tok), int(text.num_experts)
 
 
 def _routers(model: Any) -> list[nn.Module]:
-    """Those of all layers, in order."""
+    """Return those of all layers, in order."""
     family = family_of(model.config)
     return [m for layer in family.layers(model) for m in layer.modules() if type(m).__name__ == family.router]

@@ -11,11 +11,11 @@ from tensordict import TensorDict
 from torch.nn import functional as F  # noqa: N812
 
 from engines import EngineConfig, TrainEngine, build_engine
-from engines.families.cases import CASES
 from engines.fsdp2.sharding import whole
 from engines.launch import ensure_group
+from engines.proofs.family_cases import CASES
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.executors import inside
-from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT

@@ -113,15 +113,15 @@ class Family:
         return self.vision
 
     def sees(self, model: Any) -> bool:
-        """Whether a module is the family's vision-language model."""
+        """Return whether a module is the family's vision-language model."""
         return self.vision is not None and type(model).__name__ == self.vision.architecture
 
     def tower(self, model: Any) -> nn.Module | None:
-        """The vision tower with what merges its patches into tokens; None of a text model."""
+        """Return the vision tower with what merges its patches into tokens; None of a text model."""
         return model.base_model.visual if self.sees(model) else None
 
     def decoder(self, model: Any) -> Any:
-        """The text model under the head: embeddings, layers and the last norm."""
+        """Return the text model under the head: embeddings, layers and the last norm."""
         return model.base_model.language_model if self.sees(model) else model.base_model
 
     def check_module(self, model: Any) -> None:
@@ -140,23 +140,23 @@ class Family:
                 raise ValueError(self._refusal(f"a {type(layer).__name__} must mix tokens in exactly one known module"))
 
     def units(self, model: Any) -> list[nn.Module]:
-        """What is sharded on its own: the decoder layers, and the blocks of a vision tower."""
+        """Return what is sharded on its own: the decoder layers, and the blocks of a vision tower."""
         tower: Any = self.tower(model)
         return [*self.layers(model), *(() if tower is None else tower.blocks)]
 
     def layers(self, model: Any) -> list[nn.Module]:
-        """The decoder layers in order: the units of recomputation."""
+        """Return the decoder layers in order: the units of recomputation."""
         layers = getattr(self.decoder(model), "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise ValueError(self._refusal(f"the decoder of {type(model).__name__} has no layers"))
         return list(layers)
 
     def head(self, model: Any) -> Any:
-        """The output layer: logits = hidden @ weight.T, with neither scale nor soft cap in any family so far."""
+        """Return the output layer: logits = hidden @ weight.T, with neither scale nor soft cap in any family so far."""
         return model.get_output_embeddings()
 
     def mixers(self, layer: nn.Module) -> Iterator[tuple[nn.Module, PackedForward | None]]:
-        """The modules of a layer that mix tokens, each with its packed form (None: attention)."""
+        """Yield the modules of a layer that mix tokens, each with its packed form (None: attention)."""
         for module in layer.modules():
             kind = type(module).__name__
             if kind == self.attention:
@@ -167,7 +167,8 @@ class Family:
     def auxiliary_loss(
         self, config: Any, coefficient: float | None = None, z_coefficient: float = 0.0
     ) -> RouterLoss | None:
-        """The router's losses: where the config asks for it (`output_router_logits`, as in transformers), else None.
+        """Return the router's losses: where the config asks for it (`output_router_logits`, as in transformers), else
+        None.
 
         `coefficient` says so in place of the config (0: no balancing); `z_coefficient` is of the z-loss, of which
         configs know nothing. ValueError for a model without a router.
@@ -206,12 +207,12 @@ class Family:
     def _refusal(self, what: str) -> str:
         return (
             f"{self.name}: {what}. What no test has run is refused: make it right in "
-            f"engines/families/{self.name}.py and add a row that has it to engines/families/cases.py"
+            f"engines/families/{self.name}.py and add a row that has it to engines/proofs/family_cases.py"
         )
 
 
 def routed_layers(text: Any) -> int:
-    """Layers with experts of a text config, as transformers places them."""
+    """Return layers with experts of a text config, as transformers places them."""
     dense = getattr(text, "mlp_only_layers", None) or ()
     every = getattr(text, "decoder_sparse_step", None) or 1
     return sum(layer not in dense and (layer + 1) % every == 0 for layer in range(text.num_hidden_layers))

@@ -43,7 +43,7 @@ _REASONS = {
 
 
 def family_of(config: Any) -> Family:
-    """The family of a transformers config, checked field by field; ValueError for what is not supported."""
+    """Return the family of a transformers config, checked field by field; ValueError for what is not supported."""
     kind = getattr(config, "model_type", None)
     for family in FAMILIES:
         if kind in (*family.model_types, *family.wrappers):
@@ -55,5 +55,5 @@ def family_of(config: Any) -> Family:
         f"model family {kind!r} is not supported{because}: no test holds its packed log-probs to transformers'. "
         f"Supported are {known}. To add it, write engines/families/{kind}.py (layers, head, attention, auxiliary loss, "
         "float32 parameters, buffers, names on disk), register it in engines/families/registry.py, and add its rows to "
-        "engines/families/cases.py until `python -m engines families` passes (docs/add-a-model-family.md)"
+        "engines/proofs/family_cases.py until `python -m engines families` passes (docs/add-a-model-family.md)"
     )

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from engines import EngineConfig
 from engines.families.registry import FAMILIES, family_of, register_family
 from engines.loading import load_model
-from engines.packing.model import adapt_for_packing
+from engines.scoring.packed_model import adapt_for_packing
 from engines.tiny import tiny_config, tiny_model
 
 TYPES = [kind for family in FAMILIES for kind in family.model_types]

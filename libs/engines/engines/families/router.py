@@ -71,6 +71,6 @@ class RouterLoss:
         return Routing(terms, chosen, len(router_logits) * weight.sum())
 
     def loss(self, terms: Tensor, counts: RouterCounts) -> Tensor:
-        """This micro-batch's share, of its `Routing.terms` and the counts of the whole global batch."""
+        """Return this micro-batch's share, of its `Routing.terms` and the counts of the whole global batch."""
         balance = (counts.chosen / counts.rows * terms[:-1] / counts.rows).sum()
         return self.coefficient * self.experts * balance + self.z_coefficient * self.layers * terms[-1] / counts.rows

@@ -13,9 +13,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.families.router import RouterCounts, RouterLoss
 from engines.launch import ensure_group
-from engines.testing.forked import launch_forked
+from engines.proofs.forked_ranks import launch_forked
+from engines.proofs.plain_executor import build_plain_engine
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
-from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.batches.batch import jagged

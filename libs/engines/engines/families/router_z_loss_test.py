@@ -13,10 +13,10 @@ from engines.launch import ensure_group
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
+from engines.proofs.forked_ranks import launch_forked
+from engines.proofs.plain_router import PlainRouterExecutor
 from engines.step import Engine
-from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
-from engines.testing.plain_router import PlainRouterExecutor
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from engines.weights.model_weights import ModelWeights
 from objectives import SFT

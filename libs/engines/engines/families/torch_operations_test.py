@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engines.families.torch_operations import choose_torch_operations
-from engines.packing.model import adapt_for_packing
+from engines.scoring.packed_model import adapt_for_packing
 from engines.tiny import tiny_model
 
 IDS = torch.arange(2, 20).view(2, 9)
@@ -75,8 +75,8 @@ KERNELS = {
 PROGRAM = """
     import torch
     from engines import EngineConfig, build_engine
-    from engines.families.cases import CASES
-    from engines.families.conformance import measure
+    from engines.proofs.family_cases import CASES
+    from engines.proofs.family_conformance import measure
     from engines.tiny import tiny_batch, tiny_model
     from objectives import SFT
 

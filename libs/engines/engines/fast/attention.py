@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.fast.plain_grad import grad_of
+from engines.fast.autograd_reference import grad_of
 from seqpack.ops import attention as packed_attention
 
 
@@ -48,7 +48,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor) -> t
 def causal_attention_grad(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, normalisers: Tensor, cu_seqlens: Tensor, longest: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(d q, d k, d v) of `causal_attention`."""
+    """Return (d q, d k, d v) of `causal_attention`."""
     if not q.is_cuda:
         d_q, d_k, d_v = grad_of(partial(_plain, cu_seqlens), (q, k, v), grad)
         return d_q, d_k, d_v

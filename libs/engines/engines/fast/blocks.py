@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engines.fast.adapted import Weight, base, input_grad, project, weight_grad
+from engines.fast.adapted_linear import Weight, base, input_grad, project, weight_grad
 from engines.fast.attention import causal_attention, causal_attention_grad
 from engines.fast.convolution import conv_heads, conv_heads_grad
 from engines.fast.delta_rule import delta_rule, delta_rule_grad
@@ -35,7 +35,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Where(NamedTuple):
-    """Of the packed tokens: see `engines.fast.sequences.Sequences`; cos and sin [T, R] of their rotation."""
+    """Of the packed tokens: see `engines.fast.sequence_bounds.Sequences`; cos and sin [T, R] of their rotation."""
 
     cu_seqlens: Tensor
     boundaries: Tensor
@@ -92,7 +92,7 @@ def mlp(x: Tensor, w: MLPWeights, where: Where, eps: float) -> tuple[Tensor, Ten
 def mlp_grad(
     grad: Tensor, x: Tensor, w: MLPWeights, kept: Tensors, where: Where, eps: float
 ) -> tuple[Tensor, MLPWeights]:
-    """(d x, d weights) of `mlp`."""
+    """Return (d x, d weights) of `mlp`."""
     del where
     p, u = kept
     d_down = weight_grad(grad, swiglu(p, u), w.down)
@@ -116,7 +116,7 @@ def delta_net(x: Tensor, w: DeltaNetWeights, where: Where, eps: float) -> tuple[
 def delta_net_grad(
     grad: Tensor, x: Tensor, w: DeltaNetWeights, kept: Tensors, where: Where, eps: float
 ) -> tuple[Tensor, DeltaNetWeights]:
-    """(d x, d weights) of `delta_net`."""
+    """Return (d x, d weights) of `delta_net`."""
     mixed, z, b, a, o, cumulative, inverses = kept
     z = z.view_as(o)
     d_out = weight_grad(grad, gated_norm(o, z, w.gated_norm, eps).flatten(1), w.out)
@@ -155,7 +155,7 @@ def attention(x: Tensor, w: AttentionWeights, where: Where, eps: float) -> tuple
 def attention_grad(
     grad: Tensor, x: Tensor, w: AttentionWeights, kept: Tensors, where: Where, eps: float
 ) -> tuple[Tensor, AttentionWeights]:
-    """(d x, d weights) of `attention`."""
+    """Return (d x, d weights) of `attention`."""
     qg, k, v, o, normalisers = kept
     q, gate, k_turned, v_heads = _attention_operands(qg, k, v, w, where, eps)
     s, f = wide(gate).sigmoid(), wide(o)

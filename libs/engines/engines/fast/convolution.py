@@ -59,7 +59,7 @@ def _(x: Tensor, weight: Tensor, position: Tensor, keys: int, head: int) -> tupl
 def conv_heads_grad(
     x: Tensor, weight: Tensor, position: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(d x [T, D], d weight [D, K]) of `conv_heads`."""
+    """Return (d x [T, D], d weight [D, K]) of `conv_heads`."""
     keys, head = d_q.shape[1], d_q.shape[2]
     if not x.is_cuda:
         q, k, _ = _cut(conv_silu(x, weight, position), keys, head)

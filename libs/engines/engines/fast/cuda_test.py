@@ -12,7 +12,7 @@ from torch.cuda import set_sync_debug_mode
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.adapters.lora import is_adapter
-from engines.execution.early import EarlyRead
+from engines.execution.early_host_read import EarlyRead
 from engines.execution.executor import Scoring
 from engines.execution.loss import StepLoss
 from engines.fast.adamw import AdamW, control, join, split, update, update_plain

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.fast.plain_grad import grad_of
-from engines.fast.sequences import known, recall, remember
+from engines.fast.autograd_reference import grad_of
+from engines.fast.sequence_bounds import known, recall, remember
 from seqpack.ops import gated_delta_rule as packed_rule
 
 CHUNK = 64
@@ -62,7 +62,8 @@ def delta_rule_grad(
     boundaries: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(d q, d k, d v, d g, d beta) of `delta_rule`; the plain form takes g, the kernels take what they kept of it."""
+    """Return (d q, d k, d v, d g, d beta) of `delta_rule`; the plain form takes g, the kernels take what they kept of
+    it."""
     if not q.is_cuda:
         d_q, d_k, d_v, d_g, d_beta = grad_of(partial(_plain, boundaries), (q, k, v, g, beta), grad)
         return d_q, d_k, d_v, d_g, d_beta

@@ -18,7 +18,7 @@ def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def final_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(d x, d weight) of `final_norm`, in their dtypes."""
+    """Return (d x, d weight) of `final_norm`, in their dtypes."""
     d_x, d_weight = rms_norm_grad(x, weight, eps, grad)
     return d_x.to(x.dtype), d_weight
 

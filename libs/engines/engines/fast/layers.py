@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from engines.families.registry import family_of
-from engines.fast.adapted import Adapted, Weight, base, of_adapters_alone
+from engines.fast.adapted_linear import Adapted, Weight, base, of_adapters_alone
 from engines.fast.blocks import (
     AttentionWeights,
     DeltaNetWeights,
@@ -32,9 +32,9 @@ from engines.fast.blocks import (
 from engines.fast.compiling import FEWEST_TOKENS, compiled, mark_tokens
 from engines.fast.delta_rule import prepare_delta_rule
 from engines.fast.final_norm import use_final_norm
-from engines.fast.sequences import Sequences
+from engines.fast.sequence_bounds import Sequences
 from seqpack.adapters.context import PackedContext
-from seqpack.adapters.model import CONTEXT_KEY
+from seqpack.adapters.mixers import CONTEXT_KEY
 
 
 class Block(NamedTuple):
@@ -135,7 +135,7 @@ class _Layer:
 
 
 def linear_weight(module: Any) -> Weight:
-    """The weight of a linear layer, with its adapter where it has one that is on (`engines.adapters.lora`)."""
+    """Return the weight of a linear layer, with its adapter where it has one that is on (`engines.adapters.lora`)."""
     if getattr(module, "lora_on", False):
         return Adapted(module.weight, module.lora_A, module.lora_B * module.lora_scale)
     weight: Tensor = module.weight
@@ -195,7 +195,7 @@ def _block(kind: type, eps: float, backend: str | None, adapted: tuple[int, ...]
 
 
 def _weights(block: Block, parts: Sequence[Tensor]) -> Any:
-    """The block's weights from their tensors end to end, adapters after all others."""
+    """Return the block's weights from their tensors end to end, adapters after all others."""
     count = len(block.kind._fields)  # type: ignore[attr-defined]
     found: list[Any] = list(parts[:count])
     for number, place in enumerate(block.adapted or ()):

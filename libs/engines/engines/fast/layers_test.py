@@ -8,11 +8,11 @@ import torch
 
 from engines.fast.compiling import compilations
 from engines.fast.layers import use_layer_functions
-from engines.packing.model import adapt_for_packing
-from engines.testing.float64 import Float64Stays
+from engines.proofs.float64 import Float64Stays
+from engines.scoring.packed_model import adapt_for_packing
 from engines.tiny import tiny_model
 from seqpack.adapters.context import PackedContext
-from seqpack.adapters.model import packed_hidden
+from seqpack.adapters.mixers import packed_hidden
 
 LENGTHS = (5, 1, 17, 9)
 

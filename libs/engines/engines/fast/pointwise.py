@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(d x [..., D] in the arithmetic's dtype, d weight [D]) of `rms_norm`."""
+    """Return (d x [..., D] in the arithmetic's dtype, d weight [D]) of `rms_norm`."""
     f, g = wide(x), wide(grad)
     scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     n = f * scale
@@ -42,7 +42,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_norm_grad(x: Tensor, gate: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(d x, d gate, d weight) of `gated_norm`."""
+    """Return (d x, d gate, d weight) of `gated_norm`."""
     f, z, g, w = wide(x), wide(gate), wide(grad), wide(weight)
     scale = torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     n, s = f * scale, z.sigmoid()
@@ -59,7 +59,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(d gate, d up) of `swiglu`."""
+    """Return (d gate, d up) of `swiglu`."""
     p, u, g = wide(gate), wide(up), wide(grad)
     s = p.sigmoid()
     return (g * u * (s * (1.0 + p * (1.0 - s)))).to(gate.dtype), (g * (p * s)).to(up.dtype)
@@ -85,7 +85,7 @@ def decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
 
 
 def decay_grad(a: Tensor, a_log: Tensor, dt_bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(d a, d a_log, d dt_bias) of `decay`."""
+    """Return (d a, d a_log, d dt_bias) of `decay`."""
     x, rate, g = wide(a) + wide(dt_bias), -wide(a_log).exp(), wide(grad)
     d_a = g * rate * x.sigmoid()
     return d_a.to(a.dtype), (g * rate * softplus(x)).sum(0).to(a_log.dtype), d_a.sum(0).to(dt_bias.dtype)
@@ -121,7 +121,7 @@ def conv_silu(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
 
 
 def conv_silu_grad(x: Tensor, weight: Tensor, position: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(d x [T, D], d weight [D, K]) of `conv_silu`."""
+    """Return (d x [T, D], d weight [D, K]) of `conv_silu`."""
     tokens, taps = x.shape[0], weight.shape[1]
     y = _conv(x, weight, position)
     s = y.sigmoid()
@@ -136,7 +136,7 @@ def conv_silu_grad(x: Tensor, weight: Tensor, position: Tensor, grad: Tensor) ->
 
 
 def _conv(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
-    """The convolution before silu, in the arithmetic's dtype."""
+    """Return the convolution before silu, in the arithmetic's dtype."""
     tokens, taps = x.shape[0], weight.shape[1]
     f, w = wide(x), wide(weight)
     y = f * w[:, taps - 1]

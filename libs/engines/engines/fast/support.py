@@ -14,7 +14,7 @@ from engines.loading import compute_dtype
 
 LAYERS = Yes("fast/cuda_test.py::test_compiled_layers_equal_plain_ones")
 KERNELS = ("flash_qla", "triton")
-REPLICATED = Yes("fast/replicated_two_test.py::test_two_ranks_equal_one")
+REPLICATED = Yes("replicated/replicated_two_test.py::test_two_ranks_equal_one")
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Machine:
 
 
 def compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
-    """Whether decoder layers and head can run as compiled functions over fused kernels."""
+    """Return whether decoder layers and head can run as compiled functions over fused kernels."""
     reason = settings_refusal(config) or model_refusal(model_config)
     reason = reason or machine_refusal(Machine.of(config, device), model_config.get_text_config())
     return LAYERS if reason is None else No(reason)
 
 
 def replicated_weights(config: EngineConfig, device: torch.device) -> Yes | No:
-    """Whether every rank can hold the weights whole, with exact values and moments shared out."""
+    """Return whether every rank can hold the weights whole, with exact values and moments shared out."""
     if config.shard_ranks is not None:
         return No("shard_ranks asks for sharded weights: leave it out")
     if config.vision != "off":
@@ -65,7 +65,7 @@ def replicated_weights(config: EngineConfig, device: torch.device) -> Yes | No:
 
 
 def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.device) -> Yes | No:
-    """What `config.compile` comes to here; ValueError where it is "on" and cannot be."""
+    """Return what `config.compile` comes to here; ValueError where it is "on" and cannot be."""
     if config.compile == "off":
         return No("compile='off'")
     answer = compiled_layers(config, model_config, device)
@@ -75,7 +75,8 @@ def use_compiled_layers(config: EngineConfig, model_config: Any, device: torch.d
 
 
 def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: int) -> Yes | No:
-    """What `config.weights` comes to here: "auto" replicates on one GPU alone. ValueError where it is not to be had."""
+    """Return what `config.weights` comes to here: "auto" replicates on one GPU alone. ValueError where it is not to be
+    had."""
     if config.weights == "sharded":
         return No("weights='sharded'")
     answer = replicated_weights(config, device)
@@ -91,7 +92,7 @@ def use_replicated_weights(config: EngineConfig, device: torch.device, ranks: in
 
 
 def settings_refusal(config: EngineConfig) -> str | None:
-    """Why layers cannot be compiled under these settings, on any machine; None where they can."""
+    """Return why layers cannot be compiled under these settings, on any machine; None where they can."""
     if config.vision != "off":
         return "layers behind a vision tower have not been run as functions"
     if config.activation_offload:
@@ -104,7 +105,7 @@ def settings_refusal(config: EngineConfig) -> str | None:
 
 
 def model_refusal(model_config: Any) -> str | None:
-    """Why layers of this model are not written as functions; None where they are."""
+    """Return why layers of this model are not written as functions; None where they are."""
     family, text = family_of(model_config), model_config.get_text_config()
     if family.name != "qwen3_5":
         return f"only the layers of Qwen3.5 (dense) are written as functions, not those of {family.name}"
@@ -116,7 +117,7 @@ def model_refusal(model_config: Any) -> str | None:
 
 
 def machine_refusal(machine: Machine, text: Any) -> str | None:
-    """Why this machine has no fused kernels for layers of these sizes (`text`: a text model's configuration)."""
+    """Return why this machine has no fused kernels for layers of these sizes (`text`: a text model's configuration)."""
     if machine.kind != "cuda":
         return "on a CPU the plain layers are as fast"
     if machine.dtype != torch.bfloat16:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 

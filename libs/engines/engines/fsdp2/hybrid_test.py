@@ -12,18 +12,19 @@ from tensordict import TensorDict
 
 from engines import EngineConfig, LoraConfig, build_engine
 from engines.families.registry import family_of
-from engines.fsdp2.executor import FSDP2Executor
-from engines.parallel.choice import layout_of, planner_and_inputs, shards_of
+from engines.fsdp2.fsdp2_executor import FSDP2Executor
+from engines.inputs.planner_and_inputs import planner_and_inputs
+from engines.parallel.configured_layout import layout_of, shards_of
 from engines.parallel.groups import ParallelGroups
+from engines.proofs.float64 import Float64Stays
+from engines.proofs.forked_ranks import launch_forked
 from engines.step import Engine
 from engines.testing.expert_parallel import float64_shards, gradients, weights
-from engines.testing.float64 import Float64Stays
-from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank  # noqa: F401
 from engines.testing.vision import samples, vision_model
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights
-from engines.weights.rows import own_part
+from engines.weights.row_shards import own_part
 from objectives import SFT
 from seqpack import make_batch
 

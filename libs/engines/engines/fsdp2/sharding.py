@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engines.config import EngineConfig
-from engines.devices.choice import devices_of
+from engines.devices.detect import devices_of
 from engines.execution.micro_batches import MicroBatch, MicroBatches
-from engines.parallel.choice import shards_of
+from engines.parallel.configured_layout import shards_of
 from engines.parallel.groups import mesh_of
-from engines.weights.rows import sharding_axes
+from engines.weights.row_shards import sharding_axes
 
 COPIES, SHARDS = "copies", "shards"
 
@@ -34,7 +34,7 @@ def weight_mesh(config: EngineConfig, device: str) -> DeviceMesh:
 
 
 def lies_whole(config: EngineConfig, model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights need no FSDP2: one process has all of them, on the CPU, in the dtype that is computed in.
+    """Return whether weights need no FSDP2: one process has all of them, on the CPU, in the dtype that is computed in.
 
     There FSDP2's copies and hooks save no memory, and take their time in a small model's step. `weights="sharded"` has
     them all the same, and so has a setting that is FSDP2's own.
@@ -52,7 +52,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def copies_in(mesh: DeviceMesh) -> int:
-    """How many copies of the weights there are."""
+    """Return how many copies of the weights there are."""
     return mesh.size() // mesh.size(-1)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engines import EngineConfig, build_engine
-from engines.families.cases import CASES, Case
+from engines.proofs.family_cases import CASES, Case
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT

@@ -15,8 +15,8 @@ from transformers import AutoModelForImageTextToText
 
 from engines import EngineConfig, LocalBatch, LoraConfig, TrainEngine, build_engine
 from engines.launch import ensure_group
+from engines.proofs.forked_ranks import launch_forked
 from engines.step import Engine
-from engines.testing.forked import launch_forked
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (
     TOWER,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engines import EngineConfig, TrainEngine, build_engine
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.expert_parallel import weights
-from engines.testing.forked import launch_forked
 from engines.testing.vision import (
     TOWER,
     as_stock,

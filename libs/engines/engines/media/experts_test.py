@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from engines import EngineConfig, TrainEngine, build_engine
 from engines.launch import ensure_group
-from engines.testing.forked import launch_forked
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.images import model_arguments
 from engines.testing.one_rank import one_rank
 from engines.testing.vision import (

@@ -23,7 +23,7 @@ from engines.testing.vision import (
     stock_scores,
     vision_model,
 )
-from engines.weights.rows import own_part
+from engines.weights.row_shards import own_part
 from objectives import SFT
 from seqpack import make_batch
 

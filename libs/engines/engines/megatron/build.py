@@ -7,11 +7,12 @@ from torch import nn
 
 from engines.adapters.lora import add_adapters
 from engines.config import EngineConfig
+from engines.inputs.planner_and_inputs import planner_and_inputs
 from engines.loading import DTYPES, open_model, read_config
-from engines.megatron.adapters import refuse_layers
-from engines.megatron.executor import MegatronExecutor
-from engines.megatron.sizes import refuse_unsupported_model
-from engines.parallel.choice import layout_of, planner_and_inputs
+from engines.megatron.config.model_sizes import refuse_unsupported_model
+from engines.megatron.megatron_executor import MegatronExecutor
+from engines.megatron.weights.adapter_weights import refuse_layers
+from engines.parallel.configured_layout import layout_of
 from engines.parallel.groups import ParallelGroups
 from engines.step import Engine
 from engines.weights.hub import model_directory

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engines import EngineConfig, build_engine
-from engines.families.cases import CASES
-from engines.megatron.groups import release
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.family_cases import CASES
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.assembled import assemble
-from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch
 from objectives import SFT
 

@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from engines.devices.adaptations import Adaptation, Patch, applied
 from engines.extras import asked
-from engines.megatron.adapted import VERSIONS, adapted
-from engines.megatron.executor import MegatronExecutor
-from engines.megatron.parameters import zero_padding
+from engines.megatron.megatron_executor import MegatronExecutor
+from engines.megatron.runtime.cuda_calls import VERSIONS, adapted
+from engines.megatron.weights.parameters import zero_padding
 from engines.protocol import TrainEngine
 from engines.step import Engine
 
@@ -102,7 +102,7 @@ def _executor(engine: TrainEngine) -> MegatronExecutor:
 
 
 def _sharded(executor: MegatronExecutor) -> dict[str, Any]:
-    """All of this rank's stages, under names that no two of them share."""
+    """Return all of this rank's stages, under names that no two of them share."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "non_homogeneous_layers": True,

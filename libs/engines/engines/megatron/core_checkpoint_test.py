@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engines import EngineConfig, build_engine
 from engines.megatron.core_checkpoint import load_core_checkpoint, save_core_checkpoint
-from engines.megatron.groups import release
-from engines.megatron.layouts import LENGTHS, LayoutCase, engine_of, exported_by
-from engines.testing.forked import launch_forked
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.forked_ranks import launch_forked
+from engines.proofs.megatron_layouts import LENGTHS, LayoutCase, engine_of, exported_by
 from engines.testing.same_runs import assert_same_bits
 from engines.tiny import tiny_batch, tiny_model
 from objectives import SFT

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from engines.launch import ensure_group
-from engines.megatron.groups import release
-from engines.megatron.layouts import LayoutCase, Measured, largest_difference, measure
-from engines.testing.forked import launch_forked
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.forked_ranks import launch_forked
+from engines.proofs.megatron_layouts import LayoutCase, Measured, largest_difference, measure
 from objectives import GRPO
 
 RANKS = 8

@@ -19,22 +19,30 @@ from transformers import AutoModelForCausalLM
 
 from engines import EngineConfig, LoraConfig, TrainEngine, base_policy, build_engine, save_adapter
 from engines.devices import adaptations
-from engines.execution.inputs import PackedInputs
 from engines.execution.micro_batches import MicroBatch
-from engines.families.cases import Case
 from engines.families.torch_operations import choose_torch_operations
 from engines.fast.compiling import compilations
-from engines.log_probs import token_log_probs_reference
-from engines.megatron import groups
-from engines.megatron.adapted import adapted
-from engines.megatron.head import shared_log_probs
-from engines.megatron.inputs import EvenInputs
-from engines.megatron.layouts import LENGTHS, OPTIONS, PADDING, LayoutCase, engine_of, largest_difference, model_of
+from engines.inputs.model_inputs import PackedInputs
+from engines.megatron.model.even_inputs import EvenInputs
+from engines.megatron.model.vocabulary_log_probs import shared_log_probs
+from engines.megatron.runtime import process_groups as groups
+from engines.megatron.runtime.cuda_calls import adapted
 from engines.parallel.layout import ParallelLayout
+from engines.proofs.family_cases import Case
+from engines.proofs.megatron_layouts import (
+    LENGTHS,
+    OPTIONS,
+    PADDING,
+    LayoutCase,
+    engine_of,
+    largest_difference,
+    model_of,
+)
+from engines.scoring.log_probs import token_log_probs_reference
 from engines.testing.executors import assert_same, inside, state_of, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_model
-from engines.weights.disk import DiskTensor
+from engines.weights.disk_weights import DiskTensor
 from objectives import GRPO, SFT
 from seqpack import pack_sequences
 from seqpack.batches.batch import jagged

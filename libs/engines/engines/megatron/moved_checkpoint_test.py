@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from engines import TrainEngine
-from engines.megatron.groups import release
-from engines.megatron.layouts import LENGTHS, STEPS, LayoutCase, engine_of, exported_by
-from engines.testing.forked import launch_forked
+from engines.megatron.runtime.process_groups import release
+from engines.proofs.forked_ranks import launch_forked
+from engines.proofs.megatron_layouts import LENGTHS, STEPS, LayoutCase, engine_of, exported_by
 from engines.testing.same_runs import assert_same_bits
 from engines.tiny import tiny_batch
 from objectives import GRPO

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engines.megatron.layouts import LENGTHS, LayoutCase, engine_of, largest_difference
+from engines.proofs.megatron_layouts import LENGTHS, LayoutCase, engine_of, largest_difference
 from engines.testing.executors import weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch

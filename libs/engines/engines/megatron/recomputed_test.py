@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from engines.megatron.layouts import LENGTHS, LayoutCase, engine_of, largest_difference
+from engines.proofs.megatron_layouts import LENGTHS, LayoutCase, engine_of, largest_difference
 from engines.testing.executors import inside, weights
 from engines.testing.one_megatron_rank import one_megatron_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch

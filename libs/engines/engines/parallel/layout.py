@@ -102,5 +102,5 @@ class ParallelLayout:
         return tuple(self.rank_of(place._replace(pp=pp)) for pp in range(self.pp))
 
     def is_last_stage(self, rank: int) -> bool:
-        """Whether losses and scores come out on this rank."""
+        """Return whether losses and scores come out on this rank."""
         return self.coordinates(rank).pp == self.pp - 1

@@ -1,7 +1,7 @@
 """Who computes which rows of a step: a pure function of the lengths, the same on every rank.
 
 A planner splits the rows of a batch over the ranks of a plan plane (`ParallelLayout.plan_ranks`) and into
-micro-batches. `DataParallelPlanner` keeps each sequence on one rank; `engines.parallel.context_parallel` has the
+micro-batches. `DataParallelPlanner` keeps each sequence on one rank; `engines.inputs.context_parallel` has the
 planner whose groups of ranks share sequences.
 """
 

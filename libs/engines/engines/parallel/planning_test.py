@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from engines import StepPlan
 from engines.config import EngineConfig
-from engines.parallel.context_parallel import ContextParallel, ContextParallelPlanner
+from engines.inputs.context_parallel import ContextParallel, ContextParallelPlanner
 from engines.parallel.planning import DataParallelPlanner
 from engines.tiny import tiny_config
 

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from engines.devices.choice import accelerators_here
+from engines.devices.detect import accelerators_here
 from engines.storage.directories import existing, fresh_temporary, repeat_directory, replace_directory, temporary_of
 from engines.storage.manifest import check_files, hash_files, read_manifest, write_manifest
 
@@ -122,7 +122,7 @@ def _random_file() -> str:
 
 
 def _shapes(model: Mapping[str, torch.Tensor], parts: Group) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of the model, by name."""
+    """Return the shape of each tensor of the model, by name."""
     own = {name: tuple(tensor.shape) for name, tensor in model.items()}
     if parts is None:
         return own
@@ -197,7 +197,7 @@ def _together(group: Group, work: Callable[[], Any]) -> list[Any]:
 
 
 def _gathered(group: Group, value: Any) -> list[Any]:
-    """The values of all ranks, once all have come here."""
+    """Return the values of all ranks, once all have come here."""
     if _world_size() == 1:
         return [value]
     every: list[Any] = [None] * _world_size()

@@ -10,7 +10,7 @@ import torch
 from engines import EngineConfig, build_engine
 from engines.storage import checkpoint
 from engines.storage.checkpoint import load_checkpoint, save_checkpoint
-from engines.testing.facts import edit_facts
+from engines.testing.edit_manifest import edit_facts
 from engines.testing.one_rank import one_rank  # noqa: F401  each test here has a group
 from engines.tiny import tiny_batch, tiny_config, tiny_model
 from objectives import SFT

@@ -1,11 +1,11 @@
-"""The inverse of `engines.weights.pieces.pieces`, for tests: tensors again from the pieces of an export."""
+"""The inverse of `engines.weights.weight_pieces.pieces`, for tests: tensors again from the pieces of an export."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from engines.weights.pieces import WeightPiece
+from engines.weights.weight_pieces import WeightPiece
 
 
 def assemble(parts: Iterable[WeightPiece]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from engines.build import build_engine
 from engines.config import EngineConfig
-from engines.fast import exchange
+from engines.replicated import bucket_exchange as exchange
 from engines.tiny import FUSED_SIZES, tiny_batch, tiny_model
 from objectives import GRPO, SFT
 from seqpack.batches.objective import Objective
@@ -46,7 +46,7 @@ Curve = list[tuple[float, float, float]]
 
 
 def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], objective: Objective) -> Curve:
-    """Two steps on all ranks of the process group."""
+    """Return two steps on all ranks of the process group."""
     model, sizes, settings = KINDS[kind]
     exchange.LARGE = 1 << 14  # of models as small as these, too, some parameters travel by themselves
     world = dist.get_world_size()
@@ -64,7 +64,7 @@ def curve(kind: str, dtype: str, mode: str, cap: int, lengths: list[int], object
 
 
 def curves() -> dict[tuple[str, str, str], Curve]:
-    """By dtype, mode and what. Collective."""
+    """Return by dtype, mode and what. Collective."""
     found, world = {}, dist.get_world_size()
     for dtype in BOUNDS:
         for mode in MODES if world > 1 else ["off"]:

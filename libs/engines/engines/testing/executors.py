@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from engines.build import build_engine
 from engines.config import EngineConfig
+from engines.proofs.plain_executor import build_plain_engine
 from engines.protocol import TrainEngine
 from engines.step import Engine
-from engines.testing.plain_executor import build_plain_engine
 from engines.tiny import tiny_model
 
 LENGTHS = [7, 3, 12, 5, 9, 2, 14, 6]
@@ -35,7 +35,7 @@ def engine(
 
 
 def inside(built: TrainEngine) -> Any:
-    """The executor of a built engine, whose parts the tests look at."""
+    """Return the executor of a built engine, whose parts the tests look at."""
     assert isinstance(built, Engine)
     return built.executor
 

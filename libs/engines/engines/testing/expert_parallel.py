@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from engines.build import build_engine
 from engines.config import EngineConfig
-from engines.execution.inputs import PackedInputs
-from engines.families.cases import CASES as FAMILY_CASES
 from engines.families.registry import family_of
-from engines.fsdp2 import executor as fsdp2
-from engines.fsdp2.executor import FSDP2Executor
+from engines.fsdp2 import fsdp2_executor as fsdp2
+from engines.fsdp2.fsdp2_executor import FSDP2Executor
+from engines.inputs.model_inputs import PackedInputs
 from engines.loading import cast_parameters
 from engines.parallel.groups import ParallelGroups
 from engines.parallel.layout import ParallelLayout
 from engines.parallel.planning import DataParallelPlanner
+from engines.proofs.family_cases import CASES as FAMILY_CASES
+from engines.proofs.float64 import Float64Stays
+from engines.proofs.plain_executor import PlainExecutor
 from engines.step import Engine
-from engines.testing.float64 import Float64Stays
-from engines.testing.plain_executor import PlainExecutor
 from engines.tiny import tiny_batch, tiny_model
 from engines.weights.model_weights import ModelWeights
 from objectives import SFT
@@ -74,14 +74,14 @@ class Found(NamedTuple):
 
 
 def model_of(case: Case) -> Any:
-    """The model of a case, always the same."""
+    """Return the model of a case, always the same."""
     if case.model == "qwen3_moe":
         return next(found for found in FAMILY_CASES if found.model_type == "qwen3_moe").model()
     return tiny_model(case.model, scale=4.0, num_hidden_layers=LAYERS)
 
 
 def config_of(case: Case, ranks: int, alone: bool) -> EngineConfig:
-    """Its engine's; `ranks` share the experts. A process alone shares no sequences."""
+    """Return its engine's; `ranks` share the experts. A process alone shares no sequences."""
     options: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0}
     options |= {"max_tokens_per_rank": 16, "routing_replay": bool(case.replay), **dict(case.options)}
     options |= {"context_parallel": "off"} if alone else {}
@@ -105,23 +105,23 @@ def batch_of(case: Case, seed: int, layers: int = LAYERS) -> TensorDict:
 
 
 def build(case: Case, ranks: int = 1) -> Any:
-    """Its engine, over all ranks."""
+    """Return its engine, over all ranks."""
     return build_engine(config_of(case, ranks, dist.get_world_size() == 1), model_of(case))
 
 
 def weights(built: Any) -> dict[str, Tensor]:
-    """What an engine exports."""
+    """Return what an engine exports."""
     return {part.name: part.flat.clone() for part in built.export_weights(max_bytes=2**40)}
 
 
 def gradients(built: Any) -> dict[str, Tensor]:
-    """What its parameters' gradients are, whole."""
+    """Return what its parameters' gradients are, whole."""
     every = built.executor.model.named_parameters()
     return {name: _whole(p.grad).clone() for name, p in every if p.grad is not None}
 
 
 def run(case: Case, ranks: int = 1) -> Found:
-    """Scores, and the first steps."""
+    """Return scores, and the first steps."""
     built = build(case, ranks)
     scores = built.forward(batch_of(case, 0))["log_probs"].values()
     seen: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ def run(case: Case, ranks: int = 1) -> Found:
 
 
 def run_all(names: Sequence[str], ranks: int) -> dict[str, Found]:
-    """Some of the cases."""
+    """Return some of the cases."""
     return {name: run(CASES[name], ranks) for name in names}
 
 
@@ -189,14 +189,14 @@ def save(folder: Path, name: str, ranks: int) -> tuple[dict[str, Tensor], dict[s
 
 
 def load(folder: Path, name: str, ranks: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The same of an engine that read it."""
+    """Return the same of an engine that read it."""
     built = build(CASES["Qwen3.5 MoE"], ranks)
     built.load(folder / name)
     return weights(built), built.train_batch(batch_of(Case(), STEPS), SFT())
 
 
 def from_disk(directory: Path, ranks: int) -> dict[str, Tensor]:
-    """What an engine exports that read its weights from a directory, each rank its own."""
+    """Return what an engine exports that read its weights from a directory, each rank its own."""
     return weights(build_engine(EngineConfig(model=str(directory), device="cpu", expert_parallel=ranks)))
 
 

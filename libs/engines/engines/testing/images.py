@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.media.settings import VisionSettings
+from engines.media.vision_settings import VisionSettings
 from seqpack.batches.mrope import IMAGE, VIDEO, grid_tokens
 
 Grid = tuple[int, int, int]

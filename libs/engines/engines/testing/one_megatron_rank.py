@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from engines.launch import ensure_group
-from engines.megatron import groups
+from engines.megatron.runtime import process_groups as groups
 
 
 def _rank(device: str) -> Iterator[None]:

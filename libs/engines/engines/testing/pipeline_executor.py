@@ -98,7 +98,7 @@ class PipelineExecutor:
                 take(micro_batch, self._scores(micro_batch, output, scoring))
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Tensor]:
-        """(activations f32[T, H] of the stage before, those of this one, which the next one gets)."""
+        """Return (activations f32[T, H] of the stage before, those of this one, which the next one gets)."""
         packed, received = micro_batch.packed, None
         if self.stage:
             received = torch.empty(packed.num_tokens, self.model.config.hidden_size)

@@ -1,4 +1,4 @@
-"""Whether two runs of a layout (`engines.megatron.layouts.Measured`) are the same: steps, scores, weights, exports."""
+"""Whether two runs of a layout (`engines.proofs.megatron_layouts.Measured`) are the same: steps, scores, weights, exports."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.megatron.layouts import largest_difference
+from engines.proofs.megatron_layouts import largest_difference
 
 UNLIKE = ("plan_hash", "micro_batches", "fill")
 """Metrics that tell of a layout itself."""

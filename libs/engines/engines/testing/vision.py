@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from engines.adapters.lora import whole
 from engines.families.torch_operations import choose_torch_operations
-from engines.media.settings import VisionSettings
+from engines.media.vision_settings import VisionSettings
 from engines.testing.images import media_sample, model_arguments
 from engines.tiny import FUSED_SIZES, tiny_config, tiny_model
 from objectives import SFT
@@ -20,7 +20,8 @@ Sample = dict[str, Any]
 
 
 def samples(seed: int = 0) -> list[Sample]:
-    """An image; text; a video and two images; two images side by side with nothing between; text of one token."""
+    """Return an image; text; a video and two images; two images side by side with nothing between; text of one
+    token."""
     return [
         media_sample(SETTINGS, [3, 5], [(1, 4, 6)], seed=seed),
         media_sample(SETTINGS, [9], seed=seed + 1),
@@ -31,12 +32,12 @@ def samples(seed: int = 0) -> list[Sample]:
 
 
 def text_only(seed: int = 0) -> list[Sample]:
-    """Three samples without images."""
+    """Return three samples without images."""
     return [media_sample(SETTINGS, [length], seed=seed + i) for i, length in enumerate((7, 3, 11))]
 
 
 def vision_model(kind: str = "vision", **changes: Any) -> Any:
-    """A tiny vision-language model, "vision" or "vision_moe", whose tower's biases are not zero."""
+    """Return a tiny vision-language model, "vision" or "vision_moe", whose tower's biases are not zero."""
     made: Any = tiny_model(kind, scale=2.0, **changes)
     with torch.no_grad():
         for parameter in made.model.visual.parameters():
@@ -45,7 +46,7 @@ def vision_model(kind: str = "vision", **changes: Any) -> Any:
 
 
 def fused_vision_model(kind: str = "vision", **changes: Any) -> Any:
-    """One whose text part has the sizes that fused kernels take (`FUSED_SIZES`); `changes` are of that part."""
+    """Return one whose text part has the sizes that fused kernels take (`FUSED_SIZES`); `changes` are of that part."""
     rope = {**FUSED_SIZES["rope_parameters"], "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = tiny_config(kind, **FUSED_SIZES | {"rope_parameters": rope} | changes)
     config.vision_config.out_hidden_size = FUSED_SIZES["hidden_size"]
@@ -54,13 +55,13 @@ def fused_vision_model(kind: str = "vision", **changes: Any) -> Any:
 
 
 def as_stock(module: Any) -> Any:
-    """The module with the operations that the engine's packed ones are held to."""
+    """Return the module with the operations that the engine's packed ones are held to."""
     choose_torch_operations(module)
     return module.eval()
 
 
 def stock_scores(module: Any, rows: Sequence[Mapping[str, Any]], base: Any = None) -> list[Tensor]:
-    """Log-probs of each row alone, 0 for its first token; the image's features as transformers puts them in.
+    """Return log-probs of each row alone, 0 for its first token; the image's features as transformers puts them in.
 
     `base`: the vision-language model where `module` wraps it.
     """
@@ -74,20 +75,20 @@ def stock_scores(module: Any, rows: Sequence[Mapping[str, Any]], base: Any = Non
 
 
 def stock_loss(module: Any, rows: Sequence[Mapping[str, Any]], base: Any = None) -> Tensor:
-    """The supervised loss of all rows."""
+    """Return the supervised loss of all rows."""
     scores = torch.cat(stock_scores(module, rows, base))
     masks = torch.cat([row["loss_mask"] & (torch.arange(len(row["loss_mask"])) > 0) for row in rows])
     return -(scores * masks).sum() / masks.sum()
 
 
 def stock_gradients(module: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Of the supervised loss, by name."""
+    """Return of the supervised loss, by name."""
     stock_loss(module, rows).backward()
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
 def gradients(built: Any, batch: Any) -> dict[str, Tensor]:
-    """Of all parameters of an engine in a supervised step, right before the update."""
+    """Return of all parameters of an engine in a supervised step, right before the update."""
     found: dict[str, Tensor] = {}
     step = built.executor.optimizer_step
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines import EngineConfig, build_engine
-from engines.families.cases import CASES
 from engines.launch import ensure_group
+from engines.proofs.family_cases import CASES
+from engines.proofs.forked_ranks import launch_forked
 from engines.testing.assembled import assemble
-from engines.testing.forked import launch_forked
 from engines.tiny import tiny_batch
 from objectives import SFT
 

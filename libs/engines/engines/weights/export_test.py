@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engines import EngineConfig
-from engines.families.cases import CASES, Case
 from engines.families.registry import family_of
 from engines.loading import LoadedModel, load
-from engines.weights.directory import ModelDirectory
+from engines.proofs.family_cases import CASES, Case
+from engines.weights.model_directory import ModelDirectory
 from engines.weights.model_weights import ModelWeights, live_tensors
 from engines.weights.saving import save_configuration, save_weights
 

@@ -34,7 +34,7 @@ def model_directory(model: str | Path) -> Path:
 
 
 def _fetched(name: str) -> Path | str:
-    """The snapshot, or why there is none."""
+    """Return the snapshot, or why there is none."""
     repository, _, revision = name.partition("@")
     wanted: Any = {"revision": revision or None, "allow_patterns": _FILES}
     try:
@@ -48,7 +48,7 @@ def _fetched(name: str) -> Path | str:
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """Those of the package that huggingface_hub speaks to the network with; it lets some through."""
+    """Return those of the package that huggingface_hub speaks to the network with; it lets some through."""
     return tuple(sys.modules[name].TransportError for name in ("httpx", "httpx2") if name in sys.modules)
 
 

@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 
 from engines import EngineConfig
 from engines.loading import load
-from engines.testing.forked import launch_forked
+from engines.proofs.forked_ranks import launch_forked
 from engines.tiny import tiny_model
 from engines.weights import hub
 from engines.weights.hub import model_directory

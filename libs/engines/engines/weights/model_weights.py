@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engines.families.family import Family
-from engines.weights.directory import ModelDirectory
-from engines.weights.names import DiskNames
+from engines.weights.disk_names import DiskNames
+from engines.weights.model_directory import ModelDirectory
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelWeights:
         return ModelWeights(family, names, shapes, dtypes, carried, source)
 
     def carries(self, pattern: str) -> bool:
-        """Whether a tensor of this name on disk is carried."""
+        """Return whether a tensor of this name on disk is carried."""
         return any(fnmatchcase(name, pattern) for name in self.carried)
 
     def export(
@@ -78,7 +78,7 @@ class ModelWeights:
             yield from self.source.load(self.carried)
 
     def export_dtype(self, name: str, disk: str, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype on disk of a part of the live tensor `name`."""
+        """Return the dtype on disk of a part of the live tensor `name`."""
         if dtype is None or not self.dtypes[disk].is_floating_point:
             return self.dtypes[disk]
         return torch.float32 if _matches(name, self.family.float32) else dtype
@@ -110,7 +110,7 @@ def _check_present(names: DiskNames, live: Mapping[str, Tensor], source: ModelDi
 
 
 def _names_of_module(model: Any) -> DiskNames:
-    """The form that transformers gives an export: it remembers what it converted while loading."""
+    """Return the form that transformers gives an export: it remembers what it converted while loading."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         return DiskNames()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.weights.directory import INDEX, SINGLE
+from engines.weights.model_directory import INDEX, SINGLE
 from engines.weights.model_weights import ModelWeights
 
 FILE_BYTES = 4 * 2**30

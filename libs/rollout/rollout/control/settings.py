@@ -63,5 +63,5 @@ class StalenessSettings:
         return self.total_steps * self.batch
 
     def version_of(self, step: int) -> int:
-        """The number of the weights that the samplers have once `step` steps are done and handed over."""
+        """Return the number of the weights that the samplers have once `step` steps are done and handed over."""
         return -(-step // self.parameter_sync_step)

@@ -93,7 +93,7 @@ def simulate(
 
 
 def choose_pools(settings: StalenessSettings, workload: Workload, devices: int, seed: int = 0) -> list[Forecast]:
-    """The forecasts of every split of `devices` into generators and trainers, the fastest first."""
+    """Return the forecasts of every split of `devices` into generators and trainers, the fastest first."""
     if devices < 2:
         raise ValueError(f"two pools need at least 2 devices, got {devices}")
     found = [simulate(settings, workload, count, devices - count, seed) for count in range(1, devices)]
@@ -144,7 +144,7 @@ class _Replica:
         return self._at + max(0.0, self._running[0][0] - self._clock) * self._token_s
 
     def pop(self) -> int:
-        """The group of the answer that ends now."""
+        """Return the group of the answer that ends now."""
         end, group = heapq.heappop(self._running)
         self._clock = max(self._clock, end)
         self._fill()
@@ -249,5 +249,5 @@ class _Simulation:
 
 
 def in_turn(settings: StalenessSettings) -> StalenessSettings:
-    """The same run with nothing ahead: sampling and training take turns."""
+    """Return the same run with nothing ahead: sampling and training take turns."""
     return replace(settings, staleness_threshold=0.0, parameter_sync_step=1, partial_rollout=False)

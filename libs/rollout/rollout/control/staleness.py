@@ -128,7 +128,7 @@ class StalenessController:
     state: ControlState = field(default_factory=ControlState)
 
     def begin(self) -> tuple[Decision, ...]:
-        """What can be done in the present state; for a new run, or one that is resumed."""
+        """Return what can be done in the present state; for a new run, or one that is resumed."""
         self.state, decisions = decide(self.settings, self.state)
         return decisions
 
@@ -156,7 +156,7 @@ class StalenessController:
 
 
 def after(state: ControlState, event: Event) -> ControlState:
-    """The state in which an event leaves another one, before anything is decided."""
+    """Return the state in which an event leaves another one, before anything is decided."""
     match event:
         case Finished(group):
             found, rest = _without(state.running, group)
@@ -174,7 +174,7 @@ def after(state: ControlState, event: Event) -> ControlState:
 
 
 def decide(settings: StalenessSettings, state: ControlState) -> tuple[ControlState, tuple[Decision, ...]]:
-    """Everything that the rules allow now, and the state in which it is under way."""
+    """Return everything that the rules allow now, and the state in which it is under way."""
     made: list[Decision] = []
     if state.phase != "syncing" and not state.training and _sync_due(settings, state):
         if state.running and not settings.partial_rollout:
@@ -193,7 +193,7 @@ def decide(settings: StalenessSettings, state: ControlState) -> tuple[ControlSta
 
 
 def capacity(settings: StalenessSettings, synced: int) -> int:
-    """How many groups may have begun once the samplers have the weights of `synced` steps (rule 1)."""
+    """Return how many groups may have begun once the samplers have the weights of `synced` steps (rule 1)."""
     return min(settings.total, (1 + settings.version_of(synced)) * settings.window + settings.ahead)
 
 
@@ -218,7 +218,7 @@ def _begin(settings: StalenessSettings, state: ControlState) -> tuple[ControlSta
 
 
 def _next_batch(settings: StalenessSettings, state: ControlState) -> tuple[Begun, ...]:
-    """The groups of the next step, those begun first in front; () while it must wait (rule 2)."""
+    """Return the groups of the next step, those begun first in front; () while it must wait (rule 2)."""
     if state.step == settings.total_steps or len(state.ready) < settings.batch:
         return ()
     batch = tuple(sorted(state.ready, key=lambda g: (g.version, g.group))[: settings.batch])

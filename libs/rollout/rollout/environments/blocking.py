@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.tools.workers import OverrunError, RefusedError, Workers
 
 ENVIRONMENTS = Workers("environment")

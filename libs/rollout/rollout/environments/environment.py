@@ -18,35 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from rollout.tools.tool import Tool, ToolCall
 
 if TYPE_CHECKING:  # an episode's conversations are made of environments' words
-    from rollout.episodes.conversation import Conversation
+    from rollout.chat.conversation import Conversation
 
-Message = Mapping[str, Any]
 End = Literal["done", "limit", "length", "max_turns", "max_tokens", "deadline", "abort", "failed"]
 """How an episode ended: by the environment, or a limit of its own; a turn cut off at max_new_tokens; turns, tokens or
 time used up; the engine or the run stopped it; somebody's code broke."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One assistant turn, read. `problems` are the reasons why parts of it could not be read as tool calls.
-
-    `text` is everything the model wrote, `content` what remains for the user, `reasoning` its thinking. `finished`
-    is False when a limit cut the turn off.
-    """
-
-    text: str
-    content: str
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()
-    finished: bool = True
 
 
 class Converse(Protocol):
     """Begins a conversation of its own with the policy, beside the episode's: a sub-agent."""
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "sub") -> "Conversation":
-        """The conversation, ready for its first `reply()`; its segments are recorded in the episode."""
+        """Return the conversation, ready for its first `reply()`; its segments are recorded in the episode."""
         ...
 
 

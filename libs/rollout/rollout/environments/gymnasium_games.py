@@ -18,7 +18,8 @@ except ImportError as error:
     raise ImportError(asked("Gymnasium's environments need gymnasium", "gymnasium")) from error
 
 from rollout.environments.blocking import call
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
 from rollout.environments.moves import game_seed, last_move
 
 # The toy games give their actions numbers alone.
@@ -75,7 +76,7 @@ class GymnasiumTask:
         return made if isinstance(made, str) else getattr(made, "__qualname__", type(made).__qualname__)
 
     def __call__(self) -> "GymnasiumEnvironment":
-        """An episode."""
+        """Return an episode."""
         return GymnasiumEnvironment(self)
 
 
@@ -120,7 +121,7 @@ class GymnasiumEnvironment:
         return Outcome(messages, done=done, metrics=self._metrics(), cut_off=self._cut_off)
 
     async def finish(self, end: End) -> Score:
-        """The sum of the rewards."""
+        """Return the sum of the rewards."""
         reward = self._reward
         if end != "done" and self._task.cut_off_reward is not None:
             reward = self._task.cut_off_reward
@@ -183,7 +184,7 @@ class GymnasiumEnvironment:
         return self._seen(observation), bool(terminated or truncated)
 
     def _seen(self, observation: Any) -> str:
-        """What it shows, in words: its text, its picture in letters, or its numbers."""
+        """Return what it shows, in words: its text, its picture in letters, or its numbers."""
         if isinstance(observation, str):
             return observation
         if self._env.render_mode == "ansi":
@@ -195,7 +196,8 @@ class GymnasiumEnvironment:
 
 
 def colours_in_words(text: str) -> str:
-    """A terminal's colours, which say where the player stands, as words: `{red S}`, within others `{blue {red S}}`."""
+    """Return a terminal's colours, which say where the player stands, as words: `{red S}`, within others `{blue {red
+    S}}`."""
 
     def word(found: re.Match[str]) -> str:
         codes = [int(code) for code in found[1].split(";") if code.isdigit()]
@@ -216,7 +218,7 @@ def _render_modes(spec: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy as Python's, for print."""
+    """Return numbers of NumPy as Python's, for print."""
     if isinstance(value, tuple | list):
         return type(value)(_plain(part) for part in value)
     if isinstance(value, dict):

@@ -10,9 +10,10 @@ import gymnasium
 import pytest
 from gymnasium.spaces import Box, Text
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Reply
+from rollout.chat.messages import Reply
+from rollout.environments.environment import EnvironmentFactory, EpisodeContext
 from rollout.environments.gymnasium_games import GymnasiumTask, colours_in_words
 from rollout.environments.sources import TaskRow
 from rollout.episodes.episode import Episode

@@ -17,19 +17,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollout.environments.blocking import ENVIRONMENTS
-from rollout.environments.environment import (
-    Converse,
-    End,
-    Environment,
-    EnvironmentFactory,
-    EpisodeContext,
-    Message,
-    Opening,
-    Outcome,
-    Reply,
-    Score,
-)
-from rollout.failure import EpisodeFailed
+from rollout.chat.messages import Message, Reply
+from rollout.environments.environment import Converse, End, Environment, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
+from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool
 from rollout.tools.workers import Ended, RefusedError
 
@@ -82,18 +72,18 @@ class HostedEnvironment:
                 await self._leave()
 
     async def open(self, context: EpisodeContext) -> Opening:
-        """The environment's own; its conversations are played outside."""
+        """Return the environment's own; its conversations are played outside."""
         inside = replace(context, converse=partial(self._converse, context.converse))
         opening: Opening = await self._call("open()", self._environment.open, inside)
         return opening
 
     async def step(self, reply: Reply) -> Outcome:
-        """The environment's own."""
+        """Return the environment's own."""
         outcome: Outcome = await self._call("step()", self._environment.step, reply)
         return outcome
 
     async def finish(self, end: End) -> Score:
-        """The environment's own."""
+        """Return the environment's own."""
         score: Score = await self._call("finish()", self._environment.finish, end)
         return score
 
@@ -107,7 +97,7 @@ class HostedEnvironment:
             await self._leave()
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the method gives, or what it raises."""
+        """Return what the method gives, or what it raises."""
         answer = self._begun_inside(function, arguments)
         answered = False
         try:
@@ -126,7 +116,7 @@ class HostedEnvironment:
         return ended.value
 
     def _begun_inside(self, function: Callable[..., Any], arguments: Sequence[Any]) -> "asyncio.Future[Ended]":
-        """A call on the thread's loop, cancelled with what is returned, which waits for it on this one.
+        """Return a call on the thread's loop, cancelled with what is returned, which waits for it on this one.
 
         It begins in any case, also where it was cancelled before the thread came free: close() has to be called.
         `asyncio.run_coroutine_threadsafe` promises no such thing: Python 3.13.5 began it, 3.13.18 does not.
@@ -215,7 +205,7 @@ class OutsideConversation:
         return result
 
     def fork(self, agent: str) -> "OutsideConversation":
-        """A branch."""
+        """Return a branch."""
         return OutsideConversation(_there(self._outside, self._conversation.fork, agent), self._outside)
 
     def __getattr__(self, name: str) -> Any:

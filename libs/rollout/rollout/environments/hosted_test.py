@@ -7,10 +7,11 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.environments.blocking import ENVIRONMENTS
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
 from rollout.environments.hosted import HostedEnvironment, host
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group

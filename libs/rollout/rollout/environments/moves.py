@@ -9,7 +9,7 @@ BRACKETED = re.compile(r"\[([^\[\]]*)\]")
 
 
 def game_seed(context: EpisodeContext) -> int:
-    """The seed of a game: the task's own (`data["seed"]`), else one that follows from the task's id.
+    """Return the seed of a game: the task's own (`data["seed"]`), else one that follows from the task's id.
 
     It is the same for all episodes of a group, which so play the same game, and at every visit of the task.
     """
@@ -18,6 +18,7 @@ def game_seed(context: EpisodeContext) -> int:
 
 
 def last_move(text: str) -> str | None:
-    """What stands in the last square brackets of a reply, the answer after any reasoning; None where there are none."""
+    """Return what stands in the last square brackets of a reply, the answer after any reasoning; None where there are
+    none."""
     moves = BRACKETED.findall(text)
     return moves[-1].strip() if moves else None

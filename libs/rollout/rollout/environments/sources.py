@@ -32,7 +32,7 @@ class TaskRow:
         return f"{self.environment}/{self.id}" if self.environment else self.id
 
     def seed(self, run: int | None) -> int | None:
-        """The seed of this row's episodes in a run with that seed: whatever its place among others."""
+        """Return the seed of this row's episodes in a run with that seed: whatever its place among others."""
         return None if run is None else derive_seed(run, "task", self.draw or self.key, self.visit)
 
 
@@ -45,15 +45,15 @@ class TaskSource(Protocol):
         ...
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
-        """The tasks of a step, the same at every call until the next step's are asked for."""
+        """Return the tasks of a step, the same at every call until the next step's are asked for."""
         ...
 
     def held_out(self) -> list[TaskRow]:
-        """The tasks of evaluations, none of which is trained on."""
+        """Return the tasks of evaluations, none of which is trained on."""
         ...
 
     def cursor(self) -> dict[str, Any]:
-        """Where the source is, as JSON can write it: saved with a checkpoint."""
+        """Return where the source is, as JSON can write it: saved with a checkpoint."""
         ...
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class RowSource:
         self._fingerprint = hashlib.blake2b("\0".join(ids).encode(), digest_size=8).hexdigest()
 
     def tasks(self, step: int, count: int) -> list[TaskRow]:
-        """The next rows. ValueError: a step before the last one that was asked for."""
+        """Return the next rows. ValueError: a step before the last one that was asked for."""
         if step < self._step:
             raise ValueError(f"task source {self.name!r} is at step {self._step}: step {step} is over")
         if step > self._step:
@@ -93,11 +93,11 @@ class RowSource:
         return [self._row(n) for n in range(self._start, self._end)]
 
     def held_out(self) -> list[TaskRow]:
-        """The held-out rows, in order."""
+        """Return the held-out rows, in order."""
         return list(self._held_out)
 
     def cursor(self) -> dict[str, Any]:
-        """The step, where it began and ended, and what tells these rows from others."""
+        """Return the step, where it began and ended, and what tells these rows from others."""
         place = {"step": self._step, "start": self._start, "end": self._end}
         return {"name": self.name, "seed": self._seed, "rows": self._fingerprint, **place}
 
@@ -119,5 +119,5 @@ class RowSource:
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
-    """The order of an epoch: a permutation of `size` places."""
+    """Return the order of an epoch: a permutation of `size` places."""
     return tuple(random.Random(derive_seed(seed, "epoch", epoch)).sample(range(size), size))

@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
-from rollout.environments.environment import End, EpisodeContext, Message, Opening, Outcome, Reply, Score
-from rollout.failure import EpisodeFailed
+from rollout.chat.messages import Message, Reply
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.errors import EpisodeFailed
 from rollout.tools.tool import Tool, ToolResult, call_id, call_tools
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
@@ -41,7 +42,7 @@ class Task:
     reward_takes_end: bool = False
 
     def __call__(self) -> "TaskEnvironment":
-        """An episode of this task."""
+        """Return an episode of this task."""
         return TaskEnvironment(self)
 
 
@@ -55,7 +56,7 @@ class TaskEnvironment:
         self._reply = Reply("", "", finished=False)
 
     async def open(self, context: EpisodeContext) -> Opening:
-        """The task's messages and tools."""
+        """Return the task's messages and tools."""
         del context
         return Opening(self._task.messages, self._task.tools)
 
@@ -74,7 +75,7 @@ class TaskEnvironment:
         return Outcome(tuple(messages), done=False, metrics=self._metrics())
 
     async def finish(self, end: End) -> Score:
-        """The reward function's score of an answer; `cut_off_reward` where a limit ended the episode."""
+        """Return the reward function's score of an answer; `cut_off_reward` where a limit ended the episode."""
         task = self._task
         if end != "done" and task.cut_off_reward is not None:
             return Score(task.cut_off_reward)

@@ -18,7 +18,8 @@ except ImportError as error:
     raise ImportError(asked("TextArena's games need textarena", "textarena")) from error
 
 from rollout.environments.blocking import call
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
 from rollout.environments.moves import game_seed, last_move
 
 INSTRUCTIONS = "Think first if you like; then give your move in square brackets, in the form that the game asks for."
@@ -51,7 +52,7 @@ class TextArenaTask:
             raise ValueError(f"TextArena has no game {self.id!r}" + (f"; it has {', '.join(close)}" if close else ""))
 
     def __call__(self) -> "TextArenaEnvironment":
-        """An episode of this game."""
+        """Return an episode of this game."""
         return TextArenaEnvironment(self)
 
 
@@ -78,7 +79,7 @@ class TextArenaEnvironment:
         return Outcome(() if done else ({"role": "user", "content": text},), done=done, metrics=self._metrics())
 
     async def finish(self, end: End) -> Score:
-        """The game's reward."""
+        """Return the game's reward."""
         if end != "done":
             return Score(self._task.cut_off_reward, {"game": self._task.cut_off_reward})
         rewards, _ = await self._call(self._game.close)
@@ -120,7 +121,7 @@ class TextArenaEnvironment:
         return done, self._said()
 
     def _said(self) -> str:
-        """What the game said since it was last asked, without the player's own moves."""
+        """Return what the game said since it was last asked, without the player's own moves."""
         _, observations = self._game.get_observation()
         own = textarena.ObservationType.PLAYER_ACTION
         return "\n".join(text.strip() for _, text, kind in observations if kind != own)

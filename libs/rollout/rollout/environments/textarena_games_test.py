@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import EnvironmentFactory, EpisodeContext, Outcome, Score
 from rollout.environments.sources import TaskRow
 from rollout.environments.textarena_games import TextArenaTask
 from rollout.episodes.episode import Episode

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rollout.episodes.episode import Episode
-from rollout.episodes.segment import Segment
+from rollout.chat.segment import Segment
 from rollout.experts import ROUTED_EXPERTS, RoutedExperts
 from seqpack.batches.batch import check_batch
 from seqpack.batches.jagged import jagged, jagged_from_values
@@ -18,7 +18,7 @@ TYPES = "mm_token_type_ids"
 
 
 def to_batch(episodes: Sequence[Episode]) -> TensorDict:
-    """The training batch of the episodes that did not fail, one row a segment.
+    """Return the training batch of the episodes that did not fail, one row a segment.
 
     Jagged `input_ids`, `position_ids`, `loss_mask`, `rollout_log_probs`, `policy_version`, all (B, j) and aligned;
     `reward` (B,) float32 and `group` (B,) int64, the episode's own in each of its rows; `episode` (B,) int64, the
@@ -38,7 +38,7 @@ def to_batch(episodes: Sequence[Episode]) -> TensorDict:
     lengths = [len(segment.ids) for segment in segments]
 
     def column(entries: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        """(B, j) from one tensor of all rows: a tensor made for each costs ten times as much."""
+        """Return (B, j) from one tensor of all rows: a tensor made for each costs ten times as much."""
         return jagged_from_values(torch.tensor(list(chain.from_iterable(entries)), dtype=dtype), lengths)
 
     columns: dict[str, Tensor] = {
@@ -71,7 +71,8 @@ def _experts(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
 
 
 def _media(segments: Sequence[Segment]) -> dict[str, list[Tensor]]:
-    """The media of all rows by key, an empty tensor for a row without any of a kind; nothing where no row has any."""
+    """Return the media of all rows by key, an empty tensor for a row without any of a kind; nothing where no row has
+    any."""
     shown = [segment.media or {} for segment in segments]
     empty = {key: torch.as_tensor(value)[:0] for media in shown for key, value in media.items() if key != TYPES}
     if not empty:

@@ -8,9 +8,9 @@ from typing import Any
 from rollout.environments.environment import Score
 from rollout.episodes.episode import Episode
 from rollout.episodes.media_codec import plain_media, read_media
-from rollout.episodes.segment import Segment
+from rollout.chat.segment import Segment
 from rollout.experts import RoutedExperts
-from rollout.pictures import without_images
+from rollout.chat.images import without_images
 
 
 def encode_episodes(episodes: Sequence[Episode]) -> bytes:
@@ -22,7 +22,7 @@ def encode_episodes(episodes: Sequence[Episode]) -> bytes:
 
 
 def decode_episodes(data: bytes) -> list[Episode]:
-    """What `encode_episodes` was given; messages come back in JSON's types."""
+    """Return what `encode_episodes` was given; messages come back in JSON's types."""
     return [_episode(row) for row in json.loads(data)]
 
 
@@ -60,7 +60,7 @@ def _segment(
     experts: list[Any] | None = None,
     media: dict[str, Any] | None = None,
 ) -> Segment:
-    """`experts` and `media` lack in what was written before they were kept."""
+    """Return `experts` and `media` lack in what was written before they were kept."""
     streams = (tuple(ids), tuple(map(bool, mask)), tuple(log_probs), tuple(versions))
     routed = None if experts is None else RoutedExperts.read(experts)
     shown = None if media is None else read_media(media)

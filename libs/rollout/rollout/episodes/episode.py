@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollout.environments.environment import End, Message, Score
-from rollout.episodes.segment import Segment
+from rollout.chat.messages import Message
+from rollout.environments.environment import End, Score
+from rollout.chat.segment import Segment
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Episode:
 
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:
-    """How many episodes failed, by reason, the commonest first."""
+    """Return how many episodes failed, by reason, the commonest first."""
     counts: dict[str, int] = {}
     for episode in episodes:
         if episode.error is not None:

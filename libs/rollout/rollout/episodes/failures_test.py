@@ -10,14 +10,15 @@ from typing import Any, Never
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, RolloutEngine, Sampling
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
 from rollout.environments.sources import TaskRow
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode, failures
 from rollout.episodes.playing import run_episode, run_group
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.tools.arithmetic import calculator

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
-from rollout.episodes.conversation import TokensSpentError
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
+from rollout.chat.conversation import TokensSpentError
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode
 from rollout.testing.chat import tiny_tokenizer

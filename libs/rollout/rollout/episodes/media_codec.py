@@ -31,7 +31,7 @@ def plain_media(media: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_media(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What `plain_media` gave, tensors on the CPU. ValueError: the bytes are not those of the shape."""
+    """Return what `plain_media` gave, tensors on the CPU. ValueError: the bytes are not those of the shape."""
     return {key: _tensor(value) if isinstance(value, dict) else value for key, value in plain.items()}
 
 

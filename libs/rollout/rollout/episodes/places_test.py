@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
 from rollout.environments.environment import EpisodeContext
 from rollout.environments.sources import TaskRow
@@ -14,7 +14,7 @@ from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.model import tiny_model
+from rollout.testing.tiny_models import tiny_model
 
 TOKENIZER = tiny_tokenizer()
 

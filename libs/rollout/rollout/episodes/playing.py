@@ -16,26 +16,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import RolloutEngine, Sampling
-from rollout.environments.environment import (
-    End,
-    Environment,
-    EnvironmentFactory,
-    EpisodeContext,
-    Message,
-    Outcome,
-    Reply,
-    Score,
-)
+from rollout.chat.messages import Message, Reply
+from rollout.environments.environment import End, Environment, EnvironmentFactory, EpisodeContext, Outcome, Score
 from rollout.environments.hosted import host
 from rollout.environments.sources import TaskRow
-from rollout.episodes.budget import TokenBudget
-from rollout.episodes.conversation import Conversation, TokensSpentError
+from rollout.chat.token_budget import TokenBudget
+from rollout.chat.conversation import Conversation, TokensSpentError
 from rollout.episodes.episode import Episode
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.seeds import derive_seed
-from rollout.tools.tally import ToolTally, summed_metrics
+from rollout.tools.tool_stats import ToolTally, summed_metrics
 from rollout.tools.tool import Tool
 from rollout.tools.workers import REWARDS, OverrunError, RefusedError
 
@@ -61,7 +53,7 @@ class _Play:
     environment_s: float = 0.0
 
     def ended(self, end: End, score: Score | None, error: str | None) -> Episode:
-        """The episode, with all that was sampled in it."""
+        """Return the episode, with all that was sampled in it."""
         context, main = self.context, self.main
         return Episode(
             id=f"{context.key}/{context.index}/{context.attempt}",
@@ -176,7 +168,8 @@ async def run_group(
 
 
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order; where one raises or the caller is cancelled, all are cancelled and awaited."""
+    """Return the results of all, in order; where one raises or the caller is cancelled, all are cancelled and
+    awaited."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return list(await asyncio.gather(*tasks))
@@ -200,7 +193,7 @@ async def _play(
     deadline: float | None,
     group: int,
 ) -> tuple[Episode, bool]:
-    """The episode, and whether it failed in a way that may pass."""
+    """Return the episode, and whether it failed in a way that may pass."""
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, got {max_turns}")
     context = context or EpisodeContext("task", seed=sampling.seed)
@@ -295,7 +288,7 @@ def attended(engine: RolloutEngine) -> AbstractContextManager[None]:
 
 
 async def _close(play: _Play, environment: Environment, limit: float | None) -> EpisodeFailed | None:
-    """What went wrong, not raised: the reason for which the episode ends must not be lost to it."""
+    """Return what went wrong, not raised: the reason for which the episode ends must not be lost to it."""
     try:
         await play.ask(environment.close(), "close()", None if limit is None else time.monotonic() + limit)
     except EpisodeFailed as failed:
@@ -349,7 +342,7 @@ def _go_on(conversation: Conversation, outcome: Outcome) -> bool:
 
 
 async def score_together(factory: object, episodes: list[Episode]) -> list[Episode]:
-    """The episodes with the scores of the factory's `score_group`, where it has one."""
+    """Return the episodes with the scores of the factory's `score_group`, where it has one."""
     score_group = getattr(factory, "score_group", None)
     played = [e for e in episodes if e.score is not None]
     if score_group is None or not played:

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from chat_tools.testing.real_templates import family_of, real_tokenizer
-from rollout.chat import Chat
+from chat_tools.conformance.real_templates import family_of, real_tokenizer
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, RolloutEngine, Sampling
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
 from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group
 from rollout.native.engine import NativeEngine
 from rollout.testing.forced import ForcedEngine, stock_log_probs
-from rollout.testing.model import tiny_model
+from rollout.testing.tiny_models import tiny_model
 from rollout.tools.arithmetic import calculator
 from rollout.tools.tool import call_tools
 

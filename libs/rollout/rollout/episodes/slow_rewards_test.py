@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import Score
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EpisodeContext, Opening, Outcome, Score
 from rollout.environments.hosted import host
 from rollout.episodes.playing import run_group
 from rollout.testing.chat import tiny_tokenizer

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, RolloutEngine, Sampling
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
 from rollout.environments.task import Task
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_episode, run_group
-from rollout.episodes.segment import NOT_SAMPLED, Segment
+from rollout.chat.segment import NOT_SAMPLED, Segment
 from rollout.native.engine import NativeEngine
 from rollout.rewards.boxed import exact_answer
 from rollout.seeds import derive_seed
 from rollout.testing.chat import tiny_tokenizer
-from rollout.testing.model import tiny_model
+from rollout.testing.tiny_models import tiny_model
 from rollout.testing.scripted import ScriptedEngine
 from rollout.tools.arithmetic import calculator
 

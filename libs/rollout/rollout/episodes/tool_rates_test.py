@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Never
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
-from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import End, EnvironmentFactory, EpisodeContext, Opening, Outcome, Score
 from rollout.episodes.playing import run_episode
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine

@@ -14,19 +14,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End, EpisodeContext, Score
 from rollout.environments.sources import TaskRow
-from rollout.episodes.budget import TokenBudget
+from rollout.chat.token_budget import TokenBudget
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import score_together, together
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.session import SessionLimits
 from rollout.seeds import derive_seed
-from rollout.tools.tally import summed_metrics
+from rollout.tools.tool_stats import summed_metrics
 from rollout.tools.workers import OverrunError, RefusedError, Workers
 
 AGENTS = Workers("agent", max_abandoned=64)
@@ -137,14 +137,14 @@ class AgentTask:
         raise ValueError("an agent drives itself and can't be put inside an environment: give AgentTask to run_group")
 
     def rows(self) -> list[TaskRow] | None:
-        """The tasks that the agent brings, by its own `rows()`; None where it brings none."""
+        """Return the tasks that the agent brings, by its own `rows()`; None where it brings none."""
         own = getattr(self.agent, "rows", None)
         return None if own is None else list(own())
 
     async def run_group(
         self, engine: RolloutEngine, chat: Chat, sampling: Sampling, *, size: int, **options: Any
     ) -> list[Episode]:
-        """The episodes of a group, each through a session of a gateway that lives as long."""
+        """Return the episodes of a group, each through a session of a gateway that lives as long."""
         async with TokenGateway(engine, chat, sampling=sampling, own_sampling=self.own_sampling) as gateway:
             options |= {"sampling": sampling, "cut_off_reward": self.cut_off_reward}
             return await run_agents(self.agent, gateway, size=size, **options)
@@ -161,7 +161,7 @@ async def _play(
     cut_off_reward: float,
     group: int,
 ) -> tuple[Episode, bool]:
-    """The episode, and whether it failed in a way that may pass."""
+    """Return the episode, and whether it failed in a way that may pass."""
     context = context or EpisodeContext("task", seed=None if sampling is None else sampling.seed)
     if sampling is not None and not sampling.greedy:
         sampling = replace(sampling, seed=context.seed)
@@ -210,7 +210,8 @@ async def _play(
 
 
 async def _asked(agent: Agent, seat: Seat, deadline: float | None) -> tuple[End, Score | None]:
-    """How the agent ended, and its score; None where a limit ended it. EpisodeFailed: whatever else it raised."""
+    """Return how the agent ended, and its score; None where a limit ended it. EpisodeFailed: whatever else it
+    raised."""
     name = getattr(agent, "__qualname__", type(agent).__qualname__)
     left = float("inf") if deadline is None else max(0.0, deadline - time.monotonic()) + GRACE
     try:

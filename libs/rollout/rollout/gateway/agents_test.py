@@ -8,14 +8,14 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
 from rollout.environments.environment import EpisodeContext, Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.batch import to_batch
 from rollout.episodes.episode import Episode
 from rollout.episodes.playing import run_group
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.gateway.agents import AgentTask, Seat, run_agent, run_agents
 from rollout.gateway.server import TokenGateway
 from rollout.testing.chat import TEMPLATE, tiny_tokenizer

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.chat import Chat
-from rollout.gateway.choice import Choice, log_prob_entries
-from rollout.gateway.wire import ChatRequest
+from rollout.chat.chat import Chat
+from rollout.gateway.sampling_choice import Choice, log_prob_entries
+from rollout.gateway.chat_request import ChatRequest
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Head:
     model: str
 
     def object(self, kind: str) -> dict[str, Any]:
-        """The object without its contents."""
+        """Return the object without its contents."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, choice: dict[str, Any], prompt_ids: Sequence[int] | None = None) -> dict[str, Any]:
-        """A `chat.completion.chunk` with a piece of one choice; `prompt_ids` for a client that asked for token ids."""
+        """Return a `chat.completion.chunk` with a piece of one choice; `prompt_ids` for a client that asked for token
+        ids."""
         chunk = self.object("chat.completion.chunk") | {"choices": [choice]}
         return chunk if prompt_ids is None else chunk | {"prompt_token_ids": list(prompt_ids)}
 
@@ -37,7 +38,7 @@ class Answer:
     choices: tuple[Choice, ...]
 
     def body(self, request: ChatRequest, chat: Chat) -> dict[str, Any]:
-        """The `chat.completion` object."""
+        """Return the `chat.completion` object."""
         choices = []
         for choice in self.choices:
             given = {"index": choice.index, "message": choice.message, "finish_reason": choice.finish_reason}
@@ -51,17 +52,17 @@ class Answer:
         return body | {"prompt_token_ids": list(self.prompt_ids)} if request.token_ids else body
 
     def usage(self) -> dict[str, int]:
-        """Tokens of the prompt and of all answers, stop tokens included."""
+        """Return tokens of the prompt and of all answers, stop tokens included."""
         given, sampled = len(self.prompt_ids), sum(len(choice.completion.ids) for choice in self.choices)
         return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that was asked to say what it used."""
+        """Return the last chunk of a stream that was asked to say what it used."""
         return self.head.object("chat.completion.chunk") | {"choices": [], "usage": self.usage()}
 
 
 def event(chunk: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.native.engine import NativeEngine
 from rollout.testing.gateway import ADD, TOKEN, TOKENIZER, encode
-from rollout.testing.model import tiny_model
+from rollout.testing.tiny_models import tiny_model
 
 QUESTION = {"role": "user", "content": "3+4="}
 CALL = (

@@ -12,15 +12,15 @@ from typing import Any
 from chat_tools.parsing.formats import find_format
 from chat_tools.parsing.grammar import Format
 from chat_tools.parsing.parser import parse
-from rollout.chat import Chat
-from rollout.environments.environment import Message
+from rollout.chat.chat import Chat
+from rollout.chat.messages import Message
 from rollout.tools.tool import Tool
 
 ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"a": "a"}, {"z": 1})  # what they share no call can lack
 
 
 def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int]:
-    """The tokens with which a turn begins that calls `name` (None: any of the tools).
+    """Return the tokens with which a turn begins that calls `name` (None: any of the tools).
 
     Raises ValueError where the template's calls do not begin in a way that forces one.
     """
@@ -37,7 +37,7 @@ def forced_call(chat: Chat, tools: Sequence[Tool], name: str | None) -> list[int
 
 
 def _turn(chat: Chat, tools: Sequence[Tool], name: str, arguments: dict[str, Any]) -> str:
-    """A turn that makes this call, from where the generation prompt ends."""
+    """Return a turn that makes this call, from where the generation prompt ends."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}}
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}

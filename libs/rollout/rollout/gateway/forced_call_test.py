@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.chat import Chat
-from rollout.episodes.segment import Segment
+from rollout.chat.chat import Chat
+from rollout.chat.segment import Segment
 from rollout.gateway.forced_call import forced_call
 from rollout.gateway.server import TokenGateway
 from rollout.testing.chat import TEMPLATE, tiny_tokenizer

@@ -22,12 +22,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion
-from rollout.environments.environment import Message
-from rollout.episodes.segment import Segment, Stream
-from rollout.gateway.wire import ChatRequest, tools_key
-from rollout.tools.tally import ToolTally
+from rollout.chat.messages import Message
+from rollout.chat.segment import Segment, Stream
+from rollout.gateway.chat_request import ChatRequest, tools_key
+from rollout.tools.tool_stats import ToolTally
 from rollout.tools.tool import Tool
 
 
@@ -80,7 +80,7 @@ class Recorder:
         return tuple(segment for segment in (stream.segment() for stream in self.streams) if segment.sampled)
 
     def number_call(self) -> int:
-        """The number of the session's next call."""
+        """Return the number of the session's next call."""
         self.calls += 1
         return self.calls - 1
 
@@ -109,7 +109,8 @@ class Recorder:
         return turn
 
     def _continued(self, mark: Mark, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-        """The recorded tokens and those of what follows; None where the template would rewrite what is recorded."""
+        """Return the recorded tokens and those of what follows; None where the template would rewrite what is
+        recorded."""
         following = self.chat.follow(mark.messages, messages, tools, mark.stop)
         return None if following is None else [*mark.stream.ids[: mark.tokens], *following]
 
@@ -136,7 +137,7 @@ class Recorder:
 
 
 def conversation_keys(request: ChatRequest) -> list[bytes]:
-    """One key a message: of the tools and all messages up to it."""
+    """Return one key a message: of the tools and all messages up to it."""
     key = hashlib.blake2b(tools_key(request.tools).encode(), digest_size=16).digest()
     keys = []
     for message in request.messages:
@@ -146,7 +147,7 @@ def conversation_keys(request: ChatRequest) -> list[bytes]:
 
 
 def next_key(key: bytes, message: Message) -> bytes:
-    """The key of a conversation with one more message.
+    """Return the key of a conversation with one more message.
 
     An assistant's reasoning is left out: clients drop it, and it is in the recorded tokens either way.
     """

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollout.environments.environment import Message
-from rollout.episodes.segment import Segment
+from rollout.chat.messages import Message
+from rollout.chat.segment import Segment
 from rollout.gateway.session import LiveSession
 
 
@@ -14,7 +14,7 @@ class SessionRecord:
 
     `turns` were answered, `cancelled` ones lost their client, `refused` ones failed after they had begun. `messages` is
     the longest conversation, for people; `generate_s` the seconds that requests spent in the engine, summed; `tools`
-    says how often each tool was called, failed and took too long (`rollout.tools.tally`).
+    says how often each tool was called, failed and took too long (`rollout.tools.tool_stats`).
     """
 
     id: str

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import rollout
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine

@@ -34,17 +34,17 @@ try:
 except ImportError as error:
     raise ImportError(asked("the gateway needs starlette and uvicorn", "gateway")) from error
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import End
-from rollout.episodes.budget import TokenBudget
+from rollout.chat.token_budget import TokenBudget
 from rollout.gateway.answers import Answer
 from rollout.gateway.recorder import Recorder
-from rollout.gateway.reply import Reply
+from rollout.gateway.response_stream import Reply
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.session import LiveSession, SessionLimits
-from rollout.gateway.wire import RequestError, read_json, read_request, refuse
-from rollout.gateway.work import Work
+from rollout.gateway.chat_request import RequestError, read_json, read_request, refuse
+from rollout.gateway.choice_task import Work
 
 SESSION_HEADER = "X-Session-ID"
 MIN_TOKEN = 16  # characters of the master token
@@ -161,7 +161,7 @@ class TokenGateway:
         return sum(map(len, self._works.values()))
 
     def key(self, session_id: str) -> str:
-        """The API key that opens this session and no other. It does not open the session by itself."""
+        """Return the API key that opens this session and no other. It does not open the session by itself."""
         if not 0 < len(session_id) <= MAX_SESSION_ID or not session_id.isascii() or not session_id.isprintable():
             raise ValueError(f"a session id has 1 to {MAX_SESSION_ID} printable ASCII characters, got {session_id!r}")
         seal = hmac.new(self.token.encode(), session_id.encode(), hashlib.sha256).hexdigest()
@@ -194,11 +194,12 @@ class TokenGateway:
         self._works[session_id] = set()
 
     def session(self, session_id: str) -> SessionRecord:
-        """What a session has recorded so far. KeyError for one that is not open."""
+        """Return what a session has recorded so far. KeyError for one that is not open."""
         return SessionRecord.of(self._sessions[session_id])
 
     def limit_hit(self, session_id: str) -> End | None:
-        """The limit of an open session that refused a request or cut an answer off, if one did. KeyError: not open."""
+        """Return the limit of an open session that refused a request or cut an answer off, if one did. KeyError: not
+        open."""
         return self._sessions[session_id].limit_hit
 
     async def close(self, session_id: str) -> SessionRecord:
@@ -262,7 +263,8 @@ class TokenGateway:
         self._works.get(live.id, set()).discard(work)
 
     def _authorised(self, request: Request) -> str | None:
-        """The session that the request may use; None for the master token alone. RequestError (401) otherwise."""
+        """Return the session that the request may use; None for the master token alone. RequestError (401)
+        otherwise."""
         session_id: str
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         named: str | None = request.headers.get(SESSION_HEADER)

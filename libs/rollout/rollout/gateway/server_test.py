@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, OnTokens, Sampling
-from rollout.episodes.segment import Segment
+from rollout.chat.segment import Segment
 from rollout.gateway.result import SessionRecord
 from rollout.gateway.server import SESSION_HEADER, TokenGateway
 from rollout.gateway.session import SessionLimits

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
 from rollout.environments.environment import End
-from rollout.episodes.budget import TokenBudget
-from rollout.gateway.choice import Choice
+from rollout.chat.token_budget import TokenBudget
+from rollout.gateway.sampling_choice import Choice
 from rollout.gateway.forced_call import forced_call
 from rollout.gateway.recorder import Recorder, Turn
-from rollout.gateway.wire import ChatRequest, RequestError, refuse
+from rollout.gateway.chat_request import ChatRequest, RequestError, refuse
 from rollout.seeds import derive_seed
 
 
@@ -55,7 +55,7 @@ class LiveSession:
     closed: bool = False
 
     def begin(self, request: ChatRequest, chat: Chat) -> tuple[Turn, list[Sampling]]:
-        """A turn for a request, and how to sample each of its choices.
+        """Return a turn for a request, and how to sample each of its choices.
 
         Raises RequestError past a limit, and for what the template refuses.
         """
@@ -101,7 +101,7 @@ class LiveSession:
         refuse(reason, code="context_length_exceeded" if limit == "max_tokens" else limit)
 
     def _turn_samplings(self, turn: Turn, request: ChatRequest, sampling: Sampling, chat: Chat) -> list[Sampling]:
-        """The stop tokens, the room that is left, and each choice's own seed."""
+        """Return the stop tokens, the room that is left, and each choice's own seed."""
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *chat.stop_ids)))
         limit = sampling.max_new_tokens
         if self.limits.max_tokens is not None:

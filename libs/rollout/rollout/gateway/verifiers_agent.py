@@ -40,12 +40,12 @@ try:
 except ImportError as error:
     raise ImportError(asked("environments of verifiers need it", "verifiers")) from error
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import RolloutEngine, Sampling
 from rollout.environments.environment import Score
 from rollout.environments.sources import TaskRow
 from rollout.episodes.episode import Episode
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.gateway.agents import AgentTask, Seat
 
 _MAY_PASS = frozenset({"HarnessError", "ToolsetError", "SandboxError", "InterceptionError", "TunnelError"})
@@ -101,7 +101,7 @@ class InProcessHarness(vf.Harness[HarnessConfig]):
 
 
 async def _called(live: Any, dispatch: Any, call: Any) -> Any:
-    """What a tool answers; a call that cannot be made is the model's news."""
+    """Return what a tool answers; a call that cannot be made is the model's news."""
     name = call.function.name
     if name not in dispatch:
         return f"Error: there is no tool {name!r}; available: {', '.join(dispatch) or 'none'}"
@@ -163,13 +163,14 @@ class VerifiersAgent:
         object.__setattr__(self, "tasks", {task.key: task for task in self.taskset})
 
     def rows(self) -> list[TaskRow]:
-        """The tasks, by verifiers' own keys."""
+        """Return the tasks, by verifiers' own keys."""
         return [TaskRow(key) for key in self.tasks]
 
     async def run_group(
         self, engine: RolloutEngine, chat: Chat, sampling: Sampling, *, size: int, **options: Any
     ) -> list[Episode]:
-        """The episodes of a group, as those of `AgentTask`: a `VerifiersAgent` stands where an environment does."""
+        """Return the episodes of a group, as those of `AgentTask`: a `VerifiersAgent` stands where an environment
+        does."""
         return await AgentTask(self).run_group(engine, chat, sampling, size=size, **options)
 
     async def __call__(self, seat: Seat) -> Score:
@@ -266,7 +267,7 @@ class _PolicyAgent(vf.Agent):
 
 
 def _score(played: Sequence[Any]) -> Score:
-    """The mean of the trainable traces' rewards. EpisodeFailed where none was played.
+    """Return the mean of the trainable traces' rewards. EpisodeFailed where none was played.
 
     RuntimeError or, where trying again may help, OSError: one of them failed. It is no EpisodeFailed, so that a limit
     whose refusal broke the rollout ends the episode as a limit does (`rollout.gateway.agents`).

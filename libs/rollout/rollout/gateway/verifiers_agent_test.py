@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import verifiers.v1 as vf
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Sampling
 from rollout.episodes.episode import Episode
 from rollout.gateway.agents import run_agents
 from rollout.gateway.server import TokenGateway
 from rollout.gateway.verifiers_agent import InProcessHarness, ProgramHarness, VerifiersAgent
-from rollout.loading import load_object
+from rollout.environments.load_object import load_object
 from rollout.testing.chat import tiny_tokenizer
 from rollout.testing.scripted import ScriptedEngine
 from rollout.testing.verifiers_adding import Sums

@@ -118,7 +118,7 @@ class RolloutLedger:
             self.compact()
 
     def payload(self, group: int) -> bytes:
-        """What `finished` was given. KeyError: the group is not sampled, or a checkpoint holds it."""
+        """Return what `finished` was given. KeyError: the group is not sampled, or a checkpoint holds it."""
         found = self.state.sampled[group]
         return os.pread(self._file, found.length, found.offset)
 
@@ -161,7 +161,7 @@ class RolloutLedger:
         self._file = -1
 
     def _locked(self) -> int:
-        """The file, made where it was not there, held by this process alone."""
+        """Return the file, made where it was not there, held by this process alone."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -20,7 +20,7 @@ _CHUNK = 1 << 22
 
 
 def records(data: memoryview, start: int) -> Iterator[tuple[int, int, int]]:
-    """The whole records from an offset on: the kind of each, and where its body begins and ends.
+    """Yield the whole records from an offset on: the kind of each, and where its body begins and ends.
 
     Raises:
         ValueError: a record is damaged and others follow it; the text names its offset.
@@ -40,7 +40,8 @@ def records(data: memoryview, start: int) -> Iterator[tuple[int, int, int]]:
 
 
 def torn(data: memoryview, at: int) -> bool:
-    """Whether nothing that checks follows the bad record at `at`: a record that does is not the tail of a write."""
+    """Return whether nothing that checks follows the bad record at `at`: a record that does is not the tail of a
+    write."""
     for begin in _candidates(data, at + 1):
         length, crc, kind = HEAD.unpack_from(data, begin)
         if zlib.crc32(data[begin + HEAD_BYTES : begin + HEAD_BYTES + length], _SEEDS[kind]) == crc:
@@ -49,7 +50,7 @@ def torn(data: memoryview, at: int) -> bool:
 
 
 def _candidates(data: memoryview, start: int) -> Iterator[int]:
-    """Where a record may begin."""
+    """Yield where a record may begin."""
     for first in range(start, len(data) - _LEAST + 1, _CHUNK):
         # copied: an array over the file itself would hold it open
         chunk = np.frombuffer(bytes(data[first : first + _CHUNK + _LEAST - 1]), np.uint8)
@@ -64,7 +65,7 @@ def _candidates(data: memoryview, start: int) -> Iterator[int]:
 
 
 def _of_kind(kinds: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether bodies of these kinds can have these lengths."""
+    """Return whether bodies of these kinds can have these lengths."""
     numbers = (lengths >= NUMBER_BYTES) & (lengths % NUMBER_BYTES == 0)
     found: NDArray[np.bool_] = (
         ((kinds == Kind.FINISHED) & (lengths >= NUMBER_BYTES))

@@ -38,27 +38,27 @@ class Kind(IntEnum):
 
 
 def frame(kind: Kind, body: bytes) -> bytes:
-    """The bytes of a record."""
+    """Return the bytes of a record."""
     return HEAD.pack(len(body), zlib.crc32(body, zlib.crc32(bytes((kind,)))), kind) + body
 
 
 def number_body(number: int, payload: bytes = b"") -> bytes:
-    """Of FINISHED (with its payload), AGAIN and SAVED."""
+    """Return of FINISHED (with its payload), AGAIN and SAVED."""
     return _NUMBER.pack(number) + payload
 
 
 def begun_body(number: int, version: int) -> bytes:
-    """Of BEGUN."""
+    """Return of BEGUN."""
     return _BEGUN.pack(number, version)
 
 
 def numbers_body(first: int, numbers: Sequence[int]) -> bytes:
-    """Of TRAIN (step, groups) and BASE (steps done, begins and ends of ranges)."""
+    """Return of TRAIN (step, groups) and BASE (steps done, begins and ends of ranges)."""
     return struct.pack(f"<{len(numbers) + 1}q", first, *numbers)
 
 
 def read_number(data: memoryview, begin: int) -> int:
-    """The number in front of a body."""
+    """Return the number in front of a body."""
     return int(_NUMBER.unpack_from(data, begin)[0])
 
 
@@ -69,6 +69,6 @@ def read_begun(data: memoryview, begin: int) -> tuple[int, int]:
 
 
 def read_numbers(data: memoryview, begin: int, end: int) -> tuple[int, tuple[int, ...]]:
-    """What `numbers_body` wrote."""
+    """Return what `numbers_body` wrote."""
     first, *rest = struct.unpack_from(f"<{(end - begin) // 8}q", data, begin)
     return first, tuple(rest)

@@ -117,7 +117,7 @@ class LedgerState:
         return highest if self.done.ends and highest == self.done.ends[-1] else highest + 1
 
     def missing(self) -> list[int]:
-        """Numbers below `next` that are not sampled and not done: they failed, or ran when the run ended."""
+        """Return numbers below `next` that are not sampled and not done: they failed, or ran when the run ended."""
         holes = [
             n for b, e in zip([0, *self.done.ends], [*self.done.begins, self.next], strict=True) for n in range(b, e)
         ]

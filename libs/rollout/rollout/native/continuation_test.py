@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from rollout.config import DecoderChoice
 from rollout.engine import Completion, Sampling
-from rollout.native.batch import ContinuousBatch
+from rollout.native.scheduler.batch import ContinuousBatch
 from rollout.native.engine import NativeEngine
-from rollout.native.lean.decoder import LeanDecoder
-from rollout.native.module import ModuleDecoder
-from rollout.native.request import Request
-from rollout.testing.model import tiny_model
-from rollout.testing.pieces import pieces_of
+from rollout.native.lean.lean_decoder import LeanDecoder
+from rollout.native.decoders.module_decoder import ModuleDecoder
+from rollout.native.scheduler.request import Request
+from rollout.testing.tiny_models import tiny_model
+from rollout.testing.weight_pieces import pieces_of
 
 VOCAB = 48
 OLD, NEW = tiny_model(VOCAB, layers=4), tiny_model(VOCAB, layers=4, seed=5)

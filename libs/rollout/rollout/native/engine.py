@@ -1,6 +1,6 @@
 """The native engine: continuous batching over a plain Hugging Face module in this process.
 
-The batch (`rollout.native.batch`) belongs to whoever holds the lock, one decode step at a time: the decoding thread,
+The batch (`rollout.native.scheduler.batch`) belongs to whoever holds the lock, one decode step at a time: the decoding thread,
 which works while async requests are there, a caller of `generate_batch`, or an exchange of weights. Event loops never
 wait for the lock: they post what they want done between two steps.
 """
@@ -25,16 +25,16 @@ except ImportError as error:
 from rollout.capability import NATIVE, feature_of
 from rollout.config import KEEP_TOKENS, Admission, DecoderChoice, OnCommit
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
-from rollout.native.answers import Answers
-from rollout.native.batch import ContinuousBatch
-from rollout.native.decoders import decoder_of
-from rollout.native.media import SeenPrompt, seen_prompt
-from rollout.native.request import Request
-from rollout.native.rounds import Rounds
-from rollout.native.threads import StepThread
-from rollout.native.turns import FairLock
-from rollout.native.weights import named_tensors, stage
-from rollout.requests import OpenRequests, check_pause, settle
+from rollout.native.scheduler.result_delivery import Answers
+from rollout.native.scheduler.batch import ContinuousBatch
+from rollout.native.choose_decoder import decoder_of
+from rollout.native.decoders.media import SeenPrompt, seen_prompt
+from rollout.native.scheduler.request import Request
+from rollout.native.scheduler.gang_scheduling import Rounds
+from rollout.native.scheduler.decode_thread import StepThread
+from rollout.native.scheduler.fair_lock import FairLock
+from rollout.native.module_weights import named_tensors, stage
+from rollout.open_requests import OpenRequests, check_pause, settle
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.staging import WeightStaging
@@ -63,7 +63,7 @@ class NativeEngine:
             the new weights). "recompute": prompt and tokens so far are read again by the new weights.
         admit: when an async request may begin. "any_step": beside whatever runs. "rounds": with all that were asked
             while the last ones ran, once those are done and every episode under way has asked
-            (`rollout.native.rounds`); then equal runs give equal bits whatever threads do.
+            (`rollout.native.scheduler.gang_scheduling`); then equal runs give equal bits whatever threads do.
         keep_tokens: memory, in tokens, for the states of finished requests: a prompt that goes on from all tokens of
             one (the next turn of a conversation) is read from there. Least recently used ones go first, and all of
             them when the weights change; a round in which no prompt goes on from any ends them too. A delta net's state
@@ -122,11 +122,11 @@ class NativeEngine:
         return self._weights.version
 
     def supports(self, feature: str) -> Yes | No:
-        """Whether this engine has the feature; ValueError lists the features for an unknown name."""
+        """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
         return feature_of(NATIVE, feature)
 
     def load(self) -> Load:
-        """The requests that decode and those that wait, from any thread."""
+        """Return the requests that decode and those that wait, from any thread."""
         asked = [r for r in tuple(self._asked) if not r.done]
         running = sum(r.slot is not None for r in asked)
         return Load(running, len(asked) - running)
@@ -159,7 +159,7 @@ class NativeEngine:
             prompt_ids: the tokens to continue.
             sampling: how.
             media: images and videos that the prompt shows, where the module is a vision-language model
-                (`rollout.native.media.seen_prompt`).
+                (`rollout.native.decoders.media.seen_prompt`).
             request_id: what `cancel` calls it.
             deadline: seconds of `time.monotonic()`; past it the completion comes back with what it has.
             on_tokens: called after each step with the ids and log-probs of the new tokens; see `RolloutEngine`.
@@ -269,7 +269,7 @@ class NativeEngine:
         self._batch.held = False
 
     def _turn(self) -> bool:
-        """One step of the decoding thread; whether there is more to do."""
+        """Return one step of the decoding thread; whether there is more to do."""
         with self._lock, self._sampling():
             self._thread.run_posted()
             self._step()
@@ -343,7 +343,8 @@ class NativeEngine:
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
     ) -> list[Completion]:
-        """One completion a prompt, in order. `sampling` is one for all or one each. Async requests go on beside it."""
+        """Return one completion a prompt, in order. `sampling` is one for all or one each. Async requests go on beside
+        it."""
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(settings) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(settings)} sampling settings; give one, or one each")

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from rollout.capability import NATIVE, feature_of
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.native.engine import NativeEngine
-from rollout.native.weights import named_tensors
+from rollout.native.module_weights import named_tensors
 from rollout.sync.assembler import is_good
 from rollout.sync.manifest import Manifest, TensorSpec
 from rollout.sync.pieces import Piece

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.engine import Completion, Sampling
 from rollout.native.engine import NativeEngine
 from rollout.native.sharing import SharingEngine, StaleWeightsError
 from rollout.sync.manifest import Manifest
 from rollout.sync.transfer import NotAgreed, share_weights
-from rollout.testing.model import tiny_dense_model, tiny_mixture, tiny_model
-from rollout.testing.pieces import pieces_of
+from rollout.testing.tiny_models import tiny_dense_model, tiny_mixture, tiny_model
+from rollout.testing.weight_pieces import pieces_of
 
 PROMPTS = [[3, 4, 5], [6, 7], [3, 4, 5, 8, 9, 10], [3, 4, 5]]
 HOW = Sampling(max_new_tokens=8, seed=5)

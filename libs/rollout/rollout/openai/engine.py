@@ -23,11 +23,11 @@ except ImportError as error:
 from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, StopReason, check_request
-from rollout.openai.capability import NO_MEDIA, NO_WEIGHTS, OPENAI
-from rollout.openai.config import OpenAIConfig
+from rollout.openai.settings.capability import NO_MEDIA, NO_WEIGHTS, OPENAI
+from rollout.openai.settings.config import OpenAIConfig
 from rollout.openai.gate import Gate
-from rollout.openai.wire import Part, WireError, check_end, error_text, parts, read_part, request_body
-from rollout.requests import OpenRequests, check_pause
+from rollout.openai.completion_stream import Part, WireError, check_end, error_text, parts, read_part, request_body
+from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from seqpack.capability import No, Yes
@@ -87,11 +87,11 @@ class OpenAIEngine:
         self._max_length = min(n for n in (config.max_length, longest) if n is not None)
 
     def supports(self, feature: str) -> Yes | No:
-        """Whether this engine has the feature; ValueError lists the features for an unknown name."""
+        """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
         return feature_of(OPENAI, feature)
 
     def load(self) -> Load:
-        """The requests that the server was asked, and those that wait for a place."""
+        """Return the requests that the server was asked, and those that wait for a place."""
         return Load(self._gate.inside, self._gate.waiting)
 
     async def aclose(self) -> None:
@@ -171,7 +171,7 @@ class OpenAIEngine:
             )
 
     def _seeded(self, sampling: Sampling) -> Sampling:
-        """With a seed, for runs that repeat."""
+        """Return with a seed, for runs that repeat."""
         if sampling.greedy or sampling.seed is not None:
             return sampling
         return replace(sampling, seed=self._seeds.getrandbits(63))
@@ -199,7 +199,7 @@ class OpenAIEngine:
             raise RuntimeError(f"{self._own.base_url} broke off: {type(error).__name__} {error}") from error
 
     def _client_here(self) -> httpx2.AsyncClient:
-        """The connections of the running event loop; those of an earlier one went with it."""
+        """Return the connections of the running event loop; those of an earlier one went with it."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             if self._requests:
@@ -247,7 +247,7 @@ def _no_weights(*_: object) -> NoReturn:
 
 
 def _served_model(client: httpx2.Client, own: OpenAIConfig) -> tuple[str, int | None]:
-    """The name of the model that is asked, and the longest sequence that it takes, where that is told."""
+    """Return the name of the model that is asked, and the longest sequence that it takes, where that is told."""
     models = {str(entry["id"]): entry for entry in _asked(client, own, "models", None).get("data", [])}
     name = own.model or (next(iter(models)) if len(models) == 1 else None)
     if name not in models:
@@ -258,7 +258,7 @@ def _served_model(client: httpx2.Client, own: OpenAIConfig) -> tuple[str, int | 
 
 
 def _tells_sampled(client: httpx2.Client, own: OpenAIConfig, model: str) -> bool:
-    """Whether log-probs are those of the distribution that is sampled from: with a top-k of 1 they are 0 then.
+    """Return whether log-probs are those of the distribution that is sampled from: with a top-k of 1 they are 0 then.
 
     Raises:
         ValueError: the server does not tell ids and log-probs at all.

@@ -2,7 +2,7 @@ r"""Rewards that can be checked: an answer marked with \boxed{...}, compared exa
 
 from collections.abc import Sequence
 
-from rollout.environments.environment import Reply
+from rollout.chat.messages import Reply
 from rollout.environments.task import Reward
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import instant
@@ -11,7 +11,8 @@ _MARK = "\\boxed{"
 
 
 def boxed(text: str) -> str | None:
-    r"""The contents of the last complete \boxed{...} of a text, inner braces balanced; None where there is none."""
+    r"""Return the contents of the last complete \boxed{...} of a text, inner braces balanced; None where there is
+    none."""
     at = text.rfind(_MARK)
     while at >= 0:
         depth = 1
@@ -24,7 +25,7 @@ def boxed(text: str) -> str | None:
 
 
 def exact_answer(answer: str) -> Reward:
-    """A reward of 1.0 when the marked answer is this text, blanks aside; else 0.0."""
+    """Return a reward of 1.0 when the marked answer is this text, blanks aside; else 0.0."""
     wanted = "".join(answer.split())
 
     @instant

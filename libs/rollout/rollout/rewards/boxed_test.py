@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.environments.environment import Reply
+from rollout.chat.messages import Reply
 from rollout.rewards.boxed import boxed, exact_answer
 
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.environments.environment import Reply, Score
-from rollout.failure import EpisodeFailed
+from rollout.chat.messages import Reply
+from rollout.environments.environment import Score
+from rollout.errors import EpisodeFailed
 from rollout.tools.sandbox.run import encoded
 from rollout.tools.sandbox.sandbox import Limits, Program, Ran, Sandbox, SandboxDiedError
 from rollout.tools.tool import ToolResult
@@ -63,13 +64,14 @@ def read_asserts(source: str) -> tuple[ValueTest, ...]:
 
 
 def last_program(text: str) -> str | None:
-    """The last fenced block of Python of a text (```python, or without a language); None where there is none."""
+    """Return the last fenced block of Python of a text (```python, or without a language); None where there is none."""
     blocks = [code for language, code in _FENCED.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
 
 
 def code_answer(tests: Sequence[Test], sandbox: Sandbox | None = None, partial: bool = False) -> "CodeAnswer":
-    """A reward of 1.0 where the reply's last program passes all tests, else 0.0; with `partial`, the share passed.
+    """Return a reward of 1.0 where the reply's last program passes all tests, else 0.0; with `partial`, the share
+    passed.
 
     The score's part `tests_passed` is that share. Raises SandboxRefusedError, now, where the kernel refuses a sandbox,
     and ValueError where there are no tests.
@@ -121,7 +123,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two encoded values are equal; numbers nearly. A truth value is no number; no test expects an object."""
+    """Return whether two encoded values are equal; numbers nearly. A truth value is no number; no test expects an
+    object."""
     a, b = _number(one), _number(other)
     if a is not None and b is not None:
         if isinstance(one, int) and isinstance(other, int):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.environments.environment import Reply, Score
-from rollout.failure import EpisodeFailed
+from rollout.chat.messages import Reply
+from rollout.environments.environment import Score
+from rollout.errors import EpisodeFailed
 from rollout.rewards.code_answer import (
     OutputTest,
     ValueTest,

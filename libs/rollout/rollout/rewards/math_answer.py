@@ -17,9 +17,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from rollout.environments.environment import Reply
+from rollout.chat.messages import Reply
 from rollout.extras import asked
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.rewards.boxed import boxed
 from rollout.tools.tool import ToolResult
 from rollout.tools.workers import waiting
@@ -51,7 +51,7 @@ class MathChecker:
         self._idle: list[_Process] = []
 
     def equal(self, answer: str, found: str) -> bool:
-        """Whether `found`, by a model, is the same as `answer`.
+        """Return whether `found`, by a model, is the same as `answer`.
 
         Raises EpisodeFailed, to be tried again, where no process starts or none came free in MAX_WAIT seconds.
         """
@@ -87,7 +87,7 @@ class MathChecker:
 
 
 def math_answer(answer: str, checker: MathChecker | None = None) -> "MathAnswer":
-    r"""A reward of 1.0 when what the reply marks with \boxed{...} equals this answer (LaTeX), else 0.0."""
+    r"""Return a reward of 1.0 when what the reply marks with \boxed{...} equals this answer (LaTeX), else 0.0."""
     return MathAnswer(answer, checker or _shared())
 
 
@@ -129,7 +129,7 @@ class _Process:
             raise EpisodeFailed("the process that compares answers did not start", retryable=True)
 
     def ask(self, request: dict[str, str], timeout: float) -> dict[str, Any] | None:
-        """The answer to a request; None where the process gave none in time."""
+        """Return the answer to a request; None where the process gave none in time."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.environments.environment import Reply, Score
+from rollout.chat.messages import Reply
+from rollout.environments.environment import Score
 from rollout.environments.task import score_of
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.rewards import math_answer as module
 from rollout.rewards.math_answer import MAX_CHARACTERS, MathChecker, math_answer
 from rollout.rewards.math_worker import equal

@@ -25,7 +25,7 @@ MEMORY_BYTES = 4 << 30
 
 
 def equal(answer: str, found: str) -> bool:
-    """Whether two answers, as LaTeX, are the same number or expression; a unit beside one is no matter."""
+    """Return whether two answers, as LaTeX, are the same number or expression; a unit beside one is no matter."""
     read = [
         parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
         for text in (answer, found)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 
 PARTS = ("lora_A", "lora_B")
 
@@ -52,7 +52,7 @@ class AdaptedWeights:
 
     @torch.no_grad()
     def merged(self, adapter: Adapter, pairs: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights with this adapter, by name; of layers that only an earlier one had, the base.
+        """Return the weights with this adapter, by name; of layers that only an earlier one had, the base.
 
         `current`: those in use, which are the base of layers that had no adapter so far.
         Sums are taken in float32. NotFiniteError for a sum that is too large for a weight's type.

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.sync.adapter import Adapter
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import buckets
 from rollout.sync.staging import WeightStaging
-from rollout.testing.pieces import pieces_of
-from rollout.vllm.weights import SharedWeights
-from rollout.workers.weights import manifest_from, manifest_message
+from rollout.testing.weight_pieces import pieces_of
+from rollout.vllm.weights.shared_weights import SharedWeights
+from rollout.workers.bucket_messages import manifest_from, manifest_message
 
 BOTH = Adapter(rank=2, scale=0.5, layers=("x", "y"))
 ONE = Adapter(rank=1, scale=3.0, layers=("y",))

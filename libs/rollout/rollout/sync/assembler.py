@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.sync.manifest import TensorSpec
 from rollout.sync.pieces import Piece
 
@@ -73,7 +73,8 @@ class WeightAssembler:
         self._filled[piece.name].append((piece.offset, end))
 
     def finish(self) -> dict[str, Tensor]:
-        """All tensors by name, in the targets' shapes. ValueError: something missing, overlapping or contradictory."""
+        """Return all tensors by name, in the targets' shapes. ValueError: something missing, overlapping or
+        contradictory."""
         whole: dict[str, Tensor] = {}
         for given, flat in self._staged.items():
             at = 0
@@ -100,8 +101,8 @@ class WeightAssembler:
 
 
 def is_good(run: Tensor, infinities: bool) -> bool:
-    """Whether no element is NaN, nor infinite but where that is allowed. The extremes tell, in one pass without memory
-    of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as long).
+    """Return whether no element is NaN, nor infinite but where that is allowed. The extremes tell, in one pass without
+    memory of its own: both are NaN where any element is (on a CPU `isfinite` of bfloat16 takes fifty times as long).
     """
     if not run.is_floating_point() or run.numel() == 0:
         return True
@@ -115,9 +116,8 @@ def _new_memory(name: str, target: Tensor) -> Tensor:
 
 
 def assemble(assembler: WeightAssembler, pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """All tensors of a stream of pieces. The stream is read to its end before a ValueError about any piece is raised:
-    it may be a collective export, in which the other ranks wait for this one.
-    """
+    """Return all tensors of a stream of pieces. The stream is read to its end before a ValueError about any piece is
+    raised: it may be a collective export, in which the other ranks wait for this one. """
     problem: ValueError | None = None
     for piece in pieces:
         if problem is None:

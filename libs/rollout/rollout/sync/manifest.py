@@ -48,7 +48,8 @@ class Manifest:
 
 
 def manifest_of(version: int, pieces: Iterable[Piece]) -> Manifest:
-    """The manifest of a stream of pieces, which is read to its end; the pieces themselves are sent in another pass."""
+    """Return the manifest of a stream of pieces, which is read to its end; the pieces themselves are sent in another
+    pass."""
     tensors: dict[str, TensorSpec] = {}
     digest = Checksum()
     for piece in pieces:

@@ -74,7 +74,7 @@ class Bucket:
     buffer: Tensor
 
     def pieces(self) -> Iterator[BucketPiece]:
-        """The pieces again, as views of the buffer."""
+        """Yield the pieces again, as views of the buffer."""
         for h in self.headers:
             end = h.start + h.numel * h.dtype.itemsize
             yield BucketPiece(h.name, h.shape, h.dtype, h.offset, self.buffer[h.start : end].view(h.dtype))
@@ -98,7 +98,7 @@ def buckets(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Bucket]:
 
 
 def bucket_of(piece: Piece) -> Bucket:
-    """One piece as a bucket, a view of its memory: for a receiver in the same process."""
+    """Return one piece as a bucket, a view of its memory: for a receiver in the same process."""
     header = Header(piece.name, tuple(piece.shape), piece.dtype, piece.offset, piece.flat.numel(), 0)
     return Bucket((header,), piece.flat.detach().contiguous().view(torch.uint8))
 
@@ -146,7 +146,7 @@ class Checksum:
         self._digests[name].update(data.numpy().tobytes())
 
     def digest(self) -> str:
-        """The hex digest of what was added so far."""
+        """Return the hex digest of what was added so far."""
         whole = hashlib.blake2b(digest_size=16)
         for name in sorted(self._digests):
             whole.update(self._digests[name].digest())
@@ -154,7 +154,7 @@ class Checksum:
 
 
 def checksum(pieces: Iterable[Piece]) -> str:
-    """The hex digest of a whole stream; see `Checksum`."""
+    """Return the hex digest of a whole stream; see `Checksum`."""
     found = Checksum()
     for piece in pieces:
         found.add(piece)

@@ -8,7 +8,7 @@ import torch
 
 @functools.lru_cache(maxsize=16)
 def copy_rate(nbytes: int, device: torch.device) -> float:
-    """Bytes a second at which this host copies memory, or a device its own, measured once: the link's rate."""
+    """Return bytes a second at which this host copies memory, or a device its own, measured once: the link's rate."""
     most = 1 << 28 if device.type == "cpu" else 1 << 26  # a device may be full
     source = torch.ones(min(max(nbytes, 1 << 24), most), dtype=torch.uint8, device=device)
     goal = torch.zeros_like(source)

@@ -172,7 +172,7 @@ class WeightStaging:
         return whole
 
     def _current(self) -> Mapping[str, Tensor]:
-        """The tensors in use."""
+        """Return the tensors in use."""
         return self._targets
 
     @torch.no_grad()

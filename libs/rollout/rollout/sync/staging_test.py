@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.sync.assembler import WeightAssembler
 from rollout.sync.manifest import Manifest, TensorSpec, manifest_of
 from rollout.sync.pieces import BucketPiece, bucket_of, buckets
 from rollout.sync.staging import WeightStaging
-from rollout.testing.pieces import pieces_of
+from rollout.testing.weight_pieces import pieces_of
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 2), "b": (5,)}
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
 
@@ -154,7 +154,7 @@ class _Group:
         self._lost: set[int] = set()
 
     async def ask(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
-        """The answers of all, side by side; raises when any failed, after all have answered."""
+        """Return the answers of all, side by side; raises when any failed, after all have answered."""
         answers = await self._answers(call)
         failures = {i: a for i, a in enumerate(answers) if isinstance(a, BaseException)}
         self._lost |= {i for i, error in failures.items() if not isinstance(error, ValueError)}
@@ -167,7 +167,7 @@ class _Group:
         return answers
 
     async def stage(self, call: Callable[[Receiver], Awaitable[object]]) -> list[object]:
-        """`ask`, and count the seconds."""
+        """Return `ask`, and count the seconds."""
         begun = time.perf_counter()
         answers = await self.ask(call)
         self.staged_s += time.perf_counter() - begun

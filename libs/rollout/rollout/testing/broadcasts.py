@@ -16,15 +16,15 @@ from rollout.engine import Sampling
 from rollout.native.engine import NativeEngine
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Header, buckets
-from rollout.testing.model import tiny_model
-from rollout.testing.pieces import pieces_of
+from rollout.testing.tiny_models import tiny_model
+from rollout.testing.weight_pieces import pieces_of
 from rollout.workers.channel import Message
 from rollout.workers.collective import Backend, waited
 from rollout.workers.collective_pool import PoolBroadcast
-from rollout.workers.collective_taken import MARK
+from rollout.workers.broadcast_receiver import MARK
 from rollout.workers.process import WorkerProcess
 from rollout.workers.serve import serve, weight_handlers
-from rollout.workers.weights import bucket_message, manifest_message
+from rollout.workers.bucket_messages import bucket_message, manifest_message
 
 PROMPT = [3, 5, 7]
 GREEDY = Sampling(greedy=True, max_new_tokens=8)
@@ -32,12 +32,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def changed(seed: int, device: str = "cpu") -> Any:
-    """A model of the samplers' kind; they begin with that of seed 0."""
+    """Return a model of the samplers' kind; they begin with that of seed 0."""
     return tiny_model(24, layers=2, seed=seed).to(device)
 
 
 def bytes_of(model: Any) -> bytes:
-    """All parameters, end to end."""
+    """Return all parameters, end to end."""
     return b"".join(p.detach().cpu().numpy().tobytes() for _, p in model.named_parameters())
 
 
@@ -156,11 +156,12 @@ class Pool:
 
 
 def parts_of(model: Any) -> Iterator[Bucket]:
-    """A model's weights in buckets, several of them."""
+    """Return a model's weights in buckets, several of them."""
     return buckets(pieces_of(model.named_parameters()), 1 << 14)
 
 
 def large(nbytes: int, device: str = "cpu") -> Bucket:
-    """A bucket of bytes of 1: where it is more than is held on the way, who does not read it holds its sender up."""
+    """Return a bucket of bytes of 1: where it is more than is held on the way, who does not read it holds its sender
+    up."""
     header = Header("large", (nbytes,), torch.uint8, 0, nbytes, 0)
     return Bucket((header,), torch.ones(nbytes, dtype=torch.uint8, device=device))

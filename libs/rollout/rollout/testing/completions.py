@@ -92,7 +92,7 @@ class CompletionServer:
             self.gone += not done
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """An event a token, the last with the reason of the end."""
+        """Yield an event a token, the last with the reason of the end."""
         told: asyncio.Queue[tuple[Any, Any]] = asyncio.Queue()
         task = asyncio.ensure_future(
             self.engine.generate(body["prompt"], sampling_of(body), on_tokens=lambda *new: told.put_nowait(new))
@@ -111,7 +111,7 @@ class CompletionServer:
 
 
 def sampling_of(body: dict[str, Any]) -> Sampling:
-    """How a request samples."""
+    """Return how a request samples."""
     limit, stops = body["max_tokens"], tuple(body["stop_token_ids"])
     if body["temperature"] == 0:
         return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=stops)

@@ -293,7 +293,7 @@ os.abort()
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """By name: the program, and what it is told, as a regular expression."""
+    """Return by name: the program, and what it is told, as a regular expression."""
     found = {}
     for head, code in re.findall(r"^#### (.*)\n((?:(?!####).*\n)+)", PROGRAMS, re.MULTILINE):
         name, _, told = head.partition(" -> ")

@@ -11,7 +11,8 @@ from rollout.testing.scripted import ScriptedEngine, stream
 
 
 def stock_log_probs(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """Log-probs (n,) float64 of a row's tokens, each after those before it; 0 for the first. One plain forward pass."""
+    """Return log-probs (n,) float64 of a row's tokens, each after those before it; 0 for the first. One plain forward
+    pass."""
     row = torch.tensor([list(ids)])
     with torch.no_grad():
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].double()
@@ -37,7 +38,7 @@ class ForcedEngine(ScriptedEngine):
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """The next answer of the script, scored, streamed token by token."""
+        """Return the next answer of the script, scored, streamed token by token."""
         said = await super().generate(prompt_ids, sampling, media, request_id=request_id, deadline=deadline)
         log_probs = stock_log_probs(self._model, [*prompt_ids, *said.ids])[len(prompt_ids) :]
         done = Completion(said.ids, tuple(log_probs.tolist()), said.stop_reason, said.policy_versions)

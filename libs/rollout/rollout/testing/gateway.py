@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import openai
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.engine import Completion, Load, OnTokens, Sampling, StopReason
-from rollout.episodes.segment import Segment
+from rollout.chat.segment import Segment
 from rollout.gateway.server import TokenGateway
 from rollout.testing.chat import tiny_tokenizer
 from seqpack.capability import No, Yes
@@ -36,7 +36,7 @@ ADD = {
 
 
 def encode(text: str) -> list[int]:
-    """Text to ids."""
+    """Return text to ids."""
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
@@ -67,7 +67,7 @@ class Script:
         self.ended: set[str] = set()  # requests that were cancelled by name
 
     def supports(self, feature: str) -> Yes | No:
-        """Whether it tells its tokens."""
+        """Return whether it tells its tokens."""
         return Yes("here") if feature == "streaming" and self.streams else No(f"a script has no {feature}")
 
     async def cancel(self, request_id: str) -> bool:
@@ -76,7 +76,7 @@ class Script:
         return True
 
     def load(self) -> Load:
-        """Who asked and is not answered yet."""
+        """Return who asked and is not answered yet."""
         return Load(self.running, 0)
 
     async def generate(
@@ -89,7 +89,7 @@ class Script:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """The next answer, once the gate is open, streamed token by token."""
+        """Return the next answer, once the gate is open, streamed token by token."""
         del media, deadline
         number = len(self.prompts)
         self.prompts.append(list(prompt_ids))
@@ -118,7 +118,7 @@ class Script:
 
 
 def client(gateway: TokenGateway, session: str = "s", **options: Any) -> openai.AsyncOpenAI:
-    """The client of one session."""
+    """Return the client of one session."""
     return openai.AsyncOpenAI(base_url=gateway.base_url, api_key=gateway.key(session), max_retries=0, **options)
 
 
@@ -151,15 +151,15 @@ TURNS = [
 
 
 async def ask(api: openai.AsyncOpenAI, *messages: Any, **options: Any) -> Any:
-    """The choice that answers these messages."""
+    """Return the choice that answers these messages."""
     return (await api.chat.completions.create(model="policy", messages=list(messages), **options)).choices[0]
 
 
 def turn(content: str) -> dict[str, str]:
-    """An assistant's message."""
+    """Return an assistant's message."""
     return {"role": "assistant", "content": content}
 
 
 def user(content: str) -> dict[str, str]:
-    """A user's message."""
+    """Return a user's message."""
     return {"role": "user", "content": content}

@@ -32,7 +32,7 @@ REASON = "needs a CUDA device, and TESSERA_VLLM_PYTHON: an interpreter with vLLM
 
 
 def of_copies(engine: VllmEngine) -> list[list[Completion]]:
-    """The answers of every copy to all prompts, all at once."""
+    """Return the answers of every copy to all prompts, all at once."""
     copies = range(engine.config.data_parallel)
 
     async def ask() -> list[list[Completion]]:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 
 def left_behind() -> set[str]:
-    """Files that vLLM and its processes make where all processes can see them."""
+    """Return files that vLLM and its processes make where all processes can see them."""
     shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()
     mine = Path(tempfile.gettempdir())
     return shared | {str(path) for path in mine.glob("tessera-vllm-*")} | {str(path) for path in mine.glob("vllm*")}
 
 
 def abandoned(before: set[str], seconds: float = 60) -> set[str]:
-    """Such files that have come since and that no living process has mapped; others' come and go beside a test."""
+    """Return such files that have come since and that no living process has mapped; others' come and go beside a
+    test."""
     limit = time.monotonic() + seconds
     while found := left_behind() - before - _mapped():
         if time.monotonic() > limit:
@@ -24,7 +25,7 @@ def abandoned(before: set[str], seconds: float = 60) -> set[str]:
 
 
 def _mapped() -> set[str]:
-    """Files of shared memory that a process has in its memory."""
+    """Return files of shared memory that a process has in its memory."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -36,7 +37,7 @@ def _mapped() -> set[str]:
 
 
 def living(session: int) -> list[str]:
-    """The processes of a session that are no zombies."""
+    """Return the processes of a session that are no zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

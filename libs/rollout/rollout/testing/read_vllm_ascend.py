@@ -19,7 +19,7 @@ PINNED = ("torch", "torch-npu")
 
 
 def read_names(archive: Path) -> dict[str, Any]:
-    """Version, pins, variables, settings and classes. ValueError where the archive lacks one of the files."""
+    """Return version, pins, variables, settings and classes. ValueError where the archive lacks one of the files."""
     with tarfile.open(archive) as opened:
         files = {member.name.partition("/")[2]: member for member in opened.getmembers()}
 
@@ -53,7 +53,7 @@ def _class(source: str, name: str) -> dict[str, Any]:
 
 
 def _keys(source: str) -> list[str]:
-    """The names of the environment that its table reads."""
+    """Return the names of the environment that its table reads."""
     tables = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)]
     keys = [key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)]
     return sorted({key for key in keys if isinstance(key, str)})

@@ -39,11 +39,11 @@ class ScriptedEngine:
         return self._version
 
     def supports(self, feature: str) -> Yes | No:
-        """Nothing: it is no engine for runs."""
+        """Return nothing: it is no engine for runs."""
         return No(f"a scripted engine has no {feature}")
 
     def load(self) -> Load:
-        """Nothing runs between calls, and nobody waits."""
+        """Return nothing runs between calls, and nobody waits."""
         return Load(0, 0)
 
     async def generate(
@@ -56,7 +56,7 @@ class ScriptedEngine:
         deadline: float | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """The next answer of the script, streamed token by token; past its deadline, nothing."""
+        """Return the next answer of the script, streamed token by token; past its deadline, nothing."""
         del media, request_id
         turn = len(self.prompts)
         self.prompts.append(list(prompt_ids))
@@ -70,7 +70,7 @@ class ScriptedEngine:
         return done
 
     async def cancel(self, request_id: str) -> bool:
-        """Nothing is ever waiting here."""
+        """Return nothing is ever waiting here."""
         del request_id
         return False
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion
-from rollout.native.media import followed, seen_inputs, seen_prompt
-from rollout.testing.model import SERVED, tiny_seeing_mixture, tiny_seeing_model
+from rollout.native.decoders.media import followed, seen_inputs, seen_prompt
+from rollout.testing.tiny_models import SERVED, tiny_seeing_mixture, tiny_seeing_model
 
 IMAGE, START, END = 44, 46, 47
 NUMBERS = 3 * 2 * 2 * 2
@@ -18,12 +18,13 @@ Prompt = tuple[list[int], dict[str, Any]]
 
 
 def served_seeing(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny hybrid that sees, whose delta nets remember for a while and whose tower matters; `changes` of its text."""
+    """Return a tiny hybrid that sees, whose delta nets remember for a while and whose tower matters; `changes` of its
+    text."""
     return _tuned(tiny_seeing_model(300, seed=seed, **{**SERVED, **changes}))
 
 
 def served_seeing_mixture(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """The same with experts that matter: in a wrong order they move log-probs by units."""
+    """Return the same with experts that matter: in a wrong order they move log-probs by units."""
     model = tiny_seeing_mixture(300, seed=seed, **{**SERVED, "moe_intermediate_size": 64, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,7 +44,8 @@ def _tuned(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def shown(seed: int, *grids: tuple[int, int, int], before: Prompt = ([], {})) -> Prompt:
-    """A prompt with images of these grids between stretches of text; `before`: what came earlier, with its images."""
+    """Return a prompt with images of these grids between stretches of text; `before`: what came earlier, with its
+    images."""
     rng = torch.Generator().manual_seed(seed)
 
     def text(length: int) -> list[int]:
@@ -68,13 +70,15 @@ def shown(seed: int, *grids: tuple[int, int, int], before: Prompt = ([], {})) ->
 
 
 def before_image_token(ids: Sequence[int]) -> Sequence[int]:
-    """The sampled tokens up to and with the first that is the image token: stock transformers takes it for an image."""
+    """Return the sampled tokens up to and with the first that is the image token: stock transformers takes it for an
+    image."""
     return ids[: ids.index(IMAGE) + 1] if IMAGE in ids else ids
 
 
 @torch.no_grad()
 def forced_seeing(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
-    """The log-probs of `ids` after the prompt, by the stock module's own forward pass, one sequence at a time."""
+    """Return the log-probs of `ids` after the prompt, by the stock module's own forward pass, one sequence at a
+    time."""
     tokens, media = prompt
     row = torch.tensor([[*tokens, *ids[:-1]]], device=model.device)
     model.model.rope_deltas = None
@@ -91,7 +95,8 @@ def forced_seeing(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
-    """The same where image tokens of type 0 are text: the stock module on the embeddings of the native engine."""
+    """Return the same where image tokens of type 0 are text: the stock module on the embeddings of the native
+    engine."""
     tokens, media = prompt
     row = torch.tensor([[*tokens, *ids[:-1]]])
     seen = followed(seen_prompt(model, tokens, media), ids[:-1])
@@ -103,7 +108,7 @@ def forced_by_types(model: Any, prompt: Prompt, ids: Sequence[int]) -> Tensor:
 
 
 def seeing_distances(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
-    """Of each sampled token's log-prob from the stock module's."""
+    """Return of each sampled token's log-prob from the stock module's."""
     found = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = before_image_token(completion.ids)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, RolloutEngine, Sampling
 from rollout.sync.pieces import BucketPiece
-from rollout.testing.model import SERVED, tiny_model
-from rollout.vllm.config import VllmConfig
+from rollout.testing.tiny_models import SERVED, tiny_model
+from rollout.vllm.settings.config import VllmConfig
 
 VOCAB = 300
 MEAN, MOST = 0.05, 0.6
@@ -26,7 +26,7 @@ VERSIONS = itertools.count(1)
 
 
 def served(**changes: Any) -> PreTrainedModel:
-    """A tiny hybrid whose delta nets remember for a while."""
+    """Return a tiny hybrid whose delta nets remember for a while."""
     model = tiny_model(VOCAB, **{**SERVED, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -36,7 +36,7 @@ def served(**changes: Any) -> PreTrainedModel:
 
 
 def changed(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
-    """The module, moved a little everywhere."""
+    """Return the module, moved a little everywhere."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,13 +45,13 @@ def changed(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
 
 
 def config(routed_experts: bool = False, **changes: Any) -> RolloutConfig:
-    """An engine of that model; `changes` are vLLM's."""
+    """Return an engine of that model; `changes` are vLLM's."""
     own = VllmConfig(**changes)
     return RolloutConfig(backend="vllm", max_length=1536, max_batch=64, routed_experts=routed_experts, vllm=own)
 
 
 def forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """The log-probs of `ids` after `prompt`, by the module, one sequence at a time."""
+    """Return the log-probs of `ids` after `prompt`, by the module, one sequence at a time."""
     with torch.no_grad():
         row = torch.tensor([[*prompt, *ids]], device=model.device)
         logits = model(row).logits.float().cpu()[0, len(prompt) - 1 : -1]
@@ -60,7 +60,7 @@ def forced(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], te
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling = ANSWER) -> list[Completion]:
-    """An answer to each, all at once, each with a seed of its own."""
+    """Return an answer to each, all at once, each with a seed of its own."""
 
     async def ask() -> list[Completion]:
         return await asyncio.gather(*[engine.generate(p, replace(sampling, seed=i)) for i, p in enumerate(prompts)])
@@ -74,7 +74,7 @@ def distances(
     completions: Sequence[Completion],
     temperature: float = 1.0,
 ) -> Tensor:
-    """Of each sampled token's log-prob from the module's."""
+    """Return of each sampled token's log-prob from the module's."""
     found = [
         (torch.tensor(c.log_probs) - forced(model, p, c.ids, temperature)).abs()
         for p, c in zip(prompts, completions, strict=True)
@@ -95,5 +95,5 @@ def assert_agrees(
 
 
 def pieces(model: PreTrainedModel) -> list[BucketPiece]:
-    """Its weights as they travel."""
+    """Return its weights as they travel."""
     return [BucketPiece(n, tuple(p.shape), p.dtype, 0, p.detach().reshape(-1)) for n, p in model.named_parameters()]

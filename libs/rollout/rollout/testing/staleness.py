@@ -59,7 +59,7 @@ class Referee:
         self._nothing_undone()
 
     def events(self, failures: bool = True) -> list[Event]:
-        """All that can happen next."""
+        """Return all that can happen next."""
         found: list[Event] = [Finished(group) for group in self.running]
         found += [Failed(group) for group in self.running if failures and group not in self.broken]
         found += [Trained()] if self.training else []

@@ -22,18 +22,18 @@ class Sum(vf.Task):
 
     @classmethod
     def toolsets(cls, config: Any) -> list[Any]:
-        """A server of its own for each rollout."""
+        """Return a server of its own for each rollout."""
         del config
         return [Adder(vf.ToolsetConfig())]
 
     @vf.reward
     async def right(self, trace: Any) -> float:
-        """Whether the sum is in the last answer."""
+        """Return whether the sum is in the last answer."""
         return float(self.data.name in (trace.nodes[-1].message.content or ""))
 
     @vf.metric
     async def turns(self, trace: Any) -> float:
-        """How many turns it took."""
+        """Return how many turns it took."""
         return float(trace.num_turns)
 
 

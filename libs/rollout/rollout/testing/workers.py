@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(self, make: Callable[[], RolloutEngine], fault: Fault | None = None) -> None:
         context = multiprocessing.get_context("forkserver")  # torch is imported once for all workers
-        context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.model", "rollout.testing.workers"])
+        context.set_forkserver_preload(["rollout.native.engine", "rollout.testing.tiny_models", "rollout.testing.workers"])
         self._connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=serve, args=(theirs, make, fault), daemon=True)
         self.process.start()
@@ -64,7 +64,7 @@ class Worker:
         self._connection.recv()
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One call. EOFError: the worker died. ValueError: it refused."""
+        """Return one call. EOFError: the worker died. ValueError: it refused."""
 
         def ask() -> tuple[str, Any]:
             self._connection.send((name, arguments))

@@ -18,7 +18,7 @@ _SPELLINGS = str.maketrans(
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an arithmetic expression with + - * / // % ** (or ^) and parentheses, as in Python.
+    """Return the exact value of an arithmetic expression with + - * / // % ** (or ^) and parentheses, as in Python.
 
     ValueError, with the reason in words, for anything else: unknown characters, a missing operand, division by zero, a
     power that is not a whole number or too large, an expression or a result too long.
@@ -33,12 +33,12 @@ def evaluate(expression: str) -> Fraction:
 
 
 def show(value: Fraction) -> str:
-    """A number as a person writes it: whole numbers as such, others with up to 10 significant digits."""
+    """Return a number as a person writes it: whole numbers as such, others with up to 10 significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def calculator(name: str = "calculator") -> Tool:
-    """A tool `name(expression: string)` that answers with the value of the expression."""
+    """Return a tool `name(expression: string)` that answers with the value of the expression."""
 
     @instant  # its work is bounded: MAX_LENGTH, MAX_DEPTH, MAX_EXPONENT, MAX_DIGITS
     def run(expression: str) -> str:

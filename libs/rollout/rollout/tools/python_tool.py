@@ -1,6 +1,6 @@
 """Python as a tool for models, run in the kernel's sandbox: see `sandbox.sandbox`."""
 
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.tools.sandbox.sandbox import Ran, Sandbox, SandboxDiedError
 from rollout.tools.tool import Tool
 
@@ -11,7 +11,7 @@ _DESCRIPTION = (
 
 
 def python_tool(sandbox: Sandbox | None = None, name: str = "python") -> Tool:
-    """A tool `name(code: string)` that runs the code in a sandbox (one of its own, unless one is given).
+    """Return a tool `name(code: string)` that runs the code in a sandbox (one of its own, unless one is given).
 
     A program that fails or meets a limit is told so in the answer. Raises SandboxRefusedError, now rather than in an
     episode, where the kernel refuses a sandbox; a sandbox that dies fails the episode (to be tried again).
@@ -35,7 +35,7 @@ def python_tool(sandbox: Sandbox | None = None, name: str = "python") -> Tool:
 
 
 def describe(ran: Ran, sandbox: Sandbox) -> str:
-    """How a run ended, as a model reads it."""
+    """Return how a run ended, as a model reads it."""
     limits = sandbox.limits
     met = {
         "wall time": f"it ran longer than {limits.wall_seconds:g} s",

@@ -7,7 +7,7 @@ from typing import Any, Never
 
 import pytest
 
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.tools.python_tool import python_tool
 from rollout.tools.sandbox.sandbox import Limits, Sandbox, SandboxDiedError, SandboxRefusedError
 from rollout.tools.tool import Tool, ToolCall, call_id, call_tool, call_tools

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.tools.workers import TOOLS, OverrunError, RefusedError
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
@@ -37,7 +37,8 @@ class ToolCall:
 
 
 def call_id(number: int) -> str:
-    """The id of a conversation's call of this number: nine letters and digits, as Mistral's templates ask for."""
+    """Return the id of a conversation's call of this number: nine letters and digits, as Mistral's templates ask
+    for."""
     return f"call{number:05d}"
 
 
@@ -81,7 +82,7 @@ class ToolResult:
     timed_out: bool = False
 
     def to_message(self) -> dict[str, str]:
-        """The message that answers the call, with its id and the tool's name as templates want them."""
+        """Return the message that answers the call, with its id and the tool's name as templates want them."""
         message = {"role": "tool", "name": self.name, "content": self.content}
         return message if self.call_id is None else {**message, "tool_call_id": self.call_id}
 
@@ -130,7 +131,7 @@ async def call_tools(tools: Sequence[Tool], calls: Sequence[ToolCall]) -> list[T
 
 
 async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
-    """Whether the call worked, and what to say of it. OverrunError: its time is over."""
+    """Return whether the call worked, and what to say of it. OverrunError: its time is over."""
     try:
         ended = await TOOLS.run(tool.name, tool.timeout, _textual(tool.run), **arguments)
     except RefusedError as refused:
@@ -145,7 +146,7 @@ async def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _textual(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool's function, its answer made text in the same thread: writing a large answer takes time too."""
+    """Return the tool's function, its answer made text in the same thread: writing a large answer takes time too."""
 
     def textual(**arguments: Any) -> Any:
         answer = run(**arguments)
@@ -171,7 +172,8 @@ def _as_text(answer: Any) -> str:
 
 
 def _argument_problem(tool: Tool, given: Any) -> str | None:
-    """What is wrong with the arguments by the schema's required names, known names and plain types; None if nothing."""
+    """Return what is wrong with the arguments by the schema's required names, known names and plain types; None if
+    nothing."""
     if not isinstance(given, dict):
         return f"the arguments must be a JSON object, got {type(given).__name__}"
     properties = tool.parameters.get("properties", {})

@@ -9,7 +9,7 @@ from typing import Any, Never
 
 import pytest
 
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.tools.arithmetic import calculator
 from rollout.tools.tool import Tool, ToolCall, ToolResult, call_id, call_tool, call_tools
 from rollout.tools.workers import TOOLS

@@ -90,7 +90,7 @@ class Workers:
         self._abandoned: Counter[str] = Counter()
 
     def abandoned(self, key: str) -> int:
-        """How many calls of this key still run although nobody waits for them."""
+        """Return how many calls of this key still run although nobody waits for them."""
         with self._lock:
             return self._abandoned[key]
 
@@ -126,7 +126,7 @@ class Workers:
         return worker
 
     def _keep(self, worker: "_Worker") -> bool:
-        """Whether the thread, which is free now, shall wait for another call."""
+        """Return whether the thread, which is free now, shall wait for another call."""
         with self._lock:
             if len(self._idle) >= MAX_IDLE:
                 return False
@@ -185,7 +185,7 @@ class _Call:
         self._left: float | None = None  # seconds that were left when the first of them began
 
     def play(self) -> Ended:
-        """In the thread: call, and await on a loop of the call's own where there is something to await."""
+        """Return in the thread: call, and await on a loop of the call's own where there is something to await."""
         token = self._context.run(_CALL.set, self)
         try:
             return _attempt(self._play, (BaseException,))

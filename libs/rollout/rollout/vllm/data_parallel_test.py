@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.failure import EpisodeFailed
+from rollout.errors import EpisodeFailed
 from rollout.testing.processes import assert_ends
 from rollout.testing.served import (
     ANSWER,

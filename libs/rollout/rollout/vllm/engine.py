@@ -4,7 +4,7 @@
    made them.
 2. Weights are staged where all processes see them; a commit tells vLLM to read them between two of its steps.
 3. A process ends when its socket does, so that a killed parent leaves nothing behind; when one dies, everyone who waits
-   for it is told its last words. Copies of the model are processes of their own (`rollout.vllm.copies`).
+   for it is told its last words. Copies of the model are processes of their own (`rollout.vllm.client.replicas`).
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from typing import Any, Self
 from rollout.capability import feature_of
 from rollout.config import RolloutConfig
 from rollout.engine import Completion, Load, OnTokens, PauseMode, Sampling, check_request
-from rollout.failure import EpisodeFailed
-from rollout.requests import OpenRequests, check_pause
+from rollout.errors import EpisodeFailed
+from rollout.open_requests import OpenRequests, check_pause
 from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, Piece
 from rollout.sync.rate import copy_rate
-from rollout.vllm.capability import VLLM
-from rollout.vllm.config import VllmConfig, accelerator_arguments, text_config
-from rollout.vllm.copies import Copies
-from rollout.vllm.cpu import chosen_dtype, prompt_refusal
-from rollout.vllm.images import shown_in, sight_of
-from rollout.vllm.requests import Request, Requests
-from rollout.vllm.weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, tied_head
+from rollout.vllm.limits.capability import VLLM
+from rollout.vllm.settings.config import VllmConfig, accelerator_arguments, text_config
+from rollout.vllm.client.replicas import Copies
+from rollout.vllm.limits.cpu import chosen_dtype, prompt_refusal
+from rollout.vllm.client.images import shown_in, sight_of
+from rollout.vllm.client.requests import Request, Requests
+from rollout.vllm.weights.shared_weights import SharedWeights, Transfer, checkpoint_pieces, checkpoint_shapes, tied_head
 from seqpack.capability import No, Yes
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class VllmEngine:
         return self._copies.dead
 
     def supports(self, feature: str) -> Yes | No:
-        """Whether this engine has the feature; ValueError lists the features for an unknown name."""
+        """Return whether this engine has the feature; ValueError lists the features for an unknown name."""
         if feature == "sleep" and self.facts["device"] == "cpu":
             return No("vLLM refuses it on a CPU")
         if feature == "experts_over_copies" and self.facts["device"] != "cpu":
@@ -163,7 +163,7 @@ class VllmEngine:
         return feature_of(VLLM, feature)
 
     def load(self) -> Load:
-        """The requests that run and wait at this moment. Returns at once, from any thread."""
+        """Return the requests that run and wait at this moment. Returns at once, from any thread."""
         asked, waiting = self._requests.counts()
         running = min(asked, self._config.max_batch * len(self.copies))
         return Load(running, waiting + asked - running)
@@ -269,8 +269,8 @@ class VllmEngine:
             self._asleep = True
 
     def _seed(self, sampling: Sampling) -> int | None:
-        """The seed that vLLM is given, if any. On a CPU every request has one, for runs that repeat, where vLLM can
-        take one; an accelerator's don't repeat anyway, and a seed costs a kernel a token there: who asks has one.
+        """Return the seed that vLLM is given, if any. On a CPU every request has one, for runs that repeat, where vLLM
+        can take one; an accelerator's don't repeat anyway, and a seed costs a kernel a token there: who asks has one.
         """
         cpu = self.facts["device"] == "cpu"
         if self._config.vllm.drop_seeds or sampling.greedy:

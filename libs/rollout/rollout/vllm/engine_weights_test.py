@@ -23,7 +23,7 @@ from rollout.sync.manifest import Manifest, manifest_of
 from rollout.sync.pieces import Piece, buckets
 from rollout.sync.rate import copy_rate
 from rollout.sync.transfer import transfer_weights
-from rollout.testing.pieces import pieces_of
+from rollout.testing.weight_pieces import pieces_of
 from rollout.testing.served import (
     ANSWER,
     MEAN,

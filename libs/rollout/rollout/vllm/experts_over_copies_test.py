@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.model import SERVED, tiny_mixture
+from rollout.testing.tiny_models import SERVED, tiny_mixture
 from rollout.testing.processes import assert_ends
 from rollout.testing.served import ANSWER, MEAN, MOST, PROMPTS, VERSIONS, assert_agrees, config, distances, sample
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.weights import checkpoint_pieces
+from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -15,8 +15,8 @@ from rollout.testing.seeing import Prompt, seeing_distances, served_seeing, serv
 from rollout.testing.served import ANSWER, MEAN, MOST, VERSIONS, config, pieces
 from rollout.vllm import engine as engine_module
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.images import Shown, shown_in
-from rollout.vllm.weights import checkpoint_pieces
+from rollout.vllm.client.images import Shown, shown_in
+from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

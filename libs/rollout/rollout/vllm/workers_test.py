@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Completion, Sampling
-from rollout.testing.model import SERVED, tiny_mixture
+from rollout.testing.tiny_models import SERVED, tiny_mixture
 from rollout.testing.processes import abandoned, assert_ends, left_behind, living
 from rollout.testing.served import (
     ANSWER,
@@ -30,7 +30,7 @@ from rollout.testing.served import (
     served,
 )
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.weights import checkpoint_pieces
+from rollout.vllm.weights.shared_weights import checkpoint_pieces
 
 pytestmark = pytest.mark.skipif(
     "TESSERA_VLLM_PYTHON" not in os.environ, reason="TESSERA_VLLM_PYTHON names no interpreter with vLLM"

@@ -3,7 +3,7 @@
 1. The sender holds a `Meeting`: a store that listens on one address and nowhere else. Its `Invitation` reaches the
    samplers by the calls that they answer anyway, and with it all of them `join`: the sender as rank 0.
 2. `WeightGroup.send` and `take` are the two ends of a broadcast, of plain bytes: gloo's through host memory, NCCL's
-   from device to device. What the bytes are, and their checksum, travels with the call (`rollout.workers.weights`).
+   from device to device. What the bytes are, and their checksum, travels with the call (`rollout.workers.bucket_messages`).
 3. Whatever lasts longer than `seconds` ends as a `BrokenGroup`, and so does the death of one of them: a group has no
    second try, whoever owns it closes it and has its samplers replaced. `abort` ends what waits, from any thread.
 
@@ -68,7 +68,7 @@ class Invitation:
 
     @staticmethod
     def read(message: Mapping[str, Any]) -> "Invitation":
-        """What `message` gave."""
+        """Return what `message` gave."""
         return Invitation(**message)
 
 
@@ -146,7 +146,8 @@ class WeightGroup:
         self._broadcast(data)
 
     def take(self, nbytes: int) -> Tensor:
-        """The bytes that the sender broadcasts, uint8, where `device` is. BrokenGroup: they did not come in time."""
+        """Return the bytes that the sender broadcasts, uint8, where `device` is. BrokenGroup: they did not come in
+        time."""
         data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._broadcast(data)
         return data
@@ -158,7 +159,7 @@ class WeightGroup:
             waited(self._group.abort, "weights: abort")
 
     def _greeting(self, token: str, rank: int) -> str:
-        """The token, from the sender; NCCL makes its connections with this first broadcast."""
+        """Return the token, from the sender; NCCL makes its connections with this first broadcast."""
         mine = torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8).to(self.device)
         data = mine if rank == 0 else torch.zeros_like(mine)
         # A hanging one can't be aborted before NCCL has made its connections: whoever waits for it goes on without it.
@@ -256,7 +257,7 @@ def _group_of(invitation: Invitation, rank: int, store: "dist.Store", host: str)
 
 
 def _nccl_of(device: torch.device, store: "dist.Store") -> Any:
-    """Where NCCL's own sockets are when it makes its connections: with a meeting on loopback they are there too.
+    """Return where NCCL's own sockets are when it makes its connections: with a meeting on loopback they are there too.
 
     NCCL reads this once in a process's life. Who has said an interface keeps it.
     """

@@ -21,7 +21,7 @@ from rollout.testing.listening import listening
 from rollout.workers.collective import waited
 from rollout.workers.collective_pool import SLACK
 from rollout.workers.process import WorkerDied
-from rollout.workers.weights import bucket_message
+from rollout.workers.bucket_messages import bucket_message
 
 pytestmark = [
     pytest.mark.gpu2,

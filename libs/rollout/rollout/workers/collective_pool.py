@@ -11,9 +11,9 @@ from torch import Tensor
 from rollout.sync.pieces import Bucket
 from rollout.workers.channel import Message
 from rollout.workers.collective import LOOPBACK, SECONDS, Backend, BrokenGroup, Meeting, WeightGroup, waited
-from rollout.workers.collective_taken import MARK, device_for
+from rollout.workers.broadcast_receiver import MARK, device_for
 from rollout.workers.process import WorkerDied
-from rollout.workers.weights import bucket_message, plain_bytes
+from rollout.workers.bucket_messages import bucket_message, plain_bytes
 
 SLACK = 5.0
 """Seconds beyond a group's own limit until whoever still waits is given up, and in which a death may get its name."""
@@ -81,14 +81,15 @@ class PoolBroadcast:
             self._group.abort()
 
     def _laid(self, bucket: Bucket) -> Tensor:
-        """The bucket's bytes where they are broadcast from."""
+        """Return the bucket's bytes where they are broadcast from."""
         if self._backend == "gloo":
             return plain_bytes(bucket)
         assert self._group is not None
         return bucket.buffer.detach().to(self._group.device).contiguous()
 
     async def _ended(self, futures: "Sequence[Future[Any]]", what: str, fatal: type[BaseException]) -> list[Any]:
-        """The answers of all, of whom the sender is the first; what else one raised is raised once all have answered.
+        """Return the answers of all, of whom the sender is the first; what else one raised is raised once all have
+        answered.
 
         Raises:
             WorkerDied: one raised what is `fatal` or a BrokenGroup, died or was late; nobody is waited for any more.
@@ -116,7 +117,7 @@ class PoolBroadcast:
     async def _until_broken(
         self, waits: "Sequence[asyncio.Future[Any]]", fatal: tuple[type[BaseException], ...]
     ) -> BaseException | None:
-        """What ended the group, once something did; None when all have answered, or time is over."""
+        """Return what ended the group, once something did; None when all have answered, or time is over."""
         pending, limit = set(waits), time.monotonic() + self._seconds + SLACK
         while pending and (left := limit - time.monotonic()) > 0:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)

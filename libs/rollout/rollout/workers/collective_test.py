@@ -23,7 +23,7 @@ from rollout.testing.listening import listening
 from rollout.workers.collective import BrokenGroup, Invitation, Meeting, join, waited
 from rollout.workers.collective_pool import SLACK
 from rollout.workers.process import WorkerDied
-from rollout.workers.weights import plain_bytes
+from rollout.workers.bucket_messages import plain_bytes
 
 SECONDS = 3.0
 VERSIONS = itertools.count(1)

@@ -11,7 +11,7 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket
 from rollout.workers.channel import Channel, Message
 from rollout.workers.serve import settle_answer, settle_error
-from rollout.workers.weights import SharedBuckets, manifest_message
+from rollout.workers.bucket_messages import SharedBuckets, manifest_message
 
 
 class WorkerDied(RuntimeError):  # noqa: N818  what happened, in the words of a log
@@ -67,7 +67,7 @@ class WorkerProcess:
         return future
 
     def call_all(self, name: str, **arguments: Any) -> "list[Future[Message]]":
-        """The call, as there is one process."""
+        """Return the call, as there is one process."""
         return [self.call(name, **arguments)]
 
     async def ask(self, name: str, **arguments: Any) -> Any:

@@ -26,7 +26,7 @@ SMALL_STORE = 80 << 20
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is of this machine's loopback interface."""
+    """Return whether HOST:PORT is of this machine's loopback interface."""
     return address.rpartition(":")[0] in (LOOPBACK, "localhost")
 
 

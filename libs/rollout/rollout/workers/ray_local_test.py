@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from rollout.testing.listening import listening
-from rollout.workers.demand import Demand, refusal
+from rollout.workers.placement import Demand, refusal
 from rollout.workers.ray_local import VISIBLE, is_loopback, local_nodes, local_ray, on_loopback
 
 COUNT = """

@@ -35,10 +35,10 @@ from rollout.sync.pieces import Bucket
 from rollout.workers.channel import Message
 from rollout.workers.collective import SECONDS
 from rollout.workers.collective_pool import PoolBroadcast
-from rollout.workers.demand import Demand, NoPlace, nodes_apart, refusal
+from rollout.workers.placement import Demand, NoPlace, nodes_apart, refusal
 from rollout.workers.process import WorkerDied
 from rollout.workers.serve import Handler, answered, settle_answer, settle_error
-from rollout.workers.weights import bucket_message, manifest_message, plain_bytes
+from rollout.workers.bucket_messages import bucket_message, manifest_message, plain_bytes
 
 T = TypeVar("T")
 NODE_SECONDS = 60.0
@@ -60,15 +60,15 @@ class _Sampler:
         self._handlers = target(*args)
 
     async def node(self) -> str:
-        """Where it runs; the first answer says that it is there."""
+        """Return where it runs; the first answer says that it is there."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def process(self) -> int:
-        """Its number on its node."""
+        """Return its number on its node."""
         return os.getpid()
 
     async def devices(self) -> str:
-        """The CUDA devices that it sees, by the names that Ray gave it."""
+        """Return the CUDA devices that it sees, by the names that Ray gave it."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     async def call(self, call: dict[str, Any], data: Any = None) -> Message:
@@ -209,7 +209,7 @@ class RayPool:
         remove_placement_group(self._group)
 
     async def _dying(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the pool's process group does; where it breaks, the pool is dead."""
+        """Return what the pool's process group does; where it breaks, the pool is dead."""
         assert self._broadcast is not None
         try:
             return await work
@@ -290,7 +290,7 @@ class RayPool:
         settle_error(future, death)
 
     def _death(self, index: int, error: BaseException) -> WorkerDied:
-        """What became of a sampler: its own end, or that of its machine."""
+        """Return what became of a sampler: its own end, or that of its machine."""
         node = self._nodes[index] or self._places[index]
         if isinstance(error, RayActorError | ActorUnavailableError) and node not in _living_nodes():
             return _lost(index, node)
@@ -314,7 +314,7 @@ def _living_nodes() -> dict[str, dict[str, float]]:
 
 
 def _placed(demand: Demand, strategy: Strategy, patience: float, apart: int | None) -> Any:
-    """A placement group that has its places. NoPlace: there are none, with the numbers."""
+    """Return a placement group that has its places. NoPlace: there are none, with the numbers."""
     if not ray.is_initialized():
         raise ValueError("this process is in no Ray cluster: call ray.init first")
     while True:

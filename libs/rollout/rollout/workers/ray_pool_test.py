@@ -22,10 +22,10 @@ from rollout.sync.manifest import Manifest
 from rollout.sync.pieces import Bucket, buckets
 from rollout.sync.transfer import transfer_weights
 from rollout.testing.listening import listening
-from rollout.testing.model import tiny_model
-from rollout.testing.pieces import pieces_of
+from rollout.testing.tiny_models import tiny_model
+from rollout.testing.weight_pieces import pieces_of
 from rollout.workers import ray_pool
-from rollout.workers.demand import Demand, NoPlace
+from rollout.workers.placement import Demand, NoPlace
 from rollout.workers.process import WorkerDied
 from rollout.workers.ray_local import LOOPBACK, SMALL_STORE, connect, on_loopback
 from rollout.workers.ray_pool import NodeLost, RayPool

@@ -9,12 +9,12 @@ from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rollout.divergence import NotFiniteError
+from rollout.errors import NotFiniteError
 from rollout.engine import RolloutEngine
 from rollout.workers.channel import Channel, Message
 from rollout.workers.collective import BrokenGroup
-from rollout.workers.collective_taken import GroupBuckets
-from rollout.workers.weights import TakenBuckets, manifest_from
+from rollout.workers.broadcast_receiver import GroupBuckets
+from rollout.workers.bucket_messages import TakenBuckets, manifest_from
 
 Handler = Callable[[dict[str, Any]], Awaitable[bytes | dict[str, Any] | None]]
 """Takes a call's arguments; answers with a payload, with JSON, or with nothing."""
@@ -26,7 +26,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
-    """The receiver's side of `rollout.sync`, in two phases, for an engine in this process."""
+    """Return the receiver's side of `rollout.sync`, in two phases, for an engine in this process."""
     taken, grouped = TakenBuckets(), GroupBuckets()
 
     async def join(call: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def weight_handlers(engine: RolloutEngine) -> dict[str, Handler]:
 
 
 async def answered(handlers: Mapping[str, Handler], call: dict[str, Any]) -> Message:
-    """What a call is answered with: the head says what was raised, where something was."""
+    """Return what a call is answered with: the head says what was raised, where something was."""
     found = (await asyncio.gather(handlers[call["call"]](call), return_exceptions=True))[0]
     if isinstance(found, BaseException):
         kind = next((name for name, kind in ERRORS.items() if isinstance(found, kind)), "RuntimeError")

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from seqpack.adapters.huggingface import adapt_for_packing as adapt_for_packing
     from seqpack.adapters.huggingface import packed_forward as packed_forward
     from seqpack.adapters.loader import packed_dataloader as packed_dataloader
-    from seqpack.adapters.model import Adaptation as Adaptation
+    from seqpack.adapters.mixers import Adaptation as Adaptation
     from seqpack.adapters.sampler import PackedBatchSampler as PackedBatchSampler
     from seqpack.adapters.stream import PackedStream as PackedStream
     from seqpack.adapters.titan import TitanRows as TitanRows
 
 _EXPORTS = {
-    "Adaptation": "seqpack.adapters.model",
+    "Adaptation": "seqpack.adapters.mixers",
     "IGNORED": "seqpack.adapters.arguments",
     "PackedBatchSampler": "seqpack.adapters.sampler",
     "PackedCollator": "seqpack.adapters.collator",

@@ -28,7 +28,7 @@ class PackedAttention:
         self.context = context
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """The packed function, whatever name the config has."""
+        """Return the packed function, whatever name the config has."""
         del name, default
         return self.attend
 
@@ -60,7 +60,8 @@ class PackedAttention:
 
 
 def packed_attention_forward(layer: nn.Module) -> Callable[..., Any]:
-    """A function (layer, context, *arguments of the stock forward): the stock forward over `PackedAttention(context)`.
+    """Return a function (layer, context, *arguments of the stock forward): the stock forward over
+    `PackedAttention(context)`.
 
     ValueError for a layer whose code does not look its attention function up in transformers' table.
     """

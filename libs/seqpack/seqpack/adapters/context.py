@@ -25,7 +25,7 @@ class PackedOps(Protocol):
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: "PackedContext"
     ) -> Tensor:
-        """The recurrence: q, k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv] -> [T, Hv, Dv]."""
+        """Return the recurrence: q, k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv] -> [T, Hv, Dv]."""
         ...
 
     def attention(
@@ -44,13 +44,13 @@ class LocalOps:
     def causal_conv1d(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: "PackedContext", activation: Activation
     ) -> Tensor:
-        """The depthwise convolution of a gated delta net layer."""
+        """Return the depthwise convolution of a gated delta net layer."""
         return causal_conv1d(x, weight, bias, context.cu_seqlens, activation=activation, backend=self.backend)
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: "PackedContext"
     ) -> Tensor:
-        """The recurrence, with q and k normalised to length one."""
+        """Return the recurrence, with q and k normalised to length one."""
         return gated_delta_rule(q, k, v, g, beta, context.cu_seqlens, l2norm_qk=True, backend=self.backend)[0]
 
     def attention(
@@ -98,6 +98,6 @@ class PackedContext:
 
 
 def positions_of(values: Mapping[str, Tensor], default: Tensor) -> Tensor:
-    """The positions for the rotary embedding: the batch's own (one row an axis) where it has them."""
+    """Return the positions for the rotary embedding: the batch's own (one row an axis) where it has them."""
     own = values.get("position_ids")
     return default if own is None else own.to(torch.int64)

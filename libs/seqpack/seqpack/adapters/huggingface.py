@@ -6,7 +6,7 @@
 Strategy
 1. A hook in front of the base model takes the flash arguments of a call (`cu_seq_lens_q`, ...), which say where
    sequences begin, and hands a `PackedContext` down to the layers in their place.
-2. Each layer that mixes tokens runs its packed form over that context (`seqpack.adapters.model`): attention, the causal
+2. Each layer that mixes tokens runs its packed form over that context (`seqpack.adapters.mixers`): attention, the causal
    convolution and the gated delta rule of `seqpack.ops`. All others are token by token and stay the stock code, the
    head and the loss too.
 3. A hook behind the base model checks that every such layer went through the context.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from seqpack.adapters.arguments import flash_arguments
 from seqpack.adapters.context import PackedContext
 from seqpack.adapters.delta_net import PackedForward, joint_projections, split_projections
-from seqpack.adapters.model import CONTEXT_KEY, Adaptation, adapt_mixers, check_mixed, no_mask
+from seqpack.adapters.mixers import CONTEXT_KEY, Adaptation, adapt_mixers, check_mixed, no_mask
 from seqpack.batches.packed import PackedBatch
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -84,7 +84,7 @@ def adapt_for_packing(model: Any) -> Adaptation:
 
 
 def packed_forward(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """Logits [T, V] of a row by an adapted model; what `seqpack.testing.assert_packing_isolated` takes."""
+    """Return logits [T, V] of a row by an adapted model; what `seqpack.testing.assert_packing_isolated` takes."""
     ids, positions = packed.values["input_ids"][None], packed.position_ids.unsqueeze(-2)
     output = model(input_ids=ids, position_ids=positions, use_cache=False, **flash_arguments(packed))
     logits: Tensor = output.logits
@@ -139,7 +139,7 @@ def _check_row(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor 
 
 
 def _mixer(layer: nn.Module, known: Mixers) -> tuple[nn.Module, PackedForward | None]:
-    """The one module of a layer that mixes tokens."""
+    """Return the one module of a layer that mixes tokens."""
     found: list[tuple[nn.Module, PackedForward | None]] = []
     for module in layer.modules():
         kind = type(module).__name__

@@ -14,7 +14,7 @@ from seqpack.adapters import (
     packed_dataloader,
     packed_seq_arguments,
 )
-from seqpack.planning.geometry import packed_geometry
+from seqpack.planning.padding import packed_geometry
 
 LENGTHS = [5, 3, 9, 1, 12, 7, 2, 2, 8, 4, 6, 11, 3]
 

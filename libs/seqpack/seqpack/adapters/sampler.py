@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from seqpack.planning.checks import check_costs, check_lengths, check_positive_int
-from seqpack.planning.geometry import check_aligned, frozen_bucket, usable_capacity
+from seqpack.planning.padding import check_aligned, frozen_bucket, usable_capacity
 from seqpack.planning.micro_batches import Cost, plan_micro_batches
 from seqpack.planning.plan_json import plan_hash
 
@@ -94,7 +94,7 @@ class PackedBatchSampler:
         return len(self.lengths) - len({i for step in self.steps for row in step for i in row})
 
     def __len__(self) -> int:
-        """Rows of this rank in this epoch."""
+        """Return rows of this rank in this epoch."""
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -138,7 +138,7 @@ class PackedBatchSampler:
         self._start = self._yielded = state["rows"]
 
     def _plan(self, epoch: int) -> list[tuple[Row, ...]]:
-        """The steps of an epoch, each with a row for every rank."""
+        """Return the steps of an epoch, each with a row for every rank."""
         rng = np.random.default_rng([self.seed, epoch])
         count = len(self.lengths)
         order = rng.permutation(count).tolist() if self.shuffle else list(range(count))

@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from seqpack.adapters.workers import WorkersNews
+from seqpack.adapters.worker_events import WorkersNews
 from seqpack.planning.checks import check_positive_int
-from seqpack.planning.geometry import aligned_length, frozen_bucket, usable_capacity
+from seqpack.planning.padding import aligned_length, frozen_bucket, usable_capacity
 from seqpack.planning.packing import pack
 
 Sample = Mapping[str, Any]
@@ -176,7 +176,7 @@ class _Packer:
             self.samples = islice(iter(stream.source), self.taken, None)
 
     def state(self) -> dict[str, Any]:
-        """What resumes these rows: how much was read, what waits, and rows that are planned and not given."""
+        """Return what resumes these rows: how much was read, what waits, and rows that are planned and not given."""
         state = {"taken": self.taken, "waiting": list(self.waiting), "carried": self.carried}
         state["ended"] = self.ended
         state["ready"] = [list(row) for row in self.ready]

@@ -229,7 +229,7 @@ def _dense(parts: Ragged) -> bool:
 
 
 def _layout(parts: Ragged) -> tuple[object, ...]:
-    """What must be equal for the values themselves to be concatenated."""
+    """Return what must be equal for the values themselves to be concatenated."""
     beside = tuple(size for d, size in enumerate(parts.values.shape) if d != parts.dim)
     return parts.dim, beside, parts.values.dtype, parts.values.device
 

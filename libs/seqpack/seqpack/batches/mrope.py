@@ -97,7 +97,7 @@ def _frames(grids: Tensor | None) -> _Grids:
 
 
 def _sequence(types: Tensor, pictures: _Grids, frames: _Grids, merge: int, where: str) -> tuple[Tensor, _Grids, _Grids]:
-    """(positions i64[3, T], the pictures and frames that are left)."""
+    """Return (positions i64[3, T], the pictures and frames that are left)."""
     left = {IMAGE: list(pictures), VIDEO: list(frames)}
     parts, start = [torch.empty((3, 0), dtype=torch.int64)], 0
     for kind, run in groupby(types.tolist()):

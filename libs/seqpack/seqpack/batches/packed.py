@@ -13,7 +13,7 @@ from seqpack.batches.jagged import Ragged, jagged_from_values
 from seqpack.batches.schema import MEDIA_KEYS
 from seqpack.batches.view import BatchView
 from seqpack.planning.checks import check_indices
-from seqpack.planning.geometry import PackedGeometry, packed_geometry
+from seqpack.planning.padding import PackedGeometry, packed_geometry
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from seqpack.ops.calls import ConvCall
+from seqpack.ops.op_arguments import ConvCall
 from seqpack.ops.probe import Request, choose
-from seqpack.ops.rows import lengths_of, positions_of, row_blocks
+from seqpack.ops.scatter_gather import lengths_of, positions_of, row_blocks
 
 Activation = Literal["silu"] | None
 
@@ -135,12 +135,12 @@ class _SlidingSum(torch.autograd.Function):
 
 
 def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
-    """A copy with zeros in these rows (a mask), which are few; masked_fill takes as long as five copies."""
+    """Return a copy with zeros in these rows (a mask), which are few; masked_fill takes as long as five copies."""
     return x.clone().index_fill_(0, rows.nonzero().squeeze(1), 0)
 
 
 def _shifted(rows: slice, by: int) -> tuple[slice, slice]:
-    """Of these rows the ones that have a row `by` places earlier, and those rows."""
+    """Return of these rows the ones that have a row `by` places earlier, and those rows."""
     start = min(max(rows.start, by), rows.stop)
     return slice(start, rows.stop), slice(start - by, rows.stop - by)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqpack.ops import conv
 from seqpack.ops.conv import Activation, causal_conv1d, causal_conv1d_state, causal_conv1d_step
-from seqpack.ops.rows import row_blocks
+from seqpack.ops.scatter_gather import row_blocks
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 0)
 

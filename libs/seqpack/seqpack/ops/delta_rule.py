@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpack.ops.calls import DeltaCall, DeltaStep
+from seqpack.ops.op_arguments import DeltaCall, DeltaStep
 from seqpack.ops.delta_rule_chunks import chunked
 from seqpack.ops.norms import unit_rows
 from seqpack.ops.probe import Request, choose
-from seqpack.ops.rows import lengths_of
+from seqpack.ops.scatter_gather import lengths_of
 
 L2_EPS = 1e-6
 
@@ -204,7 +204,7 @@ def _l2norm(x: Tensor) -> Tensor:
 
 
 def _sizes(k: Tensor, v: Tensor, chunk_size: int | None) -> dict[str, int | bool]:
-    """Name what kernels care about."""
+    """Return name what kernels care about."""
     return {"key_dim": k.shape[2], "value_dim": v.shape[2], "chunk_size": chunk_size is not None}
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpack.ops.rows import positions_of, put_rows, take_rows
+from seqpack.ops.scatter_gather import positions_of, put_rows, take_rows
 
 _CANDIDATES = (8, 12, 16, 20, 24, 32, 48, 64)
 # Costs in multiply-adds, fitted to forward and backward on one CPU core; a GPU waits longer for each step.

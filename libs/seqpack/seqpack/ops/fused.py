@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seqpack.ops.calls import AttentionCall, ConvCall, DeltaCall, DeltaStep
+from seqpack.ops.op_arguments import AttentionCall, ConvCall, DeltaCall, DeltaStep
 
 
 def causal_conv1d_package(call: ConvCall) -> Tensor:
@@ -89,7 +89,7 @@ def _batch_of_one(kernel: Callable[..., Any], call: DeltaCall) -> tuple[Tensor, 
 
 
 def _with_empty(final: Tensor, filled: Tensor, call: DeltaCall) -> Tensor:
-    """Final states of all sequences: those without tokens keep the state they began with."""
+    """Return final states of all sequences: those without tokens keep the state they began with."""
     n = call.cu_seqlens.numel() - 1
     begun = final.new_zeros(n, *final.shape[1:]) if call.initial_state is None else call.initial_state.to(final.dtype)
     return begun.index_copy(0, filled, final)
@@ -108,7 +108,7 @@ class _Boundaries:
         self._answer: tuple[Tensor, Tensor | None] | None = None
 
     def of(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(boundaries int64 [m + 1], indices int64 [m] of the m sequences with tokens or None)."""
+        """Return (boundaries int64 [m + 1], indices int64 [m] of the m sequences with tokens or None)."""
         version = -1 if cu_seqlens.is_inference() else cu_seqlens._version  # inference tensors count no writes
         same = version >= 0 and version == self._version and self._asked is not None and self._asked() is cu_seqlens
         if not same or self._answer is None:

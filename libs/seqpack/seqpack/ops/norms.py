@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqpack.ops.rows import row_blocks
+from seqpack.ops.scatter_gather import row_blocks
 
 
 def unit_rows(x: Tensor, eps: float, factor: float = 1.0) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqpack.ops import norms
 from seqpack.ops.norms import rms_norm, unit_rows
-from seqpack.ops.rows import row_blocks
+from seqpack.ops.scatter_gather import row_blocks
 
 EPS = 1e-2
 """Large, so that a wrong place for it shows."""

@@ -81,7 +81,7 @@ def installed(package: str, distribution: str | None = None) -> str | None:
 
 @cache
 def has_nvcc() -> bool:
-    """Whether the CUDA compiler is here, which tilelang compiles its kernels with."""
+    """Return whether the CUDA compiler is here, which tilelang compiles its kernels with."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     if shutil.which("nvcc") or any(home and Path(home, "bin", "nvcc").exists() for home in homes):
         return True

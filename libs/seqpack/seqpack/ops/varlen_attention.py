@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from seqpack.ops.calls import AttentionCall
+from seqpack.ops.op_arguments import AttentionCall
 from seqpack.ops.probe import Request, choose
-from seqpack.ops.rows import lengths_of, positions_of, put_rows, take_rows
+from seqpack.ops.scatter_gather import lengths_of, positions_of, put_rows, take_rows
 
 _BUCKET_FILL = 0.75  # sequences at least this long relative to a bucket's longest are padded into it
 _BUCKET_SMALL = 32  # up to this length everything is one bucket

@@ -61,7 +61,7 @@ def slope_bound(lengths: Ints, counts: Ints, capacity: int, p: int, q: int) -> i
 
 
 def best_slope_bound(lengths: Ints, counts: Ints, capacity: int) -> int:
-    """Best of `slope_bound` over z in eighths up to 6, refined around the best of them down to 1/256."""
+    """Return best of `slope_bound` over z in eighths up to 6, refined around the best of them down to 1/256."""
     step = 8
     best, p = max((slope_bound(lengths, counts, capacity, p, step), p) for p in range(step + 1, 6 * step) if p % step)
     while step < 256:
@@ -72,7 +72,7 @@ def best_slope_bound(lengths: Ints, counts: Ints, capacity: int) -> int:
 
 
 def bins_bound(descending: Ints, capacity: int, enough: int) -> int:
-    """Best of the bounds; stops as soon as it reaches `enough`, the bins of a packing at hand."""
+    """Return best of the bounds; stops as soon as it reaches `enough`, the bins of a packing at hand."""
     best = volume_bound(descending, capacity)
     if best < enough:
         best = max(best, threshold_bound(descending, capacity))

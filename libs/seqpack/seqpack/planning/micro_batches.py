@@ -7,7 +7,7 @@ from typing import Literal
 
 from seqpack.planning.balancing_capped import balance_capped
 from seqpack.planning.checks import Array, check_costs, check_lengths, check_positive_int
-from seqpack.planning.geometry import (
+from seqpack.planning.padding import (
     Bucket,
     aligned_length,
     check_aligned,

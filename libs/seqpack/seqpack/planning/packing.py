@@ -9,7 +9,7 @@ import numpy as np
 
 from seqpack.planning.bounds import Ints, bins_bound
 from seqpack.planning.checks import Array, check_lengths, check_positive_int
-from seqpack.planning.geometry import (
+from seqpack.planning.padding import (
     Bucket,
     aligned_length,
     check_aligned,
@@ -18,7 +18,7 @@ from seqpack.planning.geometry import (
     usable_capacity,
 )
 from seqpack.planning.plan_json import from_json, plan_hash, to_json
-from seqpack.planning.whole_bins import fill_bins
+from seqpack.planning.exact_fill import fill_bins
 
 Bins = Sequence[Sequence[int]]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpack.batches.packed import PackedBatch
-from seqpack.planning.geometry import packed_geometry
+from seqpack.planning.padding import packed_geometry
 from seqpack.testing.account import HALF, IsolationReport, Tolerance
 from seqpack.testing.embedding import input_embedding, reach, rounded_anew, watched
 from seqpack.testing.trace import Origin, find_origin, relative_error
@@ -256,7 +256,7 @@ class _Rows:
         return tuple(sorted(pairs, key=lambda pair: -pair[2]))
 
     def origin(self, ids: Sequence[Tensor], bound: float) -> Origin | None:
-        """Name the module that leaks first."""
+        """Return name the module that leaks first."""
         row = self.row(ids)
         alone = [lambda piece=piece: self.run_alone(self.model, piece) for piece in ids]
         return find_origin(

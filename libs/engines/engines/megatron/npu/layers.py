@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from engines.config import EngineConfig
 from engines.devices.adaptations import Adaptation, Applied, Patch
-from engines.devices.layer_kinds import with_forward
+from engines.devices.layer_matching import with_forward
 from engines.devices.npu_layers import apply_to, asked_for
 from engines.devices.npu_operators import VERSIONS, rms_norm, rotary_of_tokens, swiglu_halves
-from engines.megatron.attention import PackedCoreAttention
-from engines.megatron.norms import CentredNorm, Norm
+from engines.megatron.model.attention import PackedCoreAttention
+from engines.megatron.model.norms import CentredNorm, Norm
 
 
 class NpuMLP(MLP):
@@ -58,7 +58,7 @@ def _patches(stage: nn.Module) -> Iterator[Patch]:
 
 
 def _is_plain(config: Any) -> bool:
-    """Whether no option of the user's asks for another activation than silu(gate) * up."""
+    """Return whether no option of the user's asks for another activation than silu(gate) * up."""
     others = (config.bias_activation_fusion, config.activation_func_clamp_value, config.glu_linear_offset)
     return config.gated_linear_unit and not any(others)
 
@@ -67,7 +67,7 @@ class NpuCoreAttention(PackedCoreAttention):
     """With rotary embedding by the operator."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `engines.megatron.attention.rotate`."""
+        """See `engines.megatron.model.attention.rotate`."""
         return rotary_of_tokens(x, cos, sin)
 
 

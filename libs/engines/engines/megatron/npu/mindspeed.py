@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from engines.devices.adaptations import Adaptation, Applied, Patch, apply
-from engines.devices.foreign import changes_made_by
+from engines.devices.third_party_patches import changes_made_by
 
 ADAPTOR = "mindspeed.megatron_adaptor"
 VERSIONS = ">=0.12,<0.13"

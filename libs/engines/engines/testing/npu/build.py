@@ -23,7 +23,7 @@ LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
 def reason_against() -> str | None:
-    """Why it cannot be built here; None where it can."""
+    """Return why it cannot be built here; None where it can."""
     if compiler() is None:
         return "no C++ compiler: install g++, or name one in CXX"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
@@ -32,7 +32,7 @@ def reason_against() -> str | None:
 
 
 def compiler() -> str | None:
-    """The compiler that CXX names, or g++."""
+    """Return the compiler that CXX names, or g++."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
@@ -55,7 +55,8 @@ def load_library() -> ModuleType:
 
 
 def folder() -> Path:
-    """The folder of what is built: this user's alone, in the directory for temporary files, named by the sources."""
+    """Return the folder of what is built: this user's alone, in the directory for temporary files, named by the
+    sources."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     digest = hashlib.sha256("".join([torch.__version__, *(path.read_text() for path in sources)]).encode())
     found = Path(tempfile.gettempdir()) / f"{NAME}_{os.getuid()}_{digest.hexdigest()[:16]}"
@@ -81,7 +82,7 @@ def build(path: Path) -> None:
 
 
 def loaded(name: str) -> list[str]:
-    """Where this process has the library whose file's name begins so.
+    """Return where this process has the library whose file's name begins so.
 
     The library of C++ is torch's, and two of them do not mix: some compilers link a part of their own into ours, and
     formatting a number ended the process then.

@@ -10,7 +10,7 @@ import torch
 def canary(
     device: str, synchronize: Callable[[], Any], calls: Callable[[], int], allocated: Callable[[], int]
 ) -> dict[str, bool]:
-    """Each check by name, and whether `device` passes it."""
+    """Return each check by name, and whether `device` passes it."""
     counted, held = calls(), allocated()
     there, here = torch.ones(1024, device=device), torch.ones(1024)
     late = (there * 2).to("cpu", non_blocking=True)
@@ -33,7 +33,7 @@ def canary(
 
 
 def raises(kind: type[BaseException], call: Callable[[], Any]) -> bool:
-    """Whether a call raises an error of this kind."""
+    """Return whether a call raises an error of this kind."""
     try:
         call()
     except kind:

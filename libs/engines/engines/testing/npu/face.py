@@ -60,7 +60,7 @@ def _npu_module(surface: Surface, library: ModuleType) -> ModuleType:
 
 
 def _checked(name: str, arguments: str | None, made: Any) -> Any:
-    """A function whose arguments are those of the wheel; classes check their own."""
+    """Return a function whose arguments are those of the wheel; classes check their own."""
     if isinstance(made, type):
         return made
     wanted = signature(arguments or "")
@@ -105,7 +105,7 @@ def _wider_operators() -> Any:
 
 
 def _without_gradient(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that autograd does not know: an error where a gradient would be lost."""
+    """Return an operator that autograd does not know: an error where a gradient would be lost."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [t for value in args for t in (value if isinstance(value, list | tuple) else [value])]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """(x * rstd * gamma in x's dtype, rstd f32[..., 1...]): the mean is over the dimensions of gamma."""
+    """Return (x * rstd * gamma in x's dtype, rstd f32[..., 1...]): the mean is over the dimensions of gamma."""
     over = tuple(range(-gamma.ndim, 0))
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(over, keepdim=True) + epsilon)
@@ -49,7 +49,7 @@ def npu_grouped_matmul(
     group_list_type: int = 0,
     **others: Any,
 ) -> list[Tensor]:
-    """One matrix product a group, for one x and one weight (`split_item` 2 or 3: one result).
+    """Return one matrix product a group, for one x and one weight (`split_item` 2 or 3: one result).
 
     `group_list` says where groups end (`group_list_type` 0) or how long they are (1). `group_type` 0 splits the rows:
     x [m, k], weight [groups, k, n], result [m, n]. 2 splits what is summed over: x [m, k], weight [k, n], result

@@ -55,7 +55,7 @@ class _Modules:
     archive: ZipFile
 
     def tree(self, module: str) -> tuple[ast.Module, bool] | None:
-        """The parsed module, and whether it is a package; None for what is not in the wheel."""
+        """Return the parsed module, and whether it is a package; None for what is not in the wheel."""
         base = module.replace(".", "/")
         for path, package in ((f"{base}.py", False), (f"{base}/__init__.py", True)):
             if path in self.archive.namelist():
@@ -63,7 +63,7 @@ class _Modules:
         return None
 
     def exports(self, module: str) -> list[str]:
-        """`__all__` of a module."""
+        """Return `__all__` of a module."""
         found = self.tree(module)
         for node in found[0].body if found else ():
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -71,7 +71,8 @@ class _Modules:
         raise ValueError(f"{module} has no __all__ in this wheel")
 
     def find(self, module: str, name: str) -> ast.AST | None:
-        """The definition behind a name of a module, through imports; None where it is no function and no class."""
+        """Return the definition behind a name of a module, through imports; None where it is no function and no
+        class."""
         found = self.tree(module)
         if found is None:
             return None
@@ -105,7 +106,7 @@ def _absolute(module: str, package: bool, node: ast.ImportFrom) -> str:
 
 
 def _initializer(node: ast.ClassDef) -> str | None:
-    """The arguments of `__new__` or `__init__` but the first; None for a class that has neither."""
+    """Return the arguments of `__new__` or `__init__` but the first; None for a class that has neither."""
     for name in ("__new__", "__init__"):
         for member in node.body:
             if isinstance(member, ast.FunctionDef) and member.name == name:

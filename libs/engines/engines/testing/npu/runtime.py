@@ -11,7 +11,7 @@ TOTAL_MEMORY = 64 * 2**30
 
 
 def number(device: Any) -> int:
-    """The number of a device: an int, a name, a torch.device, or None for the current one."""
+    """Return the number of a device: an int, a name, a torch.device, or None for the current one."""
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index
@@ -124,7 +124,7 @@ def functions(library: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def private(library: ModuleType) -> dict[str, Any]:
-    """What torch itself looks for in a device's module beside its public names."""
+    """Return what torch itself looks for in a device's module beside its public names."""
     generators = tuple(library.default_generator(index) for index in range(library.devices))
     return {
         "default_generators": generators,

@@ -27,22 +27,22 @@ class Surface:
     """Operators that autograd knows."""
 
     def names(self) -> set[str]:
-        """All names of torch_npu.npu."""
+        """Return all names of torch_npu.npu."""
         return {*self.functions, *self.classes, *self.variables}
 
     def operator_names(self) -> set[str]:
-        """Names of operators, without overloads."""
+        """Return names of operators, without overloads."""
         return {schema.partition("(")[0].partition(".")[0] for schema in self.operators}
 
 
 @cache
 def read_surface() -> Surface:
-    """The committed surface."""
+    """Return the committed surface."""
     return Surface(**json.loads(FILE.read_text()))
 
 
 def signature(arguments: str) -> inspect.Signature:
-    """A signature from arguments as they are written, with their defaults where these are literals."""
+    """Return a signature from arguments as they are written, with their defaults where these are literals."""
     node = ast.parse(f"def f({arguments}): pass").body[0]
     assert isinstance(node, ast.FunctionDef)
     given = node.args

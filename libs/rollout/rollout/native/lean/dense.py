@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.native.lean.weights import (
+from rollout.native.lean.model_weights import (
     AttentionWeights,
     LayerWeights,
     ModelWeights,
@@ -20,7 +20,7 @@ from rollout.native.lean.weights import (
 
 
 def read_dense(model: nn.Module) -> ModelWeights:
-    """The present weights of a causal language model of these families."""
+    """Return the present weights of a causal language model of these families."""
     text: Any = model.model
     head: Any = model.lm_head
     eps = eps_of(text.norm.variance_epsilon, text.norm.weight)

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from rollout.native.lean.dense import read_dense
 from rollout.native.lean.qwen3_5 import read_qwen3_5
-from rollout.native.lean.weights import ModelWeights
+from rollout.native.lean.model_weights import ModelWeights
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ _PLAIN = {
 
 
 def family_of(model: nn.Module) -> LeanFamily:
-    """The family of a module; ValueError where `refusal` finds something that the lean pass would leave out."""
+    """Return the family of a module; ValueError where `refusal` finds something that the lean pass would leave out."""
     reason = refusal(model)
     if reason is not None:
         raise ValueError(f"the lean decoder cannot run this model: {reason}")
@@ -49,7 +49,7 @@ def family_of(model: nn.Module) -> LeanFamily:
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Why the lean pass cannot stand for this module's own forward, or None where it can.
+    """Return why the lean pass cannot stand for this module's own forward, or None where it can.
 
     It reads weights, so it must be sure that nothing else acts: exact classes (an adapter replaces them), no hooks.
     """

@@ -12,7 +12,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import embedding, silu, softplus
 
 from rollout.native.lean.rotary import Rotation
-from rollout.native.lean.weights import AttentionWeights, DeltaWeights, ModelWeights, wide
+from rollout.native.lean.model_weights import AttentionWeights, DeltaWeights, ModelWeights, wide
 
 
 class Mixers(Protocol):

@@ -29,7 +29,7 @@ class Padded:
         self._back = back
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Each prompt to itself: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
+        """Return each prompt to itself: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
         outputs: list[Tensor] = []
         for taken, count, longest in self._groups:
             queries, keys, values = (

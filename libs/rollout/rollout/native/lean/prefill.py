@@ -31,17 +31,17 @@ class PackedCache:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "PackedCache":
-        """An empty one for prompts of these lengths."""
+        """Return an empty one for prompts of these lengths."""
         return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
 
     def convolve(self, index: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Each prompt over its own past; its last K - 1 inputs are kept."""
+        """Return each prompt over its own past; its last K - 1 inputs are kept."""
         assert index == len(self.conv)
         self.conv.append(causal_conv1d_state(x, self.cu_seqlens, weight.shape[1]))
         return causal_conv1d(x, weight, None, self.cu_seqlens, "silu")
 
     def recur(self, index: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Each prompt from a zero state; its last state is kept."""
+        """Return each prompt from a zero state; its last state is kept."""
         assert index == len(self.state)
         o, final = gated_delta_rule(q, k, v, g, beta, self.cu_seqlens, output_final_state=True)
         assert final is not None
@@ -49,7 +49,7 @@ class PackedCache:
         return o
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Each prompt to itself; keys and values are kept."""
+        """Return each prompt to itself; keys and values are kept."""
         assert index == len(self.kv)
         self.kv.append(torch.stack([k, v], dim=1))
         if self._padded is not None:
@@ -57,7 +57,7 @@ class PackedCache:
         return attention(q, k, v, self.cu_seqlens, scale, max_seqlen=max(self.lengths))
 
     def tokens_of(self, picks: Sequence[int]) -> Tensor:
-        """Where the tokens of the picked prompts stand, prompt by prompt, int64."""
+        """Return where the tokens of the picked prompts stand, prompt by prompt, int64."""
         starts = [0, *accumulate(self.lengths)]
         return spans([starts[i] for i in picks], [self.lengths[i] for i in picks], self.cu_seqlens.device)
 

@@ -33,7 +33,7 @@ _PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None) if _ONEDN
 
 
 def worthwhile(x: Tensor, outputs: int) -> bool:
-    """Whether oneDNN should multiply x [T, H] by a matrix of so many outputs, as it lies in the module."""
+    """Return whether oneDNN should multiply x [T, H] by a matrix of so many outputs, as it lies in the module."""
     return (
         x.shape[0] >= MIN_ROWS
         and x.shape[0] * x.shape[1] * outputs >= WORTHWHILE
@@ -95,5 +95,5 @@ def _read_once(x: Tensor, columns: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _order(rows: int, parts: int) -> tuple[Tensor, Tensor]:
-    """All rows in order, and where each part of them begins."""
+    """Return all rows in order, and where each part of them begins."""
     return torch.arange(rows), torch.tensor([rows * part // parts for part in range(parts)])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from rollout.native.lean.weights import (
+from rollout.native.lean.model_weights import (
     AttentionWeights,
     DeltaWeights,
     LayerWeights,
@@ -20,7 +20,7 @@ from rollout.native.lean.weights import (
 
 
 def read_qwen3_5(model: nn.Module) -> ModelWeights:
-    """The present weights of a module of exact class Qwen3_5ForCausalLM."""
+    """Return the present weights of a module of exact class Qwen3_5ForCausalLM."""
     text: Any = model.model
     head: Any = model.lm_head
     layers: list[LayerWeights] = []
@@ -93,7 +93,7 @@ def _attention(net: qwen.Qwen3_5Attention, before: Tensor) -> AttentionWeights:
 
 
 def _halves(x: Tensor | None, heads: int, dim: int) -> tuple[Any, Any]:
-    """The rows of q_proj that make queries, and those that make the gate; they alternate head by head."""
+    """Return the rows of q_proj that make queries, and those that make the gate; they alternate head by head."""
     if x is None:
         return None, None
     parts = x.unflatten(0, (heads, 2, dim))

@@ -37,7 +37,7 @@ class Rotary:
         self._cos = self._sin = self._swap = like.new_empty(0, 1, head_dim)
 
     def take(self, positions: Tensor, longest: int) -> Rotation:
-        """The rotation of tokens at positions [T], all of them below `longest`."""
+        """Return the rotation of tokens at positions [T], all of them below `longest`."""
         if longest > self._cos.shape[0]:
             self._grow(max(64, 2 * self._cos.shape[0], longest))
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions), self._swap)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.native.lean.newest import attend_newest
 from rollout.native.lean.prefill import PackedCache, spans
-from rollout.native.lean.weights import ModelWeights
+from rollout.native.lean.model_weights import ModelWeights
 from seqpack.ops import causal_conv1d_step, gated_delta_rule_step
 
 MIN_LENGTH = 32
@@ -119,7 +119,7 @@ class Slots:
         return attend_newest(q, kv.narrow(0, 0, self._n).narrow(1, 0, self._span), self._mask, scale)
 
     def _tokens_of(self, slots: Sequence[int]) -> Tensor:
-        """Where the tokens of slots stand in the flat buffers of keys and values, slot by slot, int64."""
+        """Return where the tokens of slots stand in the flat buffers of keys and values, slot by slot, int64."""
         return spans([s * self._length for s in slots], [self.lengths[s] for s in slots], self._device)
 
     @property

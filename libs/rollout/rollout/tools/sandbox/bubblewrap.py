@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout.tools.sandbox.house import DEVICES, NOBODY, work_folder
+from rollout.tools.sandbox.namespaces import DEVICES, NOBODY, work_folder
 
 BOUNDING = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
 """What process 1 of a room bounds the number of files with, and drops. A setuid bwrap gives it to root alone."""
 _OURS = "/server"  # where this library's few files are seen inside
 _FILES = ("rollout/__init__.py", "rollout/tools/__init__.py", "rollout/tools/sandbox/__init__.py")
-_MODULES = ("bubblewrap", "house", "kernel", "run", "seccomp", "server")
+_MODULES = ("bubblewrap", "namespaces", "kernel", "run", "seccomp", "server")
 
 
 def bubblewrap_command(
@@ -25,7 +25,7 @@ def bubblewrap_command(
     capabilities: Sequence[str],
     arguments: Sequence[str],
 ) -> list[str]:
-    """The command line of one run. `root` is the folder that holds `rollout`; `paths` are what a run may see.
+    """Return the command line of one run. `root` is the folder that holds `rollout`; `paths` are what a run may see.
 
     `capabilities`: `BOUNDING`, or none.
     """

@@ -98,7 +98,7 @@ def _show(error: BaseException) -> None:
 
 
 def encoded(value: Any) -> Any:
-    """A value as JSON that keeps apart what Python does: floats by their digits, sets, keys that are not text.
+    """Return a value as JSON that keeps apart what Python does: floats by their digits, sets, keys that are not text.
 
     A tuple is a list, as in tests that came from JSON. Objects of other classes are named, and equal nothing.
     """

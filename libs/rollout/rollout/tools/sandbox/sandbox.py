@@ -299,8 +299,8 @@ def _attend(runs: Collection[_Run]) -> None:
 
 
 def _python(code: str) -> list[str]:
-    """The command that runs this library's server code, by itself: no environment, no site, no other package."""
-    before = f"import sys; sys.path.append({str(_ROOT)!r}); from rollout.tools.sandbox import house, run, server; "
+    """Return the command that runs this library's server code, by itself: no environment, no site, no other package."""
+    before = f"import sys; sys.path.append({str(_ROOT)!r}); from rollout.tools.sandbox import namespaces, run, server; "
     return [sys.executable, "-I", "-S", "-c", before + code]
 
 
@@ -363,7 +363,7 @@ class _Bubblewrap:
             raise SandboxRefusedError("bwrap is not installed")
         self._program, self._limits = program, limits
         self._processes: list[subprocess.Popen[bytes]] = []
-        asked = f"import json; run.import_beforehand(); print(json.dumps(house.visible_paths({list(packages)!r})))"
+        asked = f"import json; run.import_beforehand(); print(json.dumps(namespaces.visible_paths({list(packages)!r})))"
         found = subprocess.run(_python(asked), env={}, capture_output=True, check=False)
         if found.returncode:
             raise SandboxRefusedError(found.stderr.decode("utf-8", "replace")[-500:])

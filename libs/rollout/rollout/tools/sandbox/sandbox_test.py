@@ -166,7 +166,7 @@ def test_settings_that_cannot_work_are_refused(change: dict[str, Any], message: 
 REFUSING = """
 import os, sys
 sys.path.append({root!r})
-from rollout.tools.sandbox import house, kernel
+from rollout.tools.sandbox import kernel, namespaces
 from rollout.tools.sandbox.sandbox import Sandbox, SandboxRefusedError
 left, mapped = os.pipe(), os.pipe()
 child = os.fork()
@@ -176,7 +176,7 @@ if child:
     group = os.getegid()
     maps = {{"setgroups": "deny", "uid_map": f"{{user}} {{user}} 1", "gid_map": f"{{group}} {{group}} 1"}}
     for name, text in maps.items():
-        house._write(child, name, text)
+        namespaces._write(child, name, text)
     os.write(mapped[1], b".")
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 kernel.unshare(kernel.CLONE_NEWUSER)

@@ -42,7 +42,8 @@ _FORK, _VFORK, _CLONE, _CLONE3, _SOCKETPAIR = 57, 58, 56, 435, 53
 
 
 def program() -> bytes:
-    """The filter as BPF instructions. A process may start threads, but no process: its memory limit is a total."""
+    """Return the filter as BPF instructions. A process may start threads, but no process: its memory limit is a
+    total."""
     refuse, again, unknown = _error(errno.EPERM), _error(errno.EAGAIN), _error(errno.ENOSYS)
     code = [_load(_ARCHITECTURE), _jump(_EQUAL, _AUDIT_X86_64, 1, 0), _return(_KILL), _load(_NUMBER)]
     code += [_jump(_AT_LEAST, _NEWEST + 1, 0, 1), unknown]  # the x32 variants of calls lie there too

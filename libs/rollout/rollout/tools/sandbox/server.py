@@ -21,7 +21,8 @@ import socket
 import time
 from typing import Any, NoReturn
 
-from rollout.tools.sandbox import house, kernel, run, seccomp
+from rollout.tools.sandbox import kernel, run, seccomp
+from rollout.tools.sandbox import namespaces as house
 
 REQUEST_BYTES = 16 << 20
 _LOOK_SECONDS = 0.002  # between two counts of files, where they are counted: a hundred or so are made meanwhile
@@ -201,7 +202,7 @@ def watch(asked: dict[str, Any], output: int, report: int, files: int | None = N
 def _await_end(
     child: int, deadline: float, report: int, result: int, most: int, files: int | None
 ) -> tuple[str | None, int | None, bytes]:
-    """Why the run was ended (None: it ended itself), its exit status, and what it wrote as its result."""
+    """Return why the run was ended (None: it ended itself), its exit status, and what it wrote as its result."""
     look = float("inf") if files is None else _LOOK_SECONDS
     handle = os.pidfd_open(child)
     poll = select.poll()
@@ -230,7 +231,8 @@ def _await_end(
 
 
 def _files_here() -> int:
-    """How many files the file system of the working folder holds, the folder and open ones without a name too."""
+    """Return how many files the file system of the working folder holds, the folder and open ones without a name
+    too."""
     found = os.statvfs(".")
     return found.f_files - found.f_ffree
 

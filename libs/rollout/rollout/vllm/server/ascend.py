@@ -24,7 +24,7 @@ LAYOUT_VARIABLE = "VLLM_ASCEND_ENABLE_NZ"
 
 
 def installed() -> str | None:
-    """The version of vllm-ascend in this environment; None where there is none."""
+    """Return the version of vllm-ascend in this environment; None where there is none."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:

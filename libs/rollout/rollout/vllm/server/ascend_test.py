@@ -58,7 +58,7 @@ def test_what_is_used_is_there() -> None:
 def test_our_part_of_a_worker_replaces_nothing() -> None:
     """vLLM refuses a worker extension that has a name of the worker's."""
     ours: set[str] = set()
-    for file in ("worker.py", "routes.py", "sight.py"):
+    for file in ("worker.py", "routes.py", "vision_probe.py"):
         for node in ast.walk(ast.parse((SERVER / file).read_text())):
             if isinstance(node, ast.ClassDef):
                 ours |= {member.name for member in node.body if isinstance(member, ast.FunctionDef)}

@@ -16,14 +16,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rollout.vllm.arguments import Known, check_arguments
-from rollout.vllm.cpu import refusal
-from rollout.vllm.server import cpu_copies
+from rollout.vllm.settings.arguments import Known, check_arguments
+from rollout.vllm.limits.cpu import refusal
+from rollout.vllm.server import cpu_replicas as cpu_copies
 from rollout.vllm.server.ascend import installed
 from rollout.vllm.server.platforms import settle
 from rollout.vllm.server.routes import Told as ToldExperts
 from rollout.vllm.server.text_models import register_text_models
-from rollout.vllm.spread import spread_refusal
+from rollout.vllm.limits.parallel_limits import spread_refusal
 
 Told = tuple[int, list[int], list[float], str | None, list[Any] | None]
 """A request's number, the tokens of this step, their log-probs, why it ended, and at its end the experts of all its
@@ -37,7 +37,7 @@ class Generator:
 
     Args:
         start: `model` (a directory), `config` (the text part of its config.json), `engine` (arguments of vLLM's),
-            `weights` (slots of a file of weights, see `rollout.vllm.weights`), `tied` (other names of some of them),
+            `weights` (slots of a file of weights, see `rollout.vllm.weights.shared_weights`), `tied` (other names of some of them),
             `experts` (whether it is told which experts tokens went to), `sight` (how the model sees, or None),
             `together` (where experts are dealt to several copies: which this is, see `cpu_copies.variables`, or None).
 
@@ -89,7 +89,7 @@ class Generator:
             self._engine.collective_rpc("note_experts")
 
     def facts(self) -> dict[str, Any]:
-        """What the engine came to be."""
+        """Return what the engine came to be."""
         model = self._engine.vllm_config.model_config
         return {
             "vllm": vllm.__version__,
@@ -135,7 +135,7 @@ class Generator:
                 raise ValueError(f"vLLM's model sees by {found}, the trainer's by {self._sight}")
 
     def _prompt(self, ids: list[int], shown: Sequence[Any], places: list[int], positions: str) -> Any:
-        """A prompt with images. ValueError: vLLM gives its tokens other positions than the trainer."""
+        """Return a prompt with images. ValueError: vLLM gives its tokens other positions than the trainer."""
         grids = [one.grid for one in shown]
         if set(self._engine.collective_rpc("digest_positions", args=(ids, grids, places))) != {positions}:
             raise ValueError(f"vLLM gives the tokens of images of the grids {grids} other positions than the trainer")
@@ -178,7 +178,7 @@ class Generator:
         return None if found is None else found.plain()
 
     def step(self) -> list[Told]:
-        """One step of vLLM; what each request got."""
+        """Return one step of vLLM; what each request got."""
         told: list[Told] = []
         outputs = self._engine.step()
         if self._experts is not None:
@@ -234,5 +234,5 @@ def _worker(rank: int, answers: Sequence[Any]) -> str:
 
 
 def _seen_by_workers(path: str) -> str:
-    """A descriptor of this process, as its children find it."""
+    """Return a descriptor of this process, as its children find it."""
     return path.replace("/proc/self/fd/", f"/proc/{os.getpid()}/fd/")

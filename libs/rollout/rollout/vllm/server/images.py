@@ -75,7 +75,7 @@ class Picture(NamedTuple):
 
 
 def pictures_of(described: Sequence[Sequence[Any]], data: bytearray) -> list[Picture]:
-    """The images that follow a message: (name, grid, numbers of a patch) of each, and the patches of all."""
+    """Return the images that follow a message: (name, grid, numbers of a patch) of each, and the patches of all."""
     found, start = [], 0
     for name, grid, numbers in described:
         count = grid[0] * grid[1] * grid[2] * numbers
@@ -86,7 +86,7 @@ def pictures_of(described: Sequence[Sequence[Any]], data: bytearray) -> list[Pic
 
 
 def seen_prompt(ids: list[int], pictures: Sequence[Picture], places: Sequence[int], merge_size: int) -> MultiModalInput:
-    """A prompt with its images, the first token of each at its place."""
+    """Return a prompt with its images, the first token of each at its place."""
     return mm_input(
         ids,
         MultiModalKwargsItems({"image": [item_of(one) for one in pictures]}),
@@ -96,12 +96,12 @@ def seen_prompt(ids: list[int], pictures: Sequence[Picture], places: Sequence[in
 
 
 def place_of(grid: Sequence[int], place: int, merge_size: int) -> PlaceholderRange:
-    """Where the tokens of an image stand in a prompt."""
+    """Return where the tokens of an image stand in a prompt."""
     return PlaceholderRange(offset=place, length=grid[0] * grid[1] * grid[2] // merge_size**2)
 
 
 def item_of(picture: Picture) -> MultiModalKwargsItem:
-    """What vLLM's model is called with for an image."""
+    """Return what vLLM's model is called with for an image."""
     grids = torch.tensor([picture.grid], dtype=torch.int64)
     fields = {
         "pixel_values": (picture.patches, MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1))),

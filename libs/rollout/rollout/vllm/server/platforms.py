@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.vllm.server import cpu_copies
+from rollout.vllm.server import cpu_replicas as cpu_copies
 from rollout.vllm.server.ascend import ascend_arguments
 
 

@@ -42,7 +42,7 @@ class NotedExperts:
             layer.router.set_capture_fn(self.noted_experts.append)
 
     def take_experts(self) -> list[Rows]:
-        """What the last step's tokens went to, request by request; nothing where it read none."""
+        """Return what the last step's tokens went to, request by request; nothing where it read none."""
         layers, self.noted_experts[:] = list(self.noted_experts), []
         if not layers:
             return []
@@ -74,7 +74,7 @@ class Told:
             self._lengths[name] = max(have, first + len(experts))
 
     def take(self, name: str) -> RoutedExperts | None:
-        """All that is known of a request that ends."""
+        """Return all that is known of a request that ends."""
         self._lengths.pop(name, None)
         parts = self._parts.pop(name, None)
         return None if parts is None else RoutedExperts.of(torch.cat(parts))

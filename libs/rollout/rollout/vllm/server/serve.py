@@ -38,10 +38,10 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.vllm.wire import TAIL, TURN, Wire
+from rollout.vllm.client.wire import TAIL, TURN, Wire
 
 if TYPE_CHECKING:
-    from rollout.vllm.server.cpu_copies import Turns  # torch
+    from rollout.vllm.server.cpu_replicas import Turns  # torch
 
 
 def serve(descriptor: int) -> None:
@@ -81,7 +81,7 @@ def _watch(workers: Sequence[BaseProcess]) -> None:
 
 
 def _pictures(message: dict[str, Any]) -> list[Any]:
-    """The images behind a message; none of most."""
+    """Return the images behind a message; none of most."""
     if "images" not in message:
         return []
     from rollout.vllm.server.images import pictures_of  # vLLM, which the first message starts

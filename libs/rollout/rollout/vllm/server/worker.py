@@ -20,10 +20,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from rollout.vllm.server.places import Places
-from rollout.vllm.server.proof import damaged, stale_experts, stale_heads
+from rollout.vllm.server.weight_regions import Places
+from rollout.vllm.server.weight_digest import damaged, stale_experts, stale_heads
 from rollout.vllm.server.routes import NotedExperts
-from rollout.vllm.server.sight import SeeingWorker
+from rollout.vllm.server.vision_probe import SeeingWorker
 from rollout.vllm.server.text_models import register_text_models
 
 register_text_models()
@@ -59,7 +59,7 @@ class FileWeights(NotedExperts, SeeingWorker):
         from vllm.distributed import get_dp_group, get_ep_group  # this and what follows: of a vLLM for CPUs alone
         from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase  # likewise
 
-        from rollout.vllm.server.cpu_copies import lend_exchanges  # likewise
+        from rollout.vllm.server.cpu_replicas import lend_exchanges  # likewise
 
         groups = (get_dp_group(), get_ep_group())
         self.take_back = lend_exchanges([group.device_communicator for group in groups], DeviceCommunicatorBase)

@@ -1,0 +1,1 @@
+"""Command lines: flags and files to a configuration."""

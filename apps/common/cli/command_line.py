@@ -1,0 +1,151 @@
+"""The command line of the apps: typed flags from a frozen dataclass, on top of a named recipe or of an earlier run."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, NoReturn, TypeVar
+
+import tyro
+
+from apps.common.cli.brief_help import help_flags
+from apps.common.cli.flags import SettingsError, as_type, changed, flag, flag_type, leaves
+from apps.common.cli.peer_flags import hints
+from apps.common.run.config_file import CONFIG_NAME, dump_config, load_config
+from apps.common.run.divergence import DivergenceError
+from apps.common.run.interrupts import noted
+from apps.common.run.run_dir import newest_run
+from engines import NonFiniteError
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[C]):
+    """What the command line of an app is made of."""
+
+    prog: str
+    kind: type[C]
+    """The app's configuration; it has the fields recipe, run_dir and resume."""
+    recipes: Mapping[str, C]
+    runs: Path
+    """Where runs are, newest last, for --resume without --run-dir."""
+    usual: str = "quickstart"
+    """The recipe where none is named."""
+    by_flag: Mapping[str, str] = field(default_factory=dict)
+    """The recipe where none is named, but this flag is given; the first that applies."""
+    owned: Mapping[str, str] = field(default_factory=dict)
+    """Fields without a flag, and what to use instead; see `apps.common.cli.flags`."""
+    types: Mapping[str, Any] = field(default_factory=dict)
+    """Fields whose flags have another type."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """Other trainers' names for our flags; see `apps.common.cli.peer_flags`."""
+    fixed: Sequence[str] = ("recipe", "model")
+    """Fields, or groups of them, that a resumed run can't change."""
+    beside: Callable[[C, C], Iterable[str]] = lambda _, __: ()
+    """What else is wrong with the values of a command line (which are not checked yet), seen beside its recipe."""
+
+    def parse(self, argv: Sequence[str]) -> C:
+        """Return the configuration that `argv` asks for.
+
+        `--recipe NAME` picks the defaults; `--resume` takes them from the run in `--run-dir`, or from the newest one
+        under `runs`. Every other flag overrides one field. `--print-config` shows the result and ends the program.
+
+        Raises:
+            SystemExit: with status 2 and a message that names the nearest valid spelling, for what can't be taken.
+            SettingsError, ValueError: values that can't be taken, all of them at once; or a run that can't be resumed.
+        """
+        user_directory()
+        default = self.default(argv)
+        self._refuse_other_names(argv, default)
+        flags = [word for word in argv if word != "--print-config"]
+        types = {"recipe": Literal[tuple(self.recipes)], **self.types}
+        kind = flag_type(self.kind, self.owned, types)
+        args, registry = help_flags(flags)
+        found = tyro.cli(kind, default=as_type(default, kind), args=args, prog=self.prog, registry=registry)
+        problems = [*self.beside(found, default)]
+        if "--resume" in argv:
+            problems += self._changes(found, default)
+        try:
+            config = as_type(found, self.kind)
+        except SettingsError as error:
+            raise SettingsError([*error.lines, *problems]) from None
+        if problems:
+            raise SettingsError(problems)
+        if len(flags) < len(argv):
+            sys.stdout.write(dump_config(config))
+            raise SystemExit(0)
+        return config
+
+    def default(self, argv: Sequence[str]) -> C:
+        """Return the recipe, or the earlier run, that the flags of `argv` are put on top of."""
+        if "--resume" in argv:
+            return self._earlier_run(_peek(argv, "--run-dir"))
+        given = {word.split("=")[0] for word in argv}
+        usual = next((recipe for flag, recipe in self.by_flag.items() if flag in given), self.usual)
+        recipe = _peek(argv, "--recipe") or usual
+        if recipe not in self.recipes:
+            near = difflib.get_close_matches(recipe, self.recipes, n=1)
+            meant = f", perhaps you meant {near[0]!r}" if near else ""
+            _refuse(f"no recipe {recipe!r}{meant}; there are {', '.join(self.recipes)}")
+        return self.recipes[recipe]
+
+    def _earlier_run(self, named: str | None) -> C:
+        directory = Path(named) if named else newest_run(self.runs)
+        if directory is None:
+            _refuse(f"nothing to resume under {self.runs}; name a run with --run-dir DIR")
+        if not (directory / CONFIG_NAME).is_file():
+            _refuse(f"nothing to resume in {directory}: it has no {CONFIG_NAME}")
+        return load_config(self.kind, directory / CONFIG_NAME)
+
+    def _refuse_other_names(self, argv: Sequence[str], default: C) -> None:
+        known = [flag(path) for path, _, _ in leaves(default) if path not in self.owned]
+        owned = {flag(path).removeprefix("--"): text.removeprefix("use ") for path, text in self.owned.items()}
+        found = hints(argv, known, {**self.peers, **owned})
+        if found:
+            _refuse("; ".join(found) + f". All flags: {self.prog} --help")
+
+    def _changes(self, config: C, default: C) -> Iterator[str]:
+        for path in changed(config, default):
+            if any(path == name or path.startswith(name + ".") for name in self.fixed):
+                yield f"{flag(path)} can't change when a run is resumed: leave it out, or start a new run"
+
+
+def user_directory() -> None:
+    """Work where the user stands: `bazel run` starts a program elsewhere and names the user's folder."""
+    directory = os.environ.get("BUILD_WORKING_DIRECTORY")
+    if directory:
+        os.chdir(directory)
+
+
+def main(run: Callable[[], Any]) -> None:
+    """Call `run`; a user's error (ValueError) ends the program with one line (`SettingsError`: several) and
+    status 2, a run that diverged with status 1, Ctrl-C with status 130."""
+    try:
+        with noted():
+            run()
+    except SettingsError as error:
+        _refuse(*error.lines)
+    except ValueError as error:
+        _refuse(str(error))
+    except (NonFiniteError, DivergenceError) as error:
+        _refuse(str(error), status=1)
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"{stop or 'stopped'}\n")
+        raise SystemExit(130) from None
+
+
+def _peek(argv: Sequence[str], name: str) -> str | None:
+    for i, word in enumerate(argv):
+        if word.startswith(name + "="):
+            return word.partition("=")[2]
+        if word == name and i + 1 < len(argv):
+            return argv[i + 1]
+    return None
+
+
+def _refuse(*messages: str, status: int = 2) -> NoReturn:
+    sys.stderr.write("".join(f"error: {' '.join(message.split())}\n" for message in messages))
+    raise SystemExit(status)

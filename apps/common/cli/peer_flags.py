@@ -1,0 +1,174 @@
+"""What the flags of other trainers are called here: TRL's and transformers' arguments, verl's dotted keys.
+
+A name is compared without its dashes and with underscores as dashes; of a dotted key the longest known ending counts
+(`actor_rollout_ref.actor.optim.lr` is known by `optim.lr`). A hint that begins with dashes is a flag of ours, any other
+is the advice itself.
+"""
+
+from collections.abc import Mapping, Sequence
+
+KL = "--objective.kl-coef, with --engine.lora.rank (the base under adapters is the reference policy)"
+ALWAYS_LOGGED = "TensorBoard events, metrics.jsonl and report.html are always written: leave it out"
+PLANNED = "micro-batches are planned by tokens: --engine.max-tokens-per-rank"
+CHAT_ONLY = "the tokenizer's own chat template is used: leave it out"
+
+COMMON: dict[str, str] = {
+    "learning-rate": "--engine.lr",
+    "optim.lr": "--engine.lr",
+    "lr": "--engine.lr",
+    "lr-scheduler-type": "--engine.lr-schedule",
+    "warmup-steps": "--engine.warmup-steps",
+    "warmup-ratio": "--engine.warmup-steps",
+    "lr-warmup-steps": "--engine.warmup-steps",
+    "weight-decay": "--engine.weight-decay",
+    "max-grad-norm": "--engine.grad-clip",
+    "clip-grad": "--engine.grad-clip",
+    "grad-clip": "--engine.grad-clip",
+    "adam-beta1": "--engine.betas",
+    "adam-beta2": "--engine.betas",
+    "adam-epsilon": "--engine.eps",
+    "bf16": "--engine.dtype bfloat16",
+    "fp16": "--engine.dtype bfloat16",
+    "torch-dtype": "--engine.dtype",
+    "dtype": "--engine.dtype",
+    "gradient-checkpointing": "--engine.gradient-checkpointing",
+    "enable-gradient-checkpointing": "--engine.gradient-checkpointing",
+    "gradient-accumulation-steps": PLANNED,
+    "micro-batch-size-per-gpu": PLANNED,
+    "ppo-micro-batch-size-per-gpu": PLANNED,
+    "max-token-len-per-gpu": "--engine.max-tokens-per-rank",
+    "ppo-max-token-len-per-gpu": "--engine.max-tokens-per-rank",
+    "max-seqlen-per-dp-cp-rank": "--engine.max-tokens-per-rank",
+    "seq-length": "--engine.max-tokens-per-rank",
+    "use-dynamic-bsz": PLANNED,
+    "ulysses-sequence-parallel-size": "--engine.context-parallel static:N",
+    "strategy": "--engine.backend",
+    "model-name-or-path": "--model",
+    "model-name": "--model",
+    "model-path": "--model",
+    "model.path": "--model",
+    "dataset-name": "--data",
+    "dataset": "--data",
+    "train-file": "--data",
+    "train-files": "--data",
+    "val-files": "--eval-data",
+    "validation-file": "--eval-data",
+    "output-dir": "--run-dir",
+    "default-local-dir": "--run-dir",
+    "experiment-name": "--run-dir",
+    "project-name": "--run-dir",
+    "max-steps": "--steps",
+    "num-train-epochs": "--steps",
+    "total-epochs": "--steps",
+    "total-training-steps": "--steps",
+    "save-steps": "--save-every",
+    "save-freq": "--save-every",
+    "eval-steps": "--eval-every",
+    "test-freq": "--eval-every",
+    "resume-from-checkpoint": "--resume",
+    "resume-mode": "--resume",
+    "num-processes": "--processes",
+    "nproc-per-node": "--processes",
+    "n-gpus-per-node": "--processes",
+    "report-to": "--tracker (TensorBoard events, metrics.jsonl and report.html are always written)",
+    "logging-steps": ALWAYS_LOGGED,
+    "trainer.logger": "--tracker (TensorBoard events, metrics.jsonl and report.html are always written)",
+    "attn-implementation": "packed attention is chosen by the engine: leave it out",
+    "use-peft": "--engine.lora.rank",
+    "lora-r": "--engine.lora.rank",
+    "lora-rank": "--engine.lora.rank",
+    "lora-alpha": "--engine.lora.alpha",
+    "lora-target-modules": "--engine.lora.targets",
+    "target-modules": "--engine.lora.targets",
+    "lora-dropout": "dropout is never applied, so the policy that is trained is the one that was scored: leave it out",
+}
+
+GRPO: dict[str, str] = COMMON | {
+    "save-total-limit": "--keep-checkpoints",
+    "max-actor-ckpt-to-keep": "--keep-checkpoints",
+    "num-generations": "--group-size",
+    "rollout.n": "--group-size",
+    "n-samples-per-prompt": "--group-size",
+    "per-device-train-batch-size": "--prompts (prompts a step, over all ranks)",
+    "train-batch-size": "--prompts",
+    "rollout-batch-size": "--prompts",
+    "ppo-mini-batch-size": "--mini-batches (how many of them, not their size)",
+    "ppo-epochs": "--epochs",
+    "num-iterations": "--epochs",
+    "max-response-length": "--sampling.max-new-tokens",
+    "max-completion-length": "--sampling.max-new-tokens",
+    "max-new-tokens": "--sampling.max-new-tokens",
+    "max-prompt-length": "--max-prompt-tokens",
+    "temperature": "--sampling.temperature",
+    "epsilon": "--objective.clip-low",
+    "epsilon-high": "--objective.clip-high",
+    "clip-ratio": "--objective.clip-low",
+    "clip-ratio-low": "--objective.clip-low",
+    "clip-ratio-high": "--objective.clip-high",
+    "clip-ratio-c": "--objective.dual-clip",
+    "loss-type": "--objective.aggregation",
+    "loss-agg-mode": "--objective.aggregation",
+    "entropy-coeff": "--objective.entropy-coef",
+    "adv-estimator": "--advantage",
+    "advantage-estimator": "--advantage",
+    "scale-rewards": "--advantage dr_grpo",
+    "norm-adv-by-std-in-grpo": "--advantage dr_grpo",
+    "beta": KL,
+    "kl-coef": KL,
+    "use-kl-loss": KL,
+    "kl-loss-coef": KL,
+    "use-kl-in-reward": KL,
+    "init-kl-coef": KL,
+    "top-p": "the trainer scores the whole vocabulary, so answers are sampled from it: leave it out",
+    "top-k": "the trainer scores the whole vocabulary, so answers are sampled from it: leave it out",
+    "use-vllm": "answers are sampled by the native engine: leave it out",
+    "vllm-mode": "answers are sampled by the native engine: leave it out",
+    "rollout.name": "answers are sampled by the native engine: leave it out",
+    "gpu-memory-utilization": "answers are sampled by the native engine: leave it out",
+    "tensor-model-parallel-size": "answers are sampled by the native engine: leave it out",
+    "reward-funcs": "--reward FILE.py:NAME",
+    "custom-reward-function.path": "--reward FILE.py:NAME",
+    "tools": "--tool FILE.py:NAME",
+    "environment-factory": "--environment FILE.py:NAME",
+}
+
+SFT: dict[str, str] = COMMON | {
+    "num-train-epochs": "--epochs",
+    "total-epochs": "--epochs",
+    "save-total-limit": "--keep-checkpoints",
+    "load-best-model-at-end": "--export best",
+    "dataset-text-field": "--text-column",
+    "prompt-key": "--prompt-column",
+    "response-key": "--completion-column",
+    "dataset-num-proc": "--data-processes",
+    "truncation-mode": "--truncation",
+    "completion-only-loss": "of a prompt with its completion the completion alone is trained, always: leave it out",
+    "per-device-train-batch-size": "--batch-size (conversations a step, over all ranks)",
+    "train-batch-size": "--batch-size",
+    "max-length": "--max-tokens",
+    "max-seq-length": "--max-tokens",
+    "messages-key": "--messages-column",
+    "assistant-only-loss": "only the assistant's tokens are trained, always: leave it out",
+    "packing": "batches are packed unless --engine.batching says padded: leave it out",
+}
+
+
+def hints(argv: Sequence[str], known: Sequence[str], table: Mapping[str, str]) -> list[str]:
+    """Return one line for each word of `argv` that is another trainer's name: what to write instead. `known`: our
+    flags."""
+    found: list[str] = []
+    for word in argv:
+        name = word.partition("=")[0]
+        is_flag, is_key = name.startswith("--"), "=" in word and "." in name
+        if not (is_flag or is_key) or name.replace("_", "-") in known:
+            continue
+        hint = _lookup(name, table)
+        if hint is not None:
+            found.append(f"{name} is {hint} here" if hint.startswith("--") else f"{name}: {hint}")
+    return list(dict.fromkeys(found))
+
+
+def _lookup(name: str, table: Mapping[str, str]) -> str | None:
+    parts = name.removeprefix("++").removeprefix("+").lstrip("-").replace("_", "-").split(".")
+    endings = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((table[ending] for ending in endings if ending in table), None)

@@ -1,0 +1,317 @@
+"""Settings of runs over many devices: pools, rollout, schedule, offload, media. Defaults are one process; how the
+model is spread over training ranks is the engine's (`engines.EngineConfig`)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from apps.common.vllm_arguments import FLAG, vllm_arguments
+
+Placement = Literal["colocated", "separate"]
+Sampler = Literal["native", "vllm", "openai"]
+Admit = Literal["rounds", "any_step"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+SamplerDevice = Literal["auto", "cpu"]
+WeightTransport = Literal["auto", "objects", "gloo", "nccl", "hccl"]
+Mode = Literal["sync", "one_step_off", "fully_async"]
+AHEAD = 0.5
+"""Share of a window that fully_async samples ahead unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Which machines there are. `--processes` is the number of ranks on each."""
+
+    nodes: int = 1
+    """Machines that train."""
+    placement: Placement = "colocated"
+    """Training and sampling take turns on the same devices, or each has its own."""
+    rollout_nodes: int = 0
+    """Machines that sample, where the placement is "separate"."""
+    device_memory_gib: float | None = None
+    """Memory of a device; the plan holds weights, gradients and optimizer states against it."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, each beginning with a field's name."""
+        found = [
+            *_other(self, "placement", Placement),
+            *_below(self, 1, "nodes"),
+            *_below(self, 0, "rollout_nodes"),
+        ]
+        if self.device_memory_gib is not None and not 0 < self.device_memory_gib < 4096:
+            found.append(f"device_memory_gib must lie between 0 and 4096, got {self.device_memory_gib}")
+        yield from found
+        if not found and (self.placement == "separate") != (self.rollout_nodes > 0):
+            yield 'placement "separate" needs rollout_nodes above 0, and "colocated" has none of its own'
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """The sampling engine and its spread over devices."""
+
+    engine: Sampler = "native"
+    """"native" samples with the training framework itself; "openai", a server, can't take a run's weights."""
+    tp: int = 1
+    """Workers that share each matrix."""
+    dp: int = 1
+    """Copies of the model in one engine."""
+    copies_per_device: int = 1
+    """Copies (dp) that share a device, each a process that takes a memory_share of its own: for a model so small that
+    the device waits for the processor's work on each step of vLLM."""
+    ep: int = 1
+    """Whole experts are dealt to the tp workers of each copy, to all tp x dp workers, or to none (1)."""
+    memory_share: float = 0.0
+    """Share of device memory that the engine takes for weights and cache; 0 leaves it to the engine."""
+    max_model_tokens: int | None = None
+    """Longest sequence that the engine accepts; without it prompt and response together."""
+    max_batched_tokens: int | None = None
+    """Tokens of one forward pass of the engine."""
+    chunked_prefill: bool = False
+    prefix_cache: bool = False
+    cuda_graph_sizes: tuple[int, ...] = ()
+    """Batch sizes whose decoding is captured as graphs."""
+    ray_workers: int = 0
+    """Samplers in actors of a Ray cluster, in place of the run's own process; 0 leaves Ray alone."""
+    ray_cpus: float = 1.0
+    """Processors that each of them has to itself."""
+    ray_gpus: float | None = None
+    """CUDA devices that each of them has to itself. Without it, where samplers compute on CUDA, as many as its engine
+    spans: 1, or vLLM's tp x dp; on a CPU none. A cluster that the run starts hands out those that no rank trains on."""
+    ray_address: str | None = None
+    """The cluster's HOST:PORT; without it $RAY_ADDRESS, else one of this machine that lives as long as the run."""
+    weight_transport: WeightTransport = "auto"
+    """What new weights reach Ray's samplers through. "objects": Ray's store, in host memory, once a machine. "gloo": a
+    broadcast over sockets, from host memory to host memory. "nccl": a broadcast from the trainer's CUDA device to that
+    of each sampler. "auto": "nccl" where all of them have CUDA devices of their own on this machine, else "objects".
+    Beyond this machine a broadcast's sockets have no secret, unlike Ray's. "hccl" (NPUs): nobody has run it."""
+    admit: Admit | None = None
+    """When the native engine lets a request begin: beside whatever runs ("any_step"), or with all that were asked while
+    the last ones ran ("rounds"), in which equal runs give equal bits. Without it in rounds, fully_async at any step."""
+    dtype: Dtype = "auto"
+    """What vLLM computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
+    max_requests: int | None = None
+    """Requests that vLLM decodes together."""
+    weights_on_device: bool = False
+    """Hand vLLM new weights through two sets of them in the memory of the CUDA device that it shares with training, in
+    place of two in host memory: sooner, for models small beside the device."""
+    vllm: tuple[str, ...] = ()
+    """Further engine arguments of vLLM, as NAME=VALUE (block_size=32); one that it does not have is refused."""
+    sleep: bool = False
+    """vLLM gives back the memory of its weights and caches while the devices that it shares train; new weights wait
+    where they are staged (mode sync). With --cluster.offload training gives back its own while answers are sampled."""
+    device: SamplerDevice = "auto"
+    """What vLLM computes on; "auto": what training has. "cpu", beside any device that trains: new weights pass through
+    host memory either way."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, most of which begin with a field's name."""
+        counts = ("tp", "dp", "copies_per_device", "ep", "max_model_tokens", "max_batched_tokens", "max_requests")
+        found = [*_below(self, 1, *counts), *_below(self, 0, "ray_workers"), *self._out_of_range()]
+        # what is wrong together may follow from a value that is wrong alone: that is told first
+        yield from found or self._beside_each_other()
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Fields that can't have their value, whatever the others have."""
+        for name, choices in (("engine", Sampler), ("dtype", Dtype), ("device", SamplerDevice)):
+            yield from _other(self, name, choices)
+        if self.admit is not None:
+            yield from _other(self, "admit", Admit)
+        try:
+            vllm_arguments(self.vllm)
+        except ValueError as error:
+            yield str(error)
+        if not 0 < self.ray_cpus < float("inf"):
+            yield f"ray_cpus must be above 0 and finite, got {self.ray_cpus}"
+        if self.ray_gpus is not None and not 0 <= self.ray_gpus < float("inf"):
+            yield f"ray_gpus must be at least 0 and finite, got {self.ray_gpus}"
+        yield from _other(self, "weight_transport", WeightTransport)
+        if self.weight_transport == "hccl":
+            yield 'weight_transport "hccl": nobody has run weights between NPUs; use "objects" or "gloo"'
+        if self.ray_address is not None and not self.ray_address.strip():
+            yield "ray_address is empty: leave it out"
+        if not 0 <= self.memory_share < 1:
+            yield f"memory_share must lie in [0, 1), got {self.memory_share}"
+        if any(size < 1 for size in self.cuda_graph_sizes):
+            yield f"cuda_graph_sizes must be at least 1 each, got {self.cuda_graph_sizes}"
+
+    def _beside_each_other(self) -> Iterator[str]:
+        """Fields that can't have their values together."""
+        if self.vllm and self.engine != "vllm":
+            yield f"{FLAG} has no effect with engine {self.engine!r}: leave it out, or use engine 'vllm'"
+        idle = {"ray_cpus": 1.0, "ray_gpus": None, "ray_address": None, "weight_transport": "auto"}
+        if not self.ray_workers and (said := [name for name, usual in idle.items() if getattr(self, name) != usual]):
+            yield f"{', '.join(said)}: no effect without ray_workers, say how many"
+        if self.weight_transport == "nccl" and self.ray_gpus is not None and self.ray_gpus < 1:
+            yield f'weight_transport "nccl" needs a whole device for each sampler, and ray_gpus is {self.ray_gpus}'
+        if self.ep not in (1, self.tp, self.tp * self.dp):
+            sizes = f"1, tp = {self.tp} or tp x dp = {self.tp * self.dp}"
+            yield f"rollout ep must be {sizes}, got {self.ep}: set it to {self.tp * self.dp}"
+        if self.copies_per_device > 1:
+            yield from self._shared_devices()
+
+    def _shared_devices(self) -> Iterator[str]:
+        """Yield what copies that share a device can't be."""
+        each = self.copies_per_device
+        if self.dp % each:
+            yield (
+                f"{self.dp} copies do not fill devices of {each} each (--cluster.rollout.copies-per-device): make "
+                f"--cluster.rollout.dp a multiple of {each}"
+            )
+        if each * self.memory_share >= 1:
+            yield (
+                f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower "
+                f"--cluster.rollout.memory-share below {1 / each:.2g}"
+            )
+
+    @property
+    def experts_over_copies(self) -> bool:
+        """Whether each copy has a part of the experts, over the workers of all."""
+        return self.ep > self.tp
+
+    @property
+    def devices(self) -> int:
+        """That one engine spans."""
+        return self.tp * self.dp // self.copies_per_device
+
+    def ranks_each(self, ranks: int) -> int:
+        """Return of `ranks` training ranks, those that sample through one engine, as it spans their devices, or one
+        pool."""
+        if self.ray_workers:
+            return ranks
+        return min(self.devices, ranks) if self.engine == "vllm" else 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who waits for whom between sampling and training."""
+
+    mode: Annotated[Mode, tyro.conf.arg(aliases=["--schedule"])] = "sync"
+    """Sampling then training; training on the batch before; or a queue between the two."""
+    staleness_threshold: float | None = None
+    """Share of a step's samples that may come from older weights (fully_async); without it 0.5. 0 samples nothing
+    ahead, and training and sampling take turns."""
+    parameter_sync_step: int = 1
+    """Optimizer steps between two transfers of weights (fully_async)."""
+    required_batches: int = 1
+    """Mini-batches of prompts that an optimizer step waits for (fully_async)."""
+    partial_rollout: bool | None = None
+    """Interrupt generation for new weights and go on with the same tokens (fully_async, which does unless this is
+    False: new weights then wait until nothing is sampled)."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Yield texts of all that is wrong, each beginning with a field's name."""
+        found = [*_other(self, "mode", Mode), *_below(self, 1, "parameter_sync_step", "required_batches")]
+        if not 0 <= self.stale_share < 100:
+            found.append(f"staleness_threshold must lie in [0, 100), got {self.staleness_threshold}")
+        yield from found
+        queue = (self.stale_share, self.parameter_sync_step, self.required_batches, self.interrupts)
+        if not found and self.mode != "fully_async" and queue != (0.0, 1, 1, False):
+            yield (
+                "staleness_threshold, parameter_sync_step, required_batches and partial_rollout have no effect with "
+                f"mode {self.mode!r}: use mode 'fully_async'"
+            )
+
+    @property
+    def stale_share(self) -> float:
+        """`staleness_threshold` as it holds: where nothing is said, a fully asynchronous run samples ahead."""
+        if self.staleness_threshold is not None:
+            return self.staleness_threshold
+        return AHEAD if self.mode == "fully_async" else 0.0
+
+    @property
+    def interrupts(self) -> bool:
+        """`partial_rollout` as it holds: where nothing is said, a fully asynchronous run does not wait for answers."""
+        return self.mode == "fully_async" if self.partial_rollout is None else self.partial_rollout
+
+    @property
+    def correction(self) -> Literal["none", "mask"]:
+        """Off-policy weights where nothing is said: "mask" where a queue of answers is sampled ahead of training."""
+        return "mask" if self.mode == "fully_async" and self.stale_share > 0 else "none"
+
+
+@dataclass(frozen=True)
+class Media:
+    """What samples hold beyond text."""
+
+    images_column: str | None = None
+    """Column of a file of rows that holds images, one or a list; without it the column "images", where there is one."""
+
+    def __post_init__(self) -> None:
+        if self.images_column == "":
+            raise ValueError("images_column must name a column, or be left out")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything that a run on one process does without."""
+
+    pools: Pools = field(default_factory=Pools)
+    rollout: RolloutLayout = field(default_factory=RolloutLayout)
+    schedule: Schedule = field(default_factory=Schedule)
+    offload: bool = False
+    """Keep training's weights, gradients and optimizer states in host memory while answers are sampled (mode sync)."""
+    media: Media = field(default_factory=Media)
+    environment: tuple[str, ...] = ()
+    """Environment variables that the recipe owns, as NAME=value; set before anything is imported."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Return texts of all that is wrong beside the parts."""
+        return self.out_of_range()
+
+    def out_of_range(self) -> Iterator[str]:
+        """Yield the same, which hangs together with no part."""
+        names = [entry.partition("=")[0] for entry in self.environment]
+        for entry, name in zip(self.environment, names, strict=True):
+            if "=" not in entry or not name.isidentifier() or not entry.isascii() or " " in entry:
+                yield f"environment entries are NAME=value without blanks, got {entry!r}"
+        if len(set(names)) < len(names):
+            yield f"environment names a variable twice: {', '.join(names)}"
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    if found := "; ".join(problems):
+        raise ValueError(found)
+
+
+def _below(config: Any, least: int, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            yield f"{name} must be at least {least}, got {value}"
+
+
+def _other(config: Any, name: str, choices: Any) -> Iterator[str]:
+    value = getattr(config, name)
+    if value not in get_args(choices):
+        yield f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}"
+
+
+def changed_fields(cluster: Cluster) -> list[str]:
+    """Return dotted names of the fields that are not at their defaults, in order of definition."""
+    return _changed(cluster, Cluster(), "")
+
+
+def _changed(config: Any, default: Any, prefix: str) -> list[str]:
+    found: list[str] = []
+    for item in fields(config):
+        value, usual = getattr(config, item.name), getattr(default, item.name)
+        name = prefix + item.name
+        if is_dataclass(value):
+            found += _changed(value, usual, f"{name}.")
+        elif value != usual:
+            found.append(name)
+    return found

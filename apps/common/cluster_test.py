@@ -1,0 +1,140 @@
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from apps.common.cluster import (
+    Cluster,
+    Media,
+    Pools,
+    RolloutLayout,
+    Schedule,
+    changed_fields,
+)
+from apps.common.run.config_file import dump_config, load_config
+from apps.common.vllm_arguments import INSTEAD, vllm_arguments
+from rollout.vllm.settings.arguments import OWNED
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Pools(nodes=0), "nodes must be at least 1"),
+        (lambda: Pools(placement="apart"), "one of 'colocated', 'separate'"),  # type: ignore[arg-type]
+        (lambda: Pools(placement="separate"), "rollout_nodes above 0"),
+        (lambda: Pools(rollout_nodes=2), "colocated"),
+        (lambda: Pools(device_memory_gib=float("nan")), "device_memory_gib"),
+        (lambda: RolloutLayout(engine="sglang"), "one of 'native', 'vllm'"),  # type: ignore[arg-type]
+        (lambda: RolloutLayout(memory_share=1.0), "memory_share"),
+        (lambda: RolloutLayout(tp=2, ep=4), "set it to 2"),
+        (lambda: RolloutLayout("vllm", dp=3, copies_per_device=2), "--cluster.rollout.dp a multiple of 2"),
+        (lambda: RolloutLayout("vllm", dp=2, copies_per_device=2, memory_share=0.5), "memory-share below 0.5"),
+        (lambda: RolloutLayout(cuda_graph_sizes=(8, 0)), "at least 1 each"),
+        (lambda: RolloutLayout(ray_workers=-1), "ray_workers must be at least 0"),
+        (lambda: RolloutLayout(ray_workers=1, ray_cpus=0), "ray_cpus must be above 0"),
+        (lambda: RolloutLayout(ray_workers=1, ray_cpus=float("nan")), "ray_cpus must be above 0"),
+        (lambda: RolloutLayout(ray_workers=1, ray_address=" "), "ray_address is empty"),
+        (lambda: RolloutLayout(ray_address="head:6379"), "no effect without ray_workers"),
+        (lambda: RolloutLayout(ray_cpus=0.5), "no effect without ray_workers"),
+        (lambda: RolloutLayout(ray_gpus=1), "ray_gpus: no effect without ray_workers"),
+        (lambda: RolloutLayout(weight_transport="gloo"), "weight_transport: no effect without ray_workers"),
+        (lambda: RolloutLayout(ray_workers=1, ray_gpus=-1), "ray_gpus must be at least 0"),
+        (lambda: RolloutLayout(ray_workers=1, weight_transport="hccl"), "nobody has run weights between NPUs"),
+        (
+            lambda: RolloutLayout(ray_workers=1, weight_transport=cast(Any, "tcp")),
+            "weight_transport must be one of 'auto', 'objects', 'gloo', 'nccl', 'hccl', got 'tcp'",
+        ),
+        (
+            lambda: RolloutLayout(ray_workers=2, ray_gpus=0.5, weight_transport="nccl"),
+            "needs a whole device for each sampler, and ray_gpus is 0.5",
+        ),
+        (lambda: RolloutLayout(dtype="float8"), "dtype must be one of 'auto'"),  # type: ignore[arg-type]
+        (lambda: RolloutLayout(max_requests=0), "max_requests must be at least 1"),
+        (lambda: RolloutLayout(vllm=("block_size=32",)), "no effect with engine 'native'"),
+        (lambda: RolloutLayout("vllm", vllm=("block_size",)), "not NAME=VALUE, such as block_size=32"),
+        (lambda: RolloutLayout("vllm", vllm=("block_size=1", "block_size=2")), "names block_size twice"),
+        (lambda: RolloutLayout("vllm", vllm=("model=there",)), "can't hold model: use --model"),
+        (lambda: RolloutLayout("vllm", vllm=("tensor_parallel_size=2",)), "use --cluster.rollout.tp"),
+        (lambda: RolloutLayout("vllm", vllm=("enforce_eager=false",)), "enforce_eager: use --cluster.rollout.cuda"),
+        (lambda: Schedule(mode="later"), "one of 'sync'"),  # type: ignore[arg-type]
+        (lambda: Schedule(staleness_threshold=0.5), "use mode 'fully_async'"),
+        (lambda: Schedule(mode="one_step_off", partial_rollout=True), "use mode 'fully_async'"),
+        (lambda: Schedule(mode="fully_async", staleness_threshold=-1), "staleness_threshold"),
+        (lambda: Media(images_column=""), "must name a column"),
+        (lambda: Cluster(environment=("A B=1",)), "NAME=value"),
+        (lambda: Cluster(environment=("A",)), "NAME=value"),
+        (lambda: Cluster(environment=("A=1", "A=2")), "twice"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_where_they_are_made(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_fully_async_samples_ahead_and_interrupts_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    ahead, told = Schedule("fully_async"), Schedule("fully_async", 0.0, partial_rollout=False)
+    assert (ahead.stale_share, ahead.interrupts) == (0.5, True)
+    assert (told.stale_share, told.interrupts) == (0.0, False)
+    for mode in ("sync", "one_step_off"):
+        assert (Schedule(mode).stale_share, Schedule(mode).interrupts) == (0.0, False)
+        assert Schedule(mode).correction == "none"
+    assert (ahead.correction, told.correction) == ("mask", "none")
+    path = tmp_path / "config.json"
+    path.write_text(dump_config(Schedule()).replace("null", "0.0", 1).replace("null", "false", 1))
+    assert load_config(Schedule, path).stale_share == 0  # a run's file that says what it does is read
+
+
+FULL = Cluster(
+    pools=Pools(nodes=4, placement="separate", rollout_nodes=2, device_memory_gib=80),
+    rollout=RolloutLayout(
+        *("vllm", 2, 2, 2, 4, 0.3, 4096, 1024, True, True, (1, 2), 2, 0.5, 2.0, "head:6379", "gloo", "any_step"),
+        *("bfloat16", 8, True, ("block_size=32", "kv_cache_dtype=auto"), True, "cpu"),
+    ),
+    schedule=Schedule("fully_async", 0.5, 2, 2, True),
+    offload=True,
+    media=Media("images"),
+    environment=("A=1",),
+)
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name
+
+
+def test_every_argument_that_the_library_owns_is_refused_with_what_the_app_has_instead() -> None:
+    for name in OWNED | INSTEAD:
+        with pytest.raises(ValueError, match=f"can't hold {name}: ") as refusal:
+            vllm_arguments([f"{name}=1"])
+        assert "Config" not in str(refusal.value)
+    flags = {text.removeprefix("use --cluster.rollout.") for text in INSTEAD.values() if "--cluster.rollout" in text}
+    assert flags <= {item.name.replace("_", "-") for item in fields(RolloutLayout)}
+    assert vllm_arguments(["block_size=32", "a=b=c", "b=[1]"]) == {"block_size": 32, "a": "b=c", "b": [1]}
+
+
+def test_changes_are_found_by_name_and_there_are_none_in_the_default() -> None:
+    assert changed_fields(Cluster()) == []
+    assert set(changed_fields(FULL)) == set(leaves(Cluster()))
+    assert changed_fields(replace(Cluster(), pools=Pools(nodes=2))) == ["pools.nodes"]
+
+
+def test_it_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(dump_config(FULL))
+    assert load_config(Cluster, path) == FULL
+
+
+def test_all_that_is_wrong_with_a_sampler_is_told_at_once_and_what_follows_from_it_is_not() -> None:
+    with pytest.raises(ValueError, match="tp must be at least 1, got 0") as refusal:
+        RolloutLayout(tp=0, dp=0, ep=3, memory_share=2.0)
+    reasons = str(refusal.value).split("; ")
+    assert [reason.split()[0] for reason in reasons] == ["tp", "dp", "memory_share"]
+    with pytest.raises(ValueError, match="ep must be 1, tp = 2") as refusal:
+        RolloutLayout(tp=2, ep=3, ray_cpus=2.0)
+    assert "ray_cpus: no effect without ray_workers" in str(refusal.value)

@@ -1,0 +1,1 @@
+"""Files to prompts, tokenizers and model directories."""

@@ -1,0 +1,19 @@
+"""How a run's model sees images."""
+
+from pathlib import Path
+
+from engines import EngineConfig
+from engines.media.image_reader import ImageReader
+from rollout.chat.images import Pictures
+
+
+def pictures_of(engine: EngineConfig, model: Path | None) -> Pictures | None:
+    """Return how images are read for the model in a directory; None where it is trained on text alone.
+
+    Raises:
+        ValueError: the directory does not say how its model cuts pictures into patches.
+    """
+    if engine.vision == "off" or model is None:
+        return None
+    reader = ImageReader.of(model)
+    return Pictures(reader, reader.numbers, reader.merge_size)

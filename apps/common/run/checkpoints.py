@@ -1,0 +1,41 @@
+"""Numbered checkpoints of a run folder: what was saved, in which order, the last whole one, and which ones are kept."""
+
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d+)")
+_DELETED = ".deleted"
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Return where the checkpoint after `step` steps is kept."""
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def last_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
+    """Return the highest numbered checkpoint and its step; None where there is none. Unfinished ones have another
+    name."""
+    return max(_whole(run_dir), default=None)
+
+
+def delete_old_checkpoints(run_dir: Path, keep: int) -> list[Path]:
+    """Delete all checkpoints but the last one and the `keep` before it; the paths that are gone.
+
+    Each is renamed before its files go, so that a kill leaves no half of a checkpoint under a checkpoint's name; what
+    an earlier kill left behind goes too.
+    """
+    old = [path for _, path in sorted(_whole(run_dir))][: -(keep + 1)]
+    for path in old:
+        path.rename(path.with_name(path.name + _DELETED))
+    for path in (run_dir / "checkpoints").glob(f"step-*{_DELETED}"):
+        shutil.rmtree(path)
+    return old
+
+
+def _whole(run_dir: Path) -> list[tuple[int, Path]]:
+    return [
+        (int(match[1]), path)
+        for path in (run_dir / "checkpoints").glob("step-*")
+        if path.is_dir() and (match := _NAME.fullmatch(path.name))
+    ]

@@ -1,0 +1,19 @@
+import pytest
+
+from apps.common.run.ranks import from_rank_0, gather_lists, rank_and_world, ranks_of_node
+
+
+def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks_of_node(3, 2) == 3
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert ranks_of_node(1, 1) == 8
+    assert ranks_of_node(1, 2) == 4
+    with pytest.raises(ValueError, match=r"8 ranks, which 3 nodes.*--cluster\.pools\.nodes"):
+        ranks_of_node(1, 3)
+
+
+def test_without_a_group_there_is_one_rank() -> None:
+    assert rank_and_world() == (0, 1)
+    assert gather_lists([1, 2]) == [1, 2]
+    assert from_rank_0("x") == "x"

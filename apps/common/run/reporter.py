@@ -1,0 +1,111 @@
+"""A run's log on rank 0 and silence on the others, so that the loops need not ask who they are."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from apps.common.run.interrupts import held, pressed
+from apps.common.run.ranks import rank_and_world
+from apps.common.run.run_dir import how_to_go_on
+from runlog import Progress, RunLog, read_metrics, start_tracker, write_report
+from runlog.report import flat_config
+
+
+class Reporter:
+    """Metrics, episodes and live progress of a loop of `total` steps; a context manager.
+
+    `resume_step`: None for a new run; for a resumed one the steps that its checkpoint holds. Rows of later steps are
+    dropped, and with 0 every row is: that run begins anew. `trackers`: names of `runlog.TRACKERS` that are told too.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        total: int,
+        label: str,
+        resume_step: int | None = None,
+        trackers: Sequence[str] = (),
+    ) -> None:
+        self.run_dir = run_dir
+        keep_until = -1 if resume_step == 0 else resume_step
+        self._log: RunLog | None = None
+        if rank_and_world()[0] == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            flat, resume = dict(flat_config(config)), resume_step is not None
+            with held():
+                started = [start_tracker(name, label, run_dir, flat, resume) for name in trackers]
+            self._log = RunLog(run_dir, config, keep_until, trackers=started)
+        self._total, self._label, self._start = total, label, resume_step or 0
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> "Reporter":
+        if self._log is not None:
+            try:
+                with held():
+                    self._stack.enter_context(self._log)
+                    progress = self._log.progress(self._total, self._label, start=self._start)
+                    self._progress = self._stack.enter_context(progress)
+            except BaseException:
+                self._stack.close()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with held():
+            self._stack.__exit__(kind, error, trace)
+
+    def step(self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, float | int | str]) -> None:
+        """Log one row of metrics; `shown` is what the progress line says. Raise a KeyboardInterrupt that got lost."""
+        with held():
+            if self._log is not None and self._progress is not None:
+                self._log.metrics(step, metrics)
+                self._progress.update(step, shown)
+
+    def live(self, values: Mapping[str, float | int | str]) -> None:
+        """Show what goes on within a step, until its row is logged."""
+        if self._progress is not None:
+            self._progress.tell(values)
+
+    def episode(self, episode: Mapping[str, Any]) -> None:
+        """Log one sampled episode for the report's browser."""
+        if self._log is not None:
+            self._log.episode(episode)
+
+    def note(self, text: str) -> None:
+        """Print a line above the progress."""
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def close(self, rows: Iterable[Sequence[Any]], title: str) -> None:
+        """Write the report and print the closing table with the paths, after the loop."""
+        if self._log is not None:
+            write_report(self.run_dir)
+            self._log.summary_table(rows, title)
+
+
+@contextmanager
+def stoppable(run_dir: Path, *folders: Path) -> Iterator[None]:
+    """Around a run: whatever stops it, the rows so far become a report, and Ctrl-C says how to go on.
+
+    `folders`: where rows may be besides `run_dir`, such as those of a warm start. An error that Ctrl-C caused somewhere
+    below (a library may turn it into its own) counts as Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: with a text for the user.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if rank_and_world()[0] == 0:
+            for folder in (run_dir, *folders):
+                if read_metrics(folder):
+                    write_report(folder)
+        if pressed() or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(how_to_go_on(run_dir)) from None
+        raise

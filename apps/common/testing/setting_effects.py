@@ -1,0 +1,208 @@
+"""Does every setting do something? One field is changed, and what a run leaves behind must change too.
+
+A field that a run shows no sign of is an option without effect: it wants a refusal, or to be deleted. What counts:
+
+1. The change is refused with a ValueError that names the field or its flag: fine.
+2. Otherwise two small runs, one with the field as it was and one with the change, must differ in what they log (but for
+   the clock), the files they leave, the weights they export, or the error they end with.
+3. Otherwise they must differ in the operations that they carry out on tensors (memory is traded for time by some).
+"""
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, is_dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apps.common.cli.flags import flag, leaves
+
+C = TypeVar("C")
+CLOCK = ("time", "tokens_per_second", "weights/pause_ms", "weights/staging_ms", "weights/link_share")
+NOT_COMPARED = {"config.json", "report.html", "tensorboard"}  # these hold every setting, or the clock
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of a field, and other fields that both runs have changed so that it can matter."""
+
+    value: Any
+    both: Mapping[str, Any] = field(default_factory=dict)
+
+
+def put(config: C, path: str, value: Any) -> C:
+    """Return the configuration with one field changed, by its dotted path."""
+    name, _, rest = path.partition(".")
+    return replace(config, **{name: put(getattr(config, name), rest, value) if rest else value})  # type: ignore[type-var]
+
+
+def put_all(config: C, values: Mapping[str, Any]) -> C:
+    """Return the configuration with several fields changed."""
+    for path, value in values.items():
+        config = put(config, path, value)
+    return config
+
+
+def another(kind: type, path: str, value: Any) -> Any:
+    """Return some other value of a field's type: the next choice, the other truth, twice the number, some value for
+    None.
+
+    Raises:
+        ValueError: the type has none that can be guessed.
+    """
+    name, _, rest = path.partition(".")
+    hint = get_type_hints(kind)[name]
+    if rest and is_dataclass(hint):
+        return another(hint, rest, value)  # type: ignore[arg-type]
+    if value is None:
+        (hint,) = set(get_args(hint)) - {NoneType}
+        if get_origin(hint) is not Literal:
+            return {int: 2, float: 0.5, str: "other", bool: False}[hint]
+        value = get_args(hint)[-1]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return choices[(choices.index(value) + 1) % len(choices)]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 1
+    raise ValueError(f"give another value for {path}: none can be guessed from {value!r}")
+
+
+def effect(
+    run: Callable[[C], Any], base: C, path: str, change: Change, folder: Path, known: dict[C, dict[str, Any]]
+) -> str:
+    """Return in a word, what changing `path` does: "refused", or the first thing in which the two runs differ.
+
+    `run` is given configurations whose `run_dir` is set. `known` keeps what unchanged runs left behind, for the next
+    call.
+
+    Raises:
+        AssertionError: nothing differs, or the refusal does not say which field it is about.
+    """
+    base = put_all(base, change.both)
+    refusal: str | None = None
+    try:
+        changed = put(base, path, change.value)
+        new = outcome(run, put(changed, "run_dir", folder / "changed"))
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is not None:
+        names = (flag(path), path.rpartition(".")[2])
+        assert any(name in refusal for name in names), f"{path}: the refusal names neither of {names}: {refusal}"
+        return "refused"
+    if base not in known:
+        known[base] = outcome(run, put(base, "run_dir", folder / "base"))
+    different = [name for name, left in known[base].items() if left != new[name]]
+    if different:
+        return different[0]
+    counts = [
+        operations(run, put(config, "run_dir", folder / f"counted-{name}"))
+        for name, config in (("base", base), ("changed", changed))
+    ]
+    assert counts[0] != counts[1], f"{flag(path)} {change.value!r} has no effect: refuse it, or delete it"
+    return "operations"
+
+
+@dataclass(frozen=True)
+class Sweep(Generic[C]):
+    """All settings of an app, to be changed one at a time.
+
+    `base`: small and quick, with something for every setting to act on. `left_out`: paths that have no flag, or that
+    another test changes. `changes`: values where the next choice, the other truth or twice the number would not do.
+    """
+
+    run: Callable[[C], Any]
+    base: C
+    left_out: Set[str]
+    changes: Mapping[str, Change]
+    known: dict[C, dict[str, Any]] = field(default_factory=dict)
+
+    def paths(self) -> list[str]:
+        """Return every setting but those left out and those of `data` and `own`, which decide what is asked or
+        imitated."""
+        paths = {path for path in field_paths(self.base) if not path.startswith(("data.", "own."))} - self.left_out
+        unknown = set(self.changes) - paths
+        assert not unknown, f"the table names fields that are not there: {unknown}"
+        return sorted(paths)
+
+    def equal_runs(self, folder: Path) -> dict[str, Any]:
+        """Return what two runs with equal settings leave behind; if they differed, every change would seem to do
+        something."""
+        one, two = (outcome(self.run, put(self.base, "run_dir", folder / name)) for name in ("one", "two"))
+        assert one == two
+        self.known[self.base] = one
+        return one
+
+    def effect(self, path: str, folder: Path) -> str:
+        """Return what changing one setting does; see `effect`."""
+        value = functools.reduce(getattr, path.split("."), self.base)
+        change = self.changes[path] if path in self.changes else Change(another(type(self.base), path, value))
+        return effect(self.run, self.base, path, change, folder, self.known)
+
+
+def outcome(run: Callable[[C], Any], config: C) -> dict[str, Any]:
+    """Return what a run leaves behind, by name. A ValueError is a refusal and passes through."""
+    run_dir: Path = config.run_dir  # type: ignore[attr-defined]
+    ended = "well"
+    try:
+        run(config)
+    except (RuntimeError, ArithmeticError) as error:
+        ended = type(error).__name__
+    files = {
+        str(path.relative_to(run_dir)): path
+        for path in sorted(run_dir.rglob("*"))
+        if path.is_file() and not NOT_COMPARED & set(path.relative_to(run_dir).parts)
+    }
+    return {
+        "ended": ended,
+        "metrics": [_without_clock(row) for path in _called("metrics.jsonl", files) for row in _lines(path)],
+        "episodes": [row for path in _called("episodes.jsonl", files) for row in _lines(path)],
+        "weights": {name: _digest(path) for name, path in files.items() if path.suffix == ".safetensors"},
+        "files": list(files),
+    }
+
+
+def operations(run: Callable[[C], Any], config: C) -> Counter[str]:
+    """Return how often a run carries out each operation on tensors, in this thread."""
+    with _Counted() as counted:
+        run(config)
+    result: Counter[str] = counted.found
+    return result
+
+
+def field_paths(config: Any) -> list[str]:
+    """Return the dotted paths of all fields."""
+    return [path for path, _, _ in leaves(config)]
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _called(name: str, files: Mapping[str, Path]) -> list[Path]:
+    return [path for path in files.values() if path.name == name]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _without_clock(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(CLOCK)}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()

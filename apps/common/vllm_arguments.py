@@ -1,0 +1,45 @@
+"""Engine arguments of vLLM from the command line: those that the project sets have flags of their own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from apps.common.named_values import named_values
+from rollout.vllm.settings.arguments import OWNED
+
+FLAG = "--cluster.rollout.vllm"
+INSTEAD = {
+    "aux_output_config": "use --engine.routing-replay",
+    "compilation_config": "use --cluster.rollout.cuda-graph-sizes",
+    "cudagraph_capture_sizes": "use --cluster.rollout.cuda-graph-sizes",
+    "data_parallel_size": "use --cluster.rollout.dp",
+    "dtype": "use --cluster.rollout.dtype",
+    "distributed_executor_backend": "use --cluster.rollout.tp",
+    "enable_chunked_prefill": "use --cluster.rollout.chunked-prefill",
+    "enable_expert_parallel": "use --cluster.rollout.ep",
+    "enable_prefix_caching": "use --cluster.rollout.prefix-cache",
+    "enable_return_routed_experts": "use --engine.routing-replay",
+    "enable_sleep_mode": "use --cluster.rollout.sleep",
+    "enforce_eager": "use --cluster.rollout.cuda-graph-sizes",
+    "gpu_memory_utilization": "use --cluster.rollout.memory-share",
+    "max_model_len": "use --cluster.rollout.max-model-tokens",
+    "max_num_batched_tokens": "use --cluster.rollout.max-batched-tokens",
+    "max_num_seqs": "use --cluster.rollout.max-requests",
+    "model": "use --model",
+    "seed": "use --seed",
+    "tensor_parallel_size": "use --cluster.rollout.tp",
+}
+"""What stands for an engine argument here; for others the reason of `rollout.vllm.settings.arguments.OWNED` holds."""
+
+
+def vllm_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE words as vLLM's engine arguments by name; a value that is JSON is read as such.
+
+    Raises:
+        ValueError: a word has another shape, a name comes twice, or the project sets it; the text has the flag.
+    """
+    found = named_values(FLAG, words, "block_size=32")
+    reasons = OWNED | INSTEAD
+    for name in found:
+        if name in reasons:
+            raise ValueError(f"{FLAG} can't hold {name}: {reasons[name]}")
+    return found

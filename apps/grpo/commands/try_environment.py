@@ -1,0 +1,157 @@
+"""Play a few episodes before training, with the settings that a run would have, and show all of each:
+
+bazel run //apps/grpo:try -- --environment FILE.py:NAME --model DIR
+
+Every flag of the grpo app is taken; besides, `--episodes N` says how many to play, `--greedy` takes likeliest tokens.
+Nothing is trained and nothing is written but a tiny model where none is given. The program ends with status 1 where an
+episode failed.
+"""
+
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+from rich.console import Console
+from rich.text import Text
+
+from apps.common.cli import command_line as cli
+from apps.common.data.model_files import check_model_directory
+from apps.common.data.tokenizer import load_tokenizer, quiet_libraries
+from apps.common.run.interrupts import Runner
+from apps.common.run.ranks import init_rank
+from apps.grpo.config import GrpoConfig
+from apps.grpo.main import configure
+from apps.grpo.preflight import check_machine, check_model, check_prompts
+from apps.grpo.recipe import Recipe
+from apps.grpo.registry import runnable
+from apps.grpo.reporting.episode_samples import expected_answer
+from apps.grpo.sampling.native import native_engine
+from apps.grpo.sampling.session import Session, chat_of
+from rollout import Episode, RolloutEngine, TaskRow
+
+TRAINED, GIVEN, FAILED = "bold green", "dim", "bold red"
+
+
+def play(
+    config: GrpoConfig,
+    count: int,
+    greedy: bool = False,
+    console: Console | None = None,
+    recipe: Recipe | None = None,
+    engine: RolloutEngine | None = None,
+) -> list[Episode]:
+    """Play the first `count` training tasks, one episode each, and print them; the episodes.
+
+    `engine` samples instead of the model's own module.
+
+    Raises:
+        ValueError: the settings, the model or the tasks can't be used, as in a run.
+    """
+    quiet_libraries()
+    if config.cluster.rollout.engine != "native" and engine is None:
+        raise ValueError(
+            f"--cluster.rollout.engine {config.cluster.rollout.engine} is for runs: episodes are tried with the "
+            "model's own module; leave it out"
+        )
+    recipe = runnable(config, recipe)
+    check_machine(config)
+    init_rank(config.threads, config.seed)
+    console = console or Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="try_") as folder:
+        model = config.model or _made(recipe, Path(folder) / "model", config.seed)
+        model_config, tokenizer = check_model_directory(model), load_tokenizer(model)
+        check_model(config, model, model_config, tokenizer)
+        assert recipe.make_tasks is not None
+        tasks = recipe.make_tasks(config, tokenizer)
+        check_prompts(config, tasks, tokenizer, model)
+        sampler = engine or native_engine(config, model, tokenizer, 0)
+        with Runner() as runner:
+            session = Session(config, tasks, chat_of(config, tokenizer, model), sampler, runner)
+            rows = tasks.tasks(0, count)
+            episodes = session.play(rows, greedy)
+        for row, episode in zip(rows, episodes, strict=True):
+            show(console, row, episode, lambda ids: str(tokenizer.decode(ids)))
+    failed = sum(episode.error is not None for episode in episodes)
+    rewards = [episode.reward for episode in episodes if episode.score is not None]
+    mean = f"mean reward {sum(rewards) / len(rewards):.3g}" if rewards else "no reward"
+    console.print(f"{len(episodes)} episodes, {failed} failed, {mean}", style="bold")
+    return episodes
+
+
+def show(console: Console, row: TaskRow, episode: Episode, decode: Callable[[Sequence[int]], str]) -> None:
+    """Print one episode: its tokens, coloured by what is trained, its calls, how it ended and what it earned."""
+    console.rule(Text(f"task {row.key}"))
+    for number, segment in enumerate(episode.segments):
+        name = segment.agent or ("tokens" if number == 0 else f"tokens, stream {number + 1}")
+        console.print(f"{name}: {len(segment.ids)}, {segment.sampled} of them trained", style="bold", markup=False)
+        text = Text()
+        for on, run in itertools.groupby(zip(segment.ids, segment.loss_mask, strict=True), key=lambda pair: pair[1]):
+            text.append(visible(decode([token for token, _ in run])), TRAINED if on else GIVEN)
+        console.print(text, soft_wrap=True)
+    for message in episode.messages:
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            console.print(Text(visible(f"call: {function['name']} {function['arguments']}")), soft_wrap=True)
+        if message.get("role") == "tool":
+            console.print(Text(visible(f"result: {message.get('content')}")), soft_wrap=True)
+    expected = expected_answer(row)
+    if expected is not None:
+        console.print(Text(f"expected: {expected}"), soft_wrap=True)
+    if episode.score is None:
+        console.print(Text(visible(f"failed: {episode.error}"), FAILED), soft_wrap=True)
+        return
+    parts = "".join(f", {name} {value:g}" for name, value in episode.score.parts.items())
+    console.print(Text(f"ended: {episode.end}    reward: {episode.reward:g}{parts}"), soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    """Return the text without what a terminal would obey: control characters stand there as their pictures."""
+    return "".join(c if c in "\n\t" or c.isprintable() else _picture(ord(c)) for c in text)
+
+
+def _picture(code: int) -> str:
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+def _made(recipe: Recipe, directory: Path, seed: int) -> Path:
+    assert recipe.make_model is not None  # `runnable` refuses a recipe without
+    return recipe.make_model(directory, seed)
+
+
+def _own_flags(argv: Sequence[str]) -> tuple[list[str], int, bool]:
+    """Return the words for the grpo app, and what --episodes and --greedy say.
+
+    Raises:
+        ValueError: --episodes has no number of at least 1.
+    """
+    rest, count, greedy = [], 4, False
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--episodes":
+            given = value if equals else next(words, "")
+            if not given.isdecimal() or int(given) < 1:
+                raise ValueError(f"--episodes takes a number of at least 1, got {given!r}")
+            count = int(given)
+        elif word == "--greedy":
+            greedy = True
+        else:
+            rest.append(word)
+    return rest, count, greedy
+
+
+def main(argv: Sequence[str]) -> None:
+    """Play what the command line asks for."""
+    rest, count, greedy = _own_flags(argv)
+    episodes = play(configure(rest), count, greedy)
+    if any(episode.error is not None for episode in episodes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    cli.main(lambda: main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Samplers of a run, and how weights reach them."""

@@ -1,0 +1,117 @@
+"""Which devices Ray's samplers have, and what new weights reach them through: what the settings and a machine say."""
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from apps.grpo.config import GrpoConfig
+from engines.devices.detect import devices_of
+
+Transport = Literal["objects", "gloo", "nccl"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def cluster_address(config: GrpoConfig) -> str | None:
+    """HOST:PORT of the Ray cluster that a run joins; None where it starts one of its own."""
+    return config.cluster.rollout.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def samples_on_cuda(config: GrpoConfig) -> bool:
+    """Return whether samplers outside the trainer's process compute on CUDA devices: as training does, unless told."""
+    return config.cluster.rollout.device != "cpu" and devices_of(config.engine.device).kind == "cuda"
+
+
+def gpus_each(config: GrpoConfig) -> float:
+    """CUDA devices that each of Ray's samplers has."""
+    layout = config.cluster.rollout
+    if layout.ray_gpus is not None:
+        return layout.ray_gpus
+    return float(_spans(config)) if samples_on_cuda(config) else 0.0
+
+
+def transport_of(config: GrpoConfig) -> Transport:
+    """Return what new weights pass through on their way to Ray's samplers.
+
+    "auto" is NCCL where each of them has a whole CUDA device and the cluster is this machine's, on loopback. Beyond it
+    nothing but the network's walls keeps strangers from a group's sockets: there it is used where somebody asks for it.
+    """
+    asked = config.cluster.rollout.weight_transport
+    if asked == "objects" or asked == "gloo" or asked == "nccl":
+        return asked
+    here = (cluster_address(config) or "localhost").rpartition(":")[0] in ("", "127.0.0.1", "localhost")
+    return "nccl" if here and samples_on_cuda(config) and gpus_each(config) >= 1 else "objects"
+
+
+def devices_handed_out(config: GrpoConfig, ranks: int) -> tuple[str, ...] | None:
+    """Return the CUDA devices, as CUDA_VISIBLE_DEVICES names them, that a cluster of this machine has for samplers:
+    those after the first `ranks`, which train. None where samplers compute elsewhere, and Ray may count as it likes."""
+    return devices_left(_visible(), ranks) if samples_on_cuda(config) else None
+
+
+def devices_left(visible: Sequence[str], ranks: int) -> tuple[str, ...]:
+    """Return those that no rank trains on: rank i has the one in place i."""
+    return tuple(visible[ranks:])
+
+
+def check_ray_devices(config: GrpoConfig, device: torch.device) -> None:
+    """Refuse samplers that would find no device, or weights that could not reach them.
+
+    Args:
+        config: a run with Ray's samplers.
+        device: that training's rank 0 is on.
+
+    Raises:
+        ValueError: with the setting to change, and the numbers where devices are too few.
+    """
+    layout = config.cluster.rollout
+    beside = device.type == "npu" and layout.device == "cpu"  # shrink_npu_pools_test
+    if device.type not in ("cpu", "cuda") and not beside:
+        raise ValueError(
+            f"--cluster.rollout.ray-workers on {device.type}: no test has run Ray's samplers there; set "
+            "--engine.device cpu, or beside NPUs --cluster.rollout.device cpu with engine vllm, or leave it at 0"
+        )
+    each = gpus_each(config)
+    if not samples_on_cuda(config):
+        if each:
+            raise ValueError("--cluster.rollout.ray-gpus: these samplers compute on no CUDA device; leave it out")
+        if layout.weight_transport == "nccl":
+            raise ValueError(
+                "--cluster.rollout.weight-transport nccl passes weights between CUDA devices, and these samplers "
+                "compute on none: use auto, objects or gloo"
+            )
+        return
+    if not each:
+        raise ValueError("--cluster.rollout.ray-gpus 0: samplers on CUDA need a device, or a part of one, each")
+    spans = _spans(config)
+    if each < spans and spans > 1:
+        raise ValueError(
+            f"--cluster.rollout.ray-gpus {each:g}: each sampler's vLLM spans {spans} devices (tp x dp over "
+            f"copies-per-device): set it to {spans}, or leave it out"
+        )
+    if cluster_address(config) is None:
+        _check_left(config, each)
+
+
+def _check_left(config: GrpoConfig, each: float) -> None:
+    """Refuse more samplers than a cluster of this machine's has devices for."""
+    workers, visible = config.cluster.rollout.ray_workers, _visible()
+    left = devices_left(visible, config.processes)
+    if workers * each > len(left):
+        raise ValueError(
+            f"--cluster.rollout.ray-workers {workers} of {each:g} CUDA devices each need {workers * each:g}, and of "
+            f"{len(visible)} here {min(config.processes, len(visible))} train and {len(left)} are left: ask for fewer, "
+            "or join a Ray cluster with more (--cluster.rollout.ray-address)"
+        )
+
+
+def _spans(config: GrpoConfig) -> int:
+    layout = config.cluster.rollout
+    return layout.devices if layout.engine == "vllm" else 1
+
+
+def _visible() -> tuple[str, ...]:
+    """Return this process's CUDA devices by the names that CUDA_VISIBLE_DEVICES gives them."""
+    said = os.environ.get(VISIBLE)
+    return tuple(map(str, range(torch.cuda.device_count()))) if said is None else tuple(filter(None, said.split(",")))

@@ -1,0 +1,1 @@
+"""Who waits for whom between sampling and training."""

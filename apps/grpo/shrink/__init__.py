@@ -1,0 +1,1 @@
+"""Recipes at the size of one machine."""

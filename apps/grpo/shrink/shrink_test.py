@@ -1,0 +1,304 @@
+"""A shrunk recipe is the recipe but for what is said; what it would do without is named, and nothing runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.common.cli.flags import changed
+from apps.common.cluster import Cluster, RolloutLayout
+from apps.common.shrink.command import asked_for, refuse_dropped
+from apps.common.shrink.fields import RANKS, Most, value_at
+from apps.common.shrink.model import tiny_shape, transformers_config
+from apps.common.testing.weight_delta import tensors_of
+from apps.grpo.config import GrpoConfig
+from apps.grpo.main import main, run_shrunk, shrunk
+from apps.grpo.registry import recipes, work_of
+from apps.grpo.shrink.shrink import shrink, supplied
+from apps.grpo.testing.recipe import RECIPE
+from engines.families.registry import family_of
+from engines.media.image_reader import ImageReader
+from rollout.vllm.limits.parallel_limits import spread_refusal
+
+RECIPES = recipes()
+SEEDS = [name for name, recipe in RECIPES.items() if recipe.origin is not None]
+APART = "qwen3-235b-a22b-async-npu"
+SIZES = {
+    *("steps", "prompts", "group_size", "mini_batches", "epochs", "eval_every", "save_every", "max_episode_tokens"),
+    *("data.max_prompt_tokens", "data.eval_prompts", "sampling.max_new_tokens"),
+    *("warm_start.steps", "warm_start.eval_every", "warm_start.eval_prompts", "warm_start.batch_size"),
+    *("warm_start.warmup_steps", "engine.warmup_steps", "engine.total_steps", "engine.max_tokens_per_rank"),
+    *("cluster.rollout.max_model_tokens", "cluster.rollout.max_batched_tokens"),
+}
+COUNTS = {
+    *("processes", "engine.tensor_parallel", "engine.pipeline_parallel", "engine.virtual_pipeline_parallel"),
+    *("engine.expert_parallel", "engine.expert_tensor_parallel", "engine.context_parallel"),
+    *("engine.first_stage_layers", "engine.last_stage_layers", "cluster.pools.nodes", "cluster.pools.rollout_nodes"),
+    *("cluster.rollout.tp", "cluster.rollout.dp", "cluster.rollout.ep", "cluster.rollout.ray_workers"),
+}
+DEVICE = {
+    *("engine.device", "cluster.pools.device_memory_gib", "cluster.rollout.memory_share"),
+    *("cluster.rollout.cuda_graph_sizes", "cluster.rollout.copies_per_device", "cluster.rollout.weights_on_device"),
+    *("cluster.rollout.sleep", "cluster.rollout.device"),
+}
+KINDS = {"size": SIZES, "ranks": COUNTS, "device": DEVICE}
+SMALL_GAP = 1e-3
+"""Between the sampler's log-probs and the trainer's: both see the same image in the same place, or it is far larger."""
+MANY = Most(32)
+"""Processes that two ranks of each parallelism never exceed."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_sizes_rank_counts_and_the_device_differ_and_every_difference_is_told(name: str) -> None:
+    recipe = RECIPES[name]
+    small, differences = shrink(recipe.config, recipe, MANY)
+    assert {one.path for one in differences} == set(changed(small, recipe.config))
+    for one in differences:
+        assert one.path in KINDS[one.kind]
+        assert (one.before, one.after) == (value_at(recipe.config, one.path), value_at(small, one.path))
+        assert str(one.before) in str(one)
+        assert str(one.after) in str(one)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_above_one_stays_so_and_nothing_grows(name: str) -> None:
+    recipe = RECIPES[name]
+    small, differences = shrink(recipe.config, recipe, MANY)
+    for one in differences:
+        if one.path in ("cluster.pools.nodes", "cluster.pools.rollout_nodes", "processes") or one.path.endswith(
+            "warmup_steps"
+        ):
+            continue
+        if isinstance(one.before, int) and one.before > 1 and isinstance(one.after, int):
+            assert 1 < one.after < one.before or one.path.endswith("stage_layers"), one
+    assert small.processes * small.cluster.pools.nodes <= recipe.config.processes * recipe.config.cluster.pools.nodes
+    assert work_of(small).grid.dp == min(2, work_of(recipe.config).grid.dp)
+    assert shrink(small, recipe, MANY) == (small, ())
+
+
+@pytest.mark.parametrize(
+    ("shards", "context_parallel", "small_shards", "processes"),
+    [
+        (4, "off", 2, 4),
+        (1, "off", 1, 2),
+        (8, "off", 2, 2),
+        (4, "static:2", 2, 4),
+        (4, "dynamic", 2, 4),
+        (1, "dynamic", 1, 2),
+    ],
+)
+def test_copies_and_shards_of_the_weights_stay_several(
+    shards: int, context_parallel: str, small_shards: int, processes: int
+) -> None:
+    recipe = RECIPES["qwen3-5-27b-fsdp2"]
+    engine = replace(recipe.config.engine, shard_ranks=shards, context_parallel=context_parallel)
+    small, differences = shrink(replace(recipe.config, engine=engine), recipe, MANY)
+    assert (small.engine.shard_ranks, small.processes) == (small_shards, processes)
+    assert shrink(small, recipe, MANY) == (small, ())
+    assert {one.path for one in differences if one.kind == "ranks"} <= COUNTS | {"engine.shard_ranks"}
+    if processes == 4:
+        with pytest.raises(ValueError, match="are 4 processes: allow them by --shrink=4"):
+            shrink(replace(recipe.config, engine=engine), recipe, Most(2))
+
+
+@pytest.mark.parametrize(
+    ("processes", "most", "fix"),
+    [
+        (128, 8, r"allow more by --shrink=12$"),
+        (8, 8, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
+        (8, 12, r"the run's own 16 ranks are the limit, not --shrink: plan it for 64 \(--processes, "),
+    ],
+)
+def test_too_few_ranks_for_experts_are_told_by_what_limits_them(processes: int, most: int, fix: str) -> None:
+    """More processes of --shrink help where the run has them; what is proposed works."""
+    recipe = RECIPES[APART]
+    config = replace(recipe.config, processes=processes)
+    config = replace(config, cluster=replace(config.cluster, pools=replace(config.cluster.pools, nodes=2)))
+    with pytest.raises(ValueError, match=fix):
+        shrink(config, recipe, Most(most))
+    plenty = replace(config, processes=max(processes, 32))
+    assert shrink(plenty, recipe, Most(12))[0].processes == 12
+
+
+def test_experts_that_no_number_of_ranks_holds_are_told_so() -> None:
+    recipe = RECIPES["qwen3-5-35b-a3b-megatron"]
+    engine = replace(recipe.config.engine, tensor_parallel=1, expert_parallel=2, expert_tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"no --shrink allows more, leave out --engine.expert-parallel or"):
+        shrink(replace(recipe.config, engine=engine), recipe, MANY)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_model_is_of_the_same_architecture_in_small(name: str) -> None:
+    recipe = RECIPES[name]
+    small, _, _ = shrunk(recipe.config, MANY)
+    assert recipe.origin is not None
+    real = recipe.origin.shape
+    assert real is not None
+    shape = tiny_shape(real, small.engine.pipeline_parallel, small.engine.tensor_parallel)
+    same = ["model_type", "gated_attention", "full_attention_interval", "linear_conv_width", "tied_embeddings"]
+    same += ["vision"]
+    assert [getattr(shape, field) for field in same] == [getattr(real, field) for field in same]
+    assert bool(shape.experts) == bool(real.experts)
+    assert bool(shape.shared_expert_intermediate) == bool(real.shared_expert_intermediate)
+    assert shape.heads * real.kv_heads == real.heads * shape.kv_heads
+    config = transformers_config(shape, 0, 1)
+    assert config.get_text_config().model_type == real.model_type
+    family_of(config).check_config(config)
+    layout = small.cluster.rollout
+    copies = layout.dp if layout.experts_over_copies else 1
+    assert spread_refusal(config.get_text_config().to_dict(), layout.tp, layout.ep > 1, cpu=True, copies=copies) is None
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_shrunk_run_does_without_nothing_but_what_is_named(name: str) -> None:
+    """Images go through several of vLLM's workers too, on the CPU beside an NPU; pools are apart in Ray."""
+    small, recipe, differences = shrunk(RECIPES[name].config, MANY)
+    on_npus = small.engine.device == "npu"
+    moved = [str(one).split() for one in differences if one.path == "cluster.rollout.device"]
+    assert moved == [["device", "--cluster.rollout.device", "auto", "->", "cpu"]] * on_npus
+    refuse_dropped(work_of(small, recipe))
+
+
+@pytest.mark.parametrize("name", [name for name in SEEDS if RECIPES[name].config.engine.device == "npu"])
+def test_whole_npu_recipes_still_want_what_no_test_has_run_on_one(name: str) -> None:
+    with pytest.raises(ValueError, match="vLLM beside NPUs: No"):
+        refuse_dropped(work_of(RECIPES[name].config))
+
+
+def test_experts_over_copies_of_the_whole_recipe_wait_for_an_accelerator() -> None:
+    """Shrunk, they are on the CPU, and run."""
+    with pytest.raises(ValueError, match=r"--cluster.rollout.ep 64: No\(experts over the copies .* no accelerator has"):
+        refuse_dropped(work_of(RECIPES[APART].config))
+
+
+def test_the_device_of_a_flag_counts() -> None:
+    """A recipe for NPUs on the CPU, as it is asked for: whole, then."""
+    config = RECIPES["qwen3-5-27b-fsdp2-npu"].config
+    small, recipe, _ = shrunk(replace(config, engine=replace(config.engine, device="cpu")), MANY)
+    assert small.engine.device == "cpu"
+    refuse_dropped(work_of(small, recipe))
+
+
+def without_ray() -> GrpoConfig:
+    """The recipe whose pools are apart, with nothing that samples on nodes of its own."""
+    config = RECIPES[APART].config
+    return replace(config, cluster=replace(config.cluster, rollout=replace(config.cluster.rollout, ray_workers=0)))
+
+
+def test_what_a_shrunk_run_would_do_without_is_named_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its No; and no process, no folder and no model is made."""
+    name = APART
+    config = replace(without_ray(), run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="nothing is left out silently") as refusal:
+        run_shrunk(config, MANY)
+    small, recipe, _ = shrunk(config, MANY)
+    layout = small.cluster.rollout
+    assert "--cluster.rollout.dp 2: No(" not in str(refusal.value)
+    assert (layout.device, layout.experts_over_copies) == ("cpu", True)
+    assert "--cluster.rollout.ep" not in str(refusal.value)
+    text = replace(small.engine, vision="off")
+    rest = replace(small, engine=text, cluster=Cluster(environment=small.cluster.environment))
+    if small.engine.backend == "megatron":
+        refuse_dropped(work_of(rest, recipe))
+    assert f"{name}, shrunk" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_that_leave_something_out_are_proposed() -> None:
+    with pytest.raises(ValueError) as refusal:
+        run_shrunk(without_ray(), MANY)
+    proposed = str(refusal.value).partition("by name: ")[2].split()
+    assert "--engine.no-optimizer-on-host" not in proposed
+    assert "--cluster.rollout.ep" not in proposed  # on the CPU, where copies share experts
+    assert "--cluster.pools.placement" in proposed
+    argv = ["--recipe", APART, "--shrink", "--cluster.rollout.ray-workers", "0", *proposed, "--plan"]
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 0
+
+
+@pytest.mark.parametrize(("name", "processes"), [(APART, 12), ("qwen3-5-122b-a10b-megatron", 8)])
+def test_without_a_number_there_are_as_many_processes_as_two_ranks_of_each_parallelism_need(
+    name: str, processes: int
+) -> None:
+    assert shrunk(RECIPES[name].config, Most())[0].processes == processes
+    assert processes >= RANKS
+
+
+def test_processes_are_bounded_and_said() -> None:
+    assert asked_for(["--shrink", "--steps", "3"]) == (["--steps", "3"], Most())
+    assert asked_for(["--shrink=4"]) == ([], Most(4))
+    assert asked_for(["--seed", "1"]) == (["--seed", "1"], None)
+    for word in ("--shrink=0", "--shrink=many", "--shrink=-1"):
+        with pytest.raises(ValueError, match="such as --shrink=4"):
+            asked_for([word])
+    with pytest.raises(ValueError, match="two ranks of each parallelism are 4 processes: allow them by --shrink=4"):
+        shrunk(RECIPES["qwen3-5-122b-a10b-megatron"].config, Most(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"model": Path("x")}, "leave --model out"), ({"resume": True}, "goes on without --shrink")],
+)
+def test_settings_that_shrinking_has_no_place_for_are_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = replace(RECIPE.config, run_dir=tmp_path / "run", **change)
+    with pytest.raises(ValueError, match=words):
+        run_shrunk(config, Most())
+
+
+def test_pictures_are_drawn_in_the_recipes_columns(tmp_path: Path) -> None:
+    """Laid out as geo3k, of several sizes; the model's directory says how it cuts them."""
+    small, recipe, _ = shrunk(RECIPES["qwen3-5-27b-fsdp2"].config, MANY)
+    given = supplied(small, recipe, tmp_path / "run")
+    assert given.data.data is not None
+    rows = [json.loads(line) for line in given.data.data.read_text().splitlines()]
+    assert given.model is not None
+    reader = ImageReader.of(given.model)
+    grids = [reader(row["images"])[1].tolist() for row in rows]
+    assert {len(images) for images in grids} == {1}
+    assert len({tuple(images[0]) for images in grids}) == 3
+    assert all(row["prompt"][0]["content"].startswith("<image>") for row in rows)
+    assert all(row["reward_model"]["ground_truth"].isdigit() for row in rows)
+
+
+@pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2", "qwen3-5-35b-a3b-fsdp2"])
+def test_a_script_with_images_runs_from_end_to_end_with_the_native_sampler(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it but vLLM: the tower trained on two ranks, a frozen reference policy that sees, the host's memory."""
+    config = RECIPES[name].config
+    cluster = replace(config.cluster, rollout=RolloutLayout())
+    (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
+    own = replace(config.own, reward=f"{tmp_path}/own.py:parity")  # a random model is right about nothing
+    run_dir = tmp_path / "run"
+    assert run_shrunk(replace(config, cluster=cluster, own=own, steps=2, run_dir=run_dir), Most(2)).steps == 2
+    told = capsys.readouterr().out
+    assert "flag   --cluster.rollout.engine  vllm -> native" in told
+    assert "images-column" not in told
+    assert "--engine.vision" not in told
+    assert "offload" not in told
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])
+    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    assert before.keys() == after.keys()
+    tower = [key for key in before if key.startswith("model.visual.")]
+    assert sum(not before[key].equal(after[key]) for key in tower) > len(tower) / 2
+    assert all(row["train/kl"] >= 0 for row in rows[1:])
+
+
+def test_the_text_part_of_a_recipe_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The 27B script without what is missing: FSDP2 on two ranks, mini-batches, the KL penalty, recomputed layers,
+    optimizer states on the host."""
+    config = RECIPES["qwen3-5-27b-fsdp2"].config
+    left = replace(config, cluster=Cluster(), engine=replace(config.engine, vision="off"), steps=2)
+    assert left.engine.optimizer_on_host
+    result = run_shrunk(replace(left, run_dir=tmp_path / "run"), Most(2))
+    assert result.steps == 2
+    assert "flag   --cluster.media.images-column  images -> None" in capsys.readouterr().out
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

@@ -1,0 +1,1 @@
+"""Prompts and environments that a step asks."""

@@ -1,0 +1,235 @@
+"""The tasks of environments that a user brings: where rows come from, which environment a row belongs to, how many of
+each a step asks.
+
+1. An environment whose factory has `rows()` (a taskset of verifiers, say) brings its tasks. For others `--tasks FILE`
+   holds rows; with several environments a column says which one a row is for. Without a file tasks are numbered, and
+   an environment draws what it needs from its seed.
+2. Of each environment's rows a share is held out, by their content.
+3. A step's prompts are dealt among the environments by their shares (by default: as many as they have rows), so that
+   after every step each has had its share of all prompts so far, to within one.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from apps.common.cli.flags import flag
+from apps.common.data.held_out import held_out_keys
+from apps.common.data.prompts import read_rows
+from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.tasks.plugins import environment_name, load_environment
+from rollout import RowSource, TaskRow, TaskSource
+
+
+class NumberedTasks:
+    """Tasks without data, numbered: the first `count` are held out, the others asked in turn. A `TaskSource`."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name = name
+        self._count = count
+        self._step, self._start, self._end = -1, 0, 0
+
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
+        """Return the next numbers. ValueError: a step before the last one that was asked for."""
+        if step < self._step:
+            raise ValueError(f"the tasks of {self.name!r} are at step {self._step}: step {step} is over")
+        if step > self._step:
+            self._step, self._start = step, self._end
+        self._end = self._start + count
+        return [self._row(self._count + n) for n in range(self._start, self._end)]
+
+    def held_out(self) -> list[TaskRow]:
+        """Return the first numbers."""
+        return [self._row(n) for n in range(self._count)]
+
+    def cursor(self) -> dict[str, Any]:
+        """Return where the counting is."""
+        return {"name": self.name, "step": self._step, "start": self._start, "end": self._end}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Go on from a cursor."""
+        self._step, self._start, self._end = (int(cursor[key]) for key in ("step", "start", "end"))
+
+    def _row(self, number: int) -> TaskRow:
+        return TaskRow(f"{self.name}-{number}", {"number": number})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One environment of a run: its spec, its tasks, its share of the prompts."""
+
+    spec: str
+    source: TaskSource
+    share: float
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return environment_name(self.spec)
+
+
+class OwnTasks:
+    """The tasks of a run in environments of a user's; see `apps.grpo.tasks.prompt_tasks.Tasks`."""
+
+    name = "own"
+
+    def __init__(self, parts: Sequence[Part], wrap: Callable[[Any], Any] | None = None) -> None:
+        self.parts = tuple(parts)
+        self.skipped: Mapping[str, int] = {}
+        self._wrap = wrap
+        self._dealt = [0] * len(parts)
+        self._before = [0] * len(parts)
+        self._step = -1
+
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
+        """Return the step's tasks, environment by environment."""
+        if step != self._step:
+            self._step, self._before = step, self._dealt
+        counts = deal(count, [part.share for part in self.parts], self._before)
+        self._dealt = [before + more for before, more in zip(self._before, counts, strict=True)]
+        return [
+            row
+            for part, number in zip(self.parts, counts, strict=True)
+            for row in (_of(part, task) for task in part.source.tasks(step, number))
+        ]
+
+    def held_out(self) -> list[TaskRow]:
+        """Return every environment's held-out tasks."""
+        return [_of(part, row) for part in self.parts for row in part.source.held_out()]
+
+    def cursor(self) -> dict[str, Any]:
+        """Return what was dealt, and where each source is."""
+        sources = {part.spec: part.source.cursor() for part in self.parts}
+        return {"step": self._step, "before": self._before, "dealt": self._dealt, "sources": sources}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Go on from a cursor. ValueError: it is that of other environments or rows."""
+        if list(cursor["sources"]) != [part.spec for part in self.parts]:
+            raise ValueError(f"the run was begun with other environments: {', '.join(cursor['sources'])}")
+        self._step, self._before, self._dealt = cursor["step"], list(cursor["before"]), list(cursor["dealt"])
+        for part in self.parts:
+            part.source.restore(cursor["sources"][part.spec])
+
+    def environment(self, row: TaskRow) -> Callable[[], Any]:
+        """Return the factory that the row's environment is made by."""
+        spec = next(part.spec for part in self.parts if row.environment == part.name)
+        factory = load_environment(spec)
+        return factory if self._wrap is None else self._wrap(factory)
+
+    def environment_of(self, row: TaskRow) -> str:
+        """Return the name of the row's environment."""
+        return row.environment
+
+
+def own_tasks(settings: GrpoConfig, wrap: Callable[[Any], Any] | None = None) -> OwnTasks:
+    """Return the tasks of the environments that the configuration names; `wrap` is put around each factory.
+
+    Raises:
+        ValueError: an environment, a file, a column or a share can't be used.
+    """
+    own = settings.own
+    if not own.environment:
+        raise ValueError(f"recipe {settings.recipe!r} plays environments of your own: add --environment FILE.py:NAME")
+    for option in fields(DataConfig):
+        if option.name not in ("eval_prompts", "eval_share") and getattr(settings.data, option.name) != option.default:
+            raise ValueError(f"{flag('data.' + option.name)} has no effect with --environment: leave it out")
+    names = [environment_name(spec) for spec in own.environment]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"two environments have one name ({', '.join(names)}): give them different names in their files"
+        )
+    brought = {name: _brought(spec) for name, spec in zip(names, own.environment, strict=True)}
+    others = [name for name in names if brought[name] is None]
+    if own.tasks is not None and not others:
+        raise ValueError(f"--tasks has no effect: {', '.join(names)} bring tasks of their own; leave it out")
+    if own.tasks is None and others and settings.data.eval_share != DataConfig.eval_share:
+        raise ValueError("--eval-share has no effect without --tasks: numbered tasks have no end; use --eval-prompts")
+    filed = {} if own.tasks is None else _rows_by_name(own.tasks, others, own.environment_column)
+    sources: list[TaskSource] = []
+    sizes: list[int] = []
+    for name in names:
+        rows = brought[name] or filed.get(name)
+        sizes.append(len(rows) if rows else 1)
+        numbered = NumberedTasks(name, settings.data.eval_prompts)
+        sources.append(_source(settings, name, rows) if rows else numbered)
+    shares = _shares(own.environment_shares, names, sizes)
+    return OwnTasks([Part(*each) for each in zip(own.environment, sources, shares, strict=True)], wrap)
+
+
+def deal(count: int, shares: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return how many of `count` prompts each environment gets, so that with those of `before` each has its share, to
+    within one: the next goes to the one that lacks most."""
+    dealt = list(before)
+    for _ in range(count):
+        total = sum(dealt) + 1
+        dealt[max(range(len(shares)), key=lambda i: (shares[i] * total - dealt[i], -i))] += 1
+    return [after - earlier for after, earlier in zip(dealt, before, strict=True)]
+
+
+def _of(part: Part, row: TaskRow) -> TaskRow:
+    return replace(row, environment=part.name)
+
+
+def _brought(spec: str) -> list[TaskRow] | None:
+    """Return the tasks that an environment brings; None where it brings none. ValueError: it brings an empty list."""
+    factory = load_environment(spec)
+    if inspect.isclass(factory) and inspect.isfunction(inspect.getattr_static(factory, "rows", None)):
+        return None  # a method of its episodes
+    rows = getattr(factory, "rows", None)
+    found = None if rows is None else rows()
+    if found is not None and not found:
+        raise ValueError(f"--environment {spec} brings no tasks: its rows() is empty")
+    return found
+
+
+def _rows_by_name(path: Path, names: Sequence[str], column: str) -> dict[str, list[TaskRow]]:
+    """Return the file's rows, by the environment that each is for; a row's id is its number, from 1."""
+    found: dict[str, list[TaskRow]] = {name: [] for name in names}
+    for number, row in enumerate(read_rows(path), start=1):
+        name = names[0] if len(names) == 1 and column not in row else row.get(column)
+        if name not in found:
+            said = f"has no column {column!r}" if name is None else f"is for the environment {name!r}"
+            raise ValueError(
+                f"{path}, row {number} {said}: --environment-column names the one of {', '.join(names)} that it is for"
+            )
+        found[name].append(TaskRow(f"row-{number}", row))
+    for name, rows in found.items():
+        if not rows:
+            raise ValueError(f"{path} has no row for the environment {name!r}: leave it out")
+    return found
+
+
+def _source(settings: GrpoConfig, name: str, rows: Sequence[TaskRow]) -> RowSource:
+    """Return the rows, some of them held out: by their data, or by their ids where they have none."""
+    keys = [json.dumps(row.data, sort_keys=True, default=str) if row.data else row.id for row in rows]
+    asked = held_out_keys(keys, settings.data.eval_share)
+    sides: tuple[list[TaskRow], list[TaskRow]] = ([], [])
+    for key, row in zip(keys, rows, strict=True):
+        sides[key in asked].append(row)
+    train, held_out = sides
+    if not train:
+        raise ValueError(f"the {len(rows)} tasks for {name!r} are too few to hold some of them out")
+    return RowSource(name, train, held_out[: settings.data.eval_prompts], settings.seed)
+
+
+def _shares(words: Sequence[str], names: Sequence[str], sizes: Sequence[int]) -> list[float]:
+    """Return each environment's share: as said by NAME=SHARE words, else by how many rows it has; they add up to 1."""
+    weights: dict[str, float] = dict(zip(names, map(float, sizes), strict=True))
+    if words:
+        given: dict[str, float] = {}
+        for word in words:
+            name, _, text = word.partition("=")
+            try:
+                given[name] = float(text)
+            except ValueError:
+                given[name] = -1.0
+            if not 0 < given[name] < float("inf"):
+                raise ValueError(f"--environment-shares {word!r} is not NAME=NUMBER with a number above 0")
+        if set(given) != set(names):
+            raise ValueError(f"--environment-shares names {', '.join(given)}; give one for each of {', '.join(names)}")
+        weights = given
+    total = sum(weights.values())
+    return [weights[name] / total for name in names]

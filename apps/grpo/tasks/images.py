@@ -1,0 +1,95 @@
+"""The tasks of quickstart-image: pictures that the project draws, counted and read (`apps.quickstart.shapes`)."""
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from apps.common.data.answers import exact_reward
+from apps.grpo.config import GrpoConfig
+from apps.grpo.tasks.prompt_tasks import Conversation
+from apps.grpo.tasks.synthetic import refuse_file_options
+from apps.quickstart.shapes import PictureProblem, picture_problems
+from rollout import Reply, Task, TaskRow
+from rollout.seeds import derive_seed
+from rollout.tools.tool import ToolResult
+from rollout.tools.workers import instant
+
+
+@dataclass(frozen=True)
+class PictureTasks:
+    """A picture and a question a task; the held-out ones are the same for every seed, so that runs compare."""
+
+    eval_prompts: int
+    seed: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    name: str = "pictures"
+
+    def tasks(self, step: int, count: int) -> list[TaskRow]:
+        """Return the step's pictures, none of them held out."""
+        return _rows(f"step-{step}", _step_problems(self.seed, step, count))
+
+    def held_out(self) -> list[TaskRow]:
+        """Pictures that are never trained on."""
+        stream = picture_problems(random.Random(0), held_out=True)
+        return [_row(problem) for problem in itertools.islice(stream, self.eval_prompts)]
+
+    def environment(self, row: TaskRow) -> Task:
+        """Return one picture."""
+        problem: PictureProblem = row.data["problem"]
+
+        @instant
+        def reward(reply: Reply, results: Sequence[ToolResult]) -> float:
+            del results
+            return exact_reward(reply.content, problem.answer)
+
+        return Task(messages=(_question(problem),), reward=reward)
+
+    def cursor(self) -> dict[str, Any]:
+        """Return nothing: what a step asks follows from its number."""
+        return {}
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
+        """Nothing to go on from."""
+
+
+def make_tasks(config: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> PictureTasks:
+    """Return one turn a picture; the reward is 1 for the right number in a box, else 0.
+
+    Raises:
+        ValueError: the configuration sets an option of prompt files, or does not let the model see.
+    """
+    del tokenizer
+    refuse_file_options(config, ("eval_prompts",))
+    if config.max_turns != 1:
+        raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1")
+    if config.engine.vision == "off":
+        raise ValueError("the tasks are pictures: set --engine.vision to trained or frozen")
+    return PictureTasks(config.data.eval_prompts, config.seed)
+
+
+def demonstrations(config: GrpoConfig, step: int) -> list[Conversation]:
+    """Return what step `step` of a warm start imitates: other pictures than those that GRPO asks at its steps."""
+    chosen = _step_problems(config.seed + 1, step, config.warm_start.batch_size)
+    return [Conversation([_question(p), {"role": "assistant", "content": p.solution}]) for p in chosen]
+
+
+def _question(problem: PictureProblem) -> dict[str, Any]:
+    parts = [{"type": "image", "image": problem.picture}, {"type": "text", "text": problem.question}]
+    return {"role": "user", "content": parts}
+
+
+def _step_problems(seed: int, step: int, count: int) -> list[PictureProblem]:
+    return list(itertools.islice(picture_problems(random.Random(derive_seed(seed, "pictures", step))), count))
+
+
+def _rows(name: str, chosen: Iterable[PictureProblem]) -> list[TaskRow]:
+    return [replace(_row(problem), draw=f"{name}/{i}") for i, problem in enumerate(chosen)]
+
+
+def _row(problem: PictureProblem) -> TaskRow:
+    """Return a picture is known by what is drawn and asked, in any step of any run."""
+    return TaskRow(f"{problem.drawn} {problem.question}", {"problem": problem})

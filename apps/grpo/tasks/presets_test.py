@@ -1,0 +1,72 @@
+r"""Files in the layouts of GSM8K, MATH and geometry3k, by one flag; and answers as people write them (A7)."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.grpo.config import DataConfig, GrpoConfig, OwnConfig, PresetName
+from apps.grpo.recipes.math import make_tasks, reward
+from apps.grpo.tasks.presets import BOXED
+from apps.grpo.tasks.prompt_tasks import PromptTasks
+from apps.quickstart.tokenizer import build_tokenizer
+from rollout import Reply
+
+ROWS = {
+    "gsm8k": lambda i: {"question": f"{i} twice?", "answer": f"Double it.\n#### {2 * i}"},
+    "math": lambda i: {"problem": f"{i} twice?", "level": "1", "solution": f"It is $\\boxed{{{2 * i}}}$."},
+    "geo3k": lambda i: {"problem": f"{i} twice?", "answer": str(2 * i)},
+}
+
+
+def tasks(
+    tmp_path: Path, preset: PresetName, rows: Iterable[Any], system_prompt: str | None = None, **data: Any
+) -> PromptTasks:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = OwnConfig(preset=preset, system_prompt=system_prompt)
+    return make_tasks(
+        GrpoConfig(recipe="math", max_turns=1, data=DataConfig(data=path, **data), own=own), build_tokenizer()
+    )
+
+
+@pytest.mark.parametrize("preset", ROWS)
+def test_a_preset_knows_columns_prompt_and_reward(preset: PresetName, tmp_path: Path) -> None:
+    found = tasks(tmp_path, preset, [ROWS[preset](i) for i in range(1, 40)])
+    for row in found.tasks(0, 10):
+        system, user = found.environment(row).messages
+        number = int(user["content"].split()[0])
+        assert system == {"role": "system", "content": BOXED}
+        reference = row.data["prompt"].reference
+        for said, earned in ((f"\\boxed{{{2 * number}}}", 1.0), (f"\\boxed{{{2 * number + 1}}}", 0.0), ("?", 0.0)):
+            assert found.reward(Reply(said, said), reference, {}, ()) == earned
+
+
+def test_what_is_said_goes_before_the_preset(tmp_path: Path) -> None:
+    rows = [{"ask": f"{i}?", "solution": "1"} for i in range(40)]
+    found = tasks(tmp_path, "math", rows, system_prompt="Be brief.", prompt_column="ask")
+    assert found.environment(found.held_out()[0]).messages[0]["content"] == "Be brief."
+
+
+def test_rows_with_images_are_refused(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{**ROWS["geo3k"](i)} for i in range(40)]
+    rows[7]["images"] = [{"bytes": "...", "path": "a.png"}]
+    with pytest.raises(ValueError, match=r"a.jsonl, row 8 holds images or other media"):
+        tasks(tmp_path, "geo3k", rows)
+
+
+@pytest.mark.parametrize(
+    ("said", "reference", "earned"),
+    [
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("\\boxed{18\\text{ dollars}}", "so\n#### 18", 1.0),
+        ("\\boxed{1,200}", "1200", 1.0),
+        ("\\boxed{x^2+1}", "\\boxed{1+x^2}", 1.0),
+        ("\\boxed{\\frac{1}{3}}", "0.5", 0.0),
+        ("18", "18", 0.0),
+    ],
+)
+def test_answers_as_people_write_them(said: str, reference: str, earned: float) -> None:
+    assert reward(Reply(said, said), reference, {}, ()) == earned

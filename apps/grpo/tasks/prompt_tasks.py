@@ -1,0 +1,269 @@
+"""What is asked in a run: environments for training, by step, and the held-out ones, never mixed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from apps.common.data.held_out import held_out_keys
+from apps.common.data.prompts import Prompt, read_prompts
+from apps.common.data.template_options import template_options
+from apps.grpo.config import DataConfig, GrpoConfig
+from apps.grpo.tasks.plugins import RowReward, Scored, load_tools
+from apps.grpo.tasks.presets import PRESETS
+from apps.grpo.tasks.system_prompt import with_system_prompt
+from engines.media.image_reader import ImageReader, as_text
+from engines.weights.hub import model_directory
+from rollout import EnvironmentFactory, Reply, RowSource, Task, TaskRow, TaskSource
+from rollout.chat.chat import MEDIA_KEYS, check_text_only
+from rollout.chat.images import images_of, without_image_parts, without_images
+from rollout.tools.tool import ToolResult
+from seqpack.batches.mrope import grid_tokens
+
+IMAGE_MARK = "<image>"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A worked example: its messages, and the tools (schemas) that the model is told of, both as JSON holds them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+class Tasks(TaskSource, Protocol):
+    """The tasks of a run. They are handed to every rank: picklable where there is more than one."""
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """How many rows of the data were left out, by reason."""
+        ...
+
+    def environment(self, row: TaskRow) -> EnvironmentFactory:
+        """Return what the episodes of a row are played in."""
+        ...
+
+
+class PromptTasks(RowSource):
+    """Prompts with reference answers; a turn that calls one of `tools` is answered, the first without is scored.
+
+    A row's data is its prompt (`apps.common.data.prompts.Prompt`), its id the prompt's row in its file. Tools are named by
+    their specs, so that other processes find them again.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        reward: RowReward,
+        seed: int = 0,
+        skipped: Mapping[str, int] | None = None,
+        held_out_name: str = "row",
+        tools: Sequence[str] = (),
+    ) -> None:
+        rows = [TaskRow(f"row-{prompt.row}", {"prompt": prompt}) for prompt in prompts]
+        super().__init__("prompts", rows, [TaskRow(f"{held_out_name}-{p.row}", {"prompt": p}) for p in held_out], seed)
+        self.reward = reward
+        self.skipped = dict(skipped or {})
+        self._tools = tuple(tools)
+        self._takes_end = bool(getattr(reward, "takes_end", False))
+
+    def environment(self, row: TaskRow) -> Task:
+        """Scored against the row's reference."""
+        prompt = row.data["prompt"]
+        score: Callable[..., Scored] = self.reward
+
+        def reward(reply: Reply, results: Sequence[ToolResult], **told: Any) -> Scored:
+            return score(reply, prompt.reference, prompt.columns, results, **told)
+
+        return Task(
+            messages=prompt.messages,
+            reward=reward,
+            tools=load_tools(self._tools),
+            cut_off_reward=None if self._takes_end else 0.0,
+            reward_takes_end=self._takes_end,
+        )
+
+
+def prompt_tasks(settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase, reward: RowReward) -> PromptTasks:
+    """Return tasks from the files that the configuration names, each read once.
+
+    Prompts that are longer than `max_prompt_tokens`, and those that the held-out file asks too, are left out and
+    counted.
+
+    Raises:
+        ValueError: no file is named, one can't be used, too little is left (see `apps.common.data.prompts`), or an option
+            has no effect on prompts.
+    """
+    config = settings.data
+    if config.data is None:
+        raise ValueError(f"recipe {settings.recipe!r} asks the prompts of a file: add --data FILE")
+    if config.digits != DataConfig.digits:
+        raise ValueError("--digits is of the quickstarts' synthetic tasks: leave it out with --data")
+    if settings.own.environment:
+        raise ValueError("--environment goes with --recipe environment, and without --data")
+    if settings.own.tool and settings.max_turns == 1:
+        raise ValueError("--tool can't be called in one turn: raise --max-turns, which counts the answer too")
+    if not settings.own.tool and settings.max_turns != 1:
+        raise ValueError("--max-turns has no effect where no tool can be called: leave it at 1, or add --tool")
+    if config.max_prompt_tokens >= settings.max_episode_tokens:
+        raise ValueError(
+            f"--max-prompt-tokens {config.max_prompt_tokens} must be below --max-episode-tokens "
+            f"{settings.max_episode_tokens}, which counts the answer too"
+        )
+    prompts, long = _short(config.data, settings, tokenizer)
+    if config.eval_data is not None:
+        held_out, long_held_out = _short(config.eval_data, settings, tokenizer)
+        asked, long = {_key(prompt) for prompt in held_out}, long + long_held_out
+    else:
+        asked = held_out_keys(map(_key, prompts), config.eval_share)
+        held_out = [prompt for prompt in prompts if _key(prompt) in asked]
+    train = [prompt for prompt in prompts if _key(prompt) not in asked]
+    if not train or not held_out:
+        raise ValueError(
+            f"{config.data}: {len(train)} prompts to train on and {len(held_out)} held out are too few "
+            f"({long} were longer than --max-prompt-tokens {config.max_prompt_tokens})"
+        )
+    skipped = {
+        f"of more than {config.max_prompt_tokens} tokens (--max-prompt-tokens)": long,
+        "of --data that --eval-data holds too": len(prompts) - len(train) if config.eval_data is not None else 0,
+    }
+    return PromptTasks(
+        prompts=train,
+        held_out=held_out[: config.eval_prompts],
+        reward=reward,
+        seed=settings.seed,
+        skipped={reason: count for reason, count in skipped.items() if count},
+        held_out_name="row" if config.eval_data is None else "eval-row",
+        tools=settings.own.tool,
+    )
+
+
+def _short(path: Path, settings: GrpoConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+    """Return the prompts of a file that have at most `max_prompt_tokens` tokens, and how many have more."""
+    config, own = settings.data, settings.own
+    prompt_column, answer_column, system_prompt = layout(settings)
+    prompts = read_prompts(path, prompt_column, answer_column)
+    sees = settings.engine.vision != "off"
+    prompts = [_with_images(path, prompt, settings.cluster.media.images_column, sees) for prompt in prompts]
+    if system_prompt is not None:
+        prompts = [replace(prompt, messages=_prompted(prompt, system_prompt)) for prompt in prompts]
+    schemas = [tool.schema for tool in load_tools(own.tool)]
+    options = template_options(own.template_options)
+    texts = [_render(path, prompt, tokenizer, schemas, options, sees) for prompt in prompts]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    if sees:
+        lengths = _with_image_tokens(path, settings, prompts, lengths)
+    kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
+    return kept, len(prompts) - len(kept)
+
+
+def _with_images(path: Path, prompt: Prompt, named: str | None, sees: bool) -> Prompt:
+    """Return a row with its column of images in its question, where the question says <image> or else before it.
+
+    `named`: that column where it was named, which every row then has; else `images`, which it may have.
+
+    Raises:
+        ValueError: it holds media that the model doesn't see, or another number of marks, or images in both places.
+    """
+    column = named or "images"
+    if named is not None and named not in prompt.columns:
+        raise ValueError(
+            f"{path}, row {prompt.row}: no column {named!r}; it has {', '.join(prompt.columns)}. Name the column of "
+            "images with --cluster.media.images-column"
+        )
+    images = prompt.columns.get(column) or ()
+    if not isinstance(images, list | tuple):
+        images = (images,)
+    if any(prompt.columns.get(name) for name in MEDIA_KEYS if name != column) or (images and not sees):
+        raise ValueError(
+            f"{path}, row {prompt.row} holds images or other media: leave such rows out, or set --engine.vision to "
+            "trained or frozen for a model that sees images"
+        )
+    if not images:
+        return prompt
+    question = prompt.messages[-1]["content"]
+    if not isinstance(question, str):
+        raise ValueError(
+            f"{path}, row {prompt.row} has a column of images and a question of parts: keep one of the two"
+        )
+    texts = question.split(IMAGE_MARK) if IMAGE_MARK in question else [*[""] * len(images), question]
+    if len(texts) != len(images) + 1:
+        raise ValueError(f"{path}, row {prompt.row} has {len(images)} images for {len(texts) - 1} {IMAGE_MARK}")
+    parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
+    for image, text in zip(images, texts[1:], strict=True):
+        try:
+            parts += [{"type": "image", "image": as_text(image)}, {"type": "text", "text": text}]
+        except ValueError as error:
+            raise ValueError(f"{path}, row {prompt.row}: {error}") from error
+    asked = {"role": "user", "content": [part for part in parts if part.get("text") != ""]}
+    return replace(prompt, messages=(*prompt.messages[:-1], asked))
+
+
+def _with_image_tokens(
+    path: Path, settings: GrpoConfig, prompts: Sequence[Prompt], lengths: Sequence[int]
+) -> list[int]:
+    """Return the lengths of prompts with the tokens of their images; every image is read, so that none fails later."""
+    if settings.model is None:
+        raise ValueError("images need a model that sees them: add --model DIR")
+    reader, out = ImageReader.of(model_directory(settings.model)), []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        try:
+            images = images_of(prompt.messages)
+            grids = reader(images)[1].tolist() if images else []
+        except ValueError as error:
+            raise ValueError(f"{path}, row {prompt.row}: {error}") from error
+        out.append(length + sum(grid_tokens(grid, reader.merge_size) - 1 for grid in grids))
+    return out
+
+
+def _prompted(prompt: Prompt, system_prompt: str) -> tuple[dict[str, Any], ...]:
+    return tuple(dict(message) for message in with_system_prompt(prompt.messages, system_prompt))
+
+
+def layout(settings: GrpoConfig) -> tuple[str, str, str | None]:
+    """Return the columns of question and answer, and the system prompt: what was said, else what the preset stands
+    for."""
+    config, own = settings.data, settings.own
+    if own.preset is None:
+        return config.prompt_column, config.answer_column, own.system_prompt
+    preset = PRESETS[own.preset]
+    columns = (config.prompt_column, config.answer_column)
+    usual = (DataConfig.prompt_column, DataConfig.answer_column)
+    of_preset = (preset.prompt_column, preset.answer_column)
+    prompt, answer = (a if a != b else c for a, b, c in zip(columns, usual, of_preset, strict=True))
+    return prompt, answer, own.system_prompt or preset.system_prompt
+
+
+def _render(
+    path: Path,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    sees: bool,
+) -> str:
+    try:
+        check_text_only([without_image_parts(m) for m in prompt.messages] if sees else prompt.messages)
+    except ValueError as error:
+        raise ValueError(f"{path}, row {prompt.row}: {error}") from error
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                without_images(prompt.messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
+            )
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}, row {prompt.row}: the chat template refuses the prompt: {error}") from error
+
+
+def _key(prompt: Prompt) -> str:
+    """Return what a prompt asks, its images included: two rows that ask the same are never on both sides."""
+    return repr([(message["role"], message["content"]) for message in prompt.messages])

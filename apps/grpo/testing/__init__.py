@@ -1,0 +1,1 @@
+"""Helpers of the grpo app's tests."""

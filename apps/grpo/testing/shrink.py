@@ -1,0 +1,66 @@
+"""Recipes for NPUs, shrunk, each in a process of its own as from the command line: for tests.
+
+What the flags leave out: machines of their own that sample, where there is no Ray, and vLLM where there is none.
+"""
+
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from apps.common.shrink.npu import TOLD
+from apps.common.testing.weight_delta import assert_trained
+from apps.grpo.main import main
+from apps.grpo.registry import recipes
+
+NATIVE = (
+    *("--cluster.rollout.engine", "native", "--cluster.rollout.tp", "1", "--cluster.rollout.memory-share", "0"),
+    *("--cluster.rollout.no-chunked-prefill", "--cluster.rollout.max-batched-tokens", "None"),
+)
+ONE_POOL = (
+    *("--cluster.rollout.dp", "1", "--cluster.rollout.ep", "1", "--cluster.rollout.max-model-tokens", "None"),
+    *("--cluster.rollout.cuda-graph-sizes", "--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated"),
+    *("--cluster.pools.rollout-nodes", "0", "--cluster.rollout.ray-workers", "0"),
+)
+ONE_RANK = (
+    *("--processes", "1", "--engine.tensor-parallel", "1", "--engine.pipeline-parallel", "1"),
+    *("--engine.first-stage-layers", "None", "--engine.last-stage-layers", "None"),
+    *("--engine.expert-parallel", "1", "--engine.expert-tensor-parallel", "1"),
+)
+"""A fully asynchronous run: one rank beside a process that samples."""
+LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.25}
+"""Between the sampler's log-probs and the trainer's."""
+
+
+def run_whole(argv: Sequence[str], folder: Path, capfd: Any) -> tuple[str, list[dict[str, Any]]]:
+    """Return what the command said, and the rows of its two steps; `capfd` is pytest's.
+
+    Raises:
+        AssertionError: with what it said, where it failed.
+    """
+    (folder / "own.py").write_text("def spread(reply, end):\n    return sum(map(ord, reply.content)) % 7\n")
+    own = ["--reward", f"{folder}/own.py:spread"]  # a random model is right about nothing, and is cut off
+    process = multiprocessing.get_context("spawn").Process(target=main, args=([*argv, *own, "--steps", "2"],))
+    process.start()
+    process.join()
+    told = capfd.readouterr()
+    assert process.exitcode == 0, told.err[-4000:]
+    return told.out, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def check(name: str, dtype: str, told: str, rows: Sequence[dict[str, Any]], run_dir: Path) -> None:
+    """It ran on device npu, by the recipe's own setting, and trained every tensor.
+
+    Raises:
+        AssertionError: it did not.
+    """
+    assert TOLD in told
+    assert "--engine.device" not in told, "the device is the recipe's own"
+    assert f"{dtype} on npu:0" in told
+    assert len(rows) == 2
+    assert all(0 < row["memory/allocated_gib"] < row["memory/peak_gib"] for row in rows), "the CPU counts none"
+    assert all(row["log_prob_difference_max"] < LARGEST_GAP[dtype] for row in rows)
+    assert_trained(run_dir)
+    saved = json.loads((run_dir / "config.json").read_text())
+    assert saved["engine"]["device"] == recipes()[name].config.engine.device == "npu"

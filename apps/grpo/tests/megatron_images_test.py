@@ -1,0 +1,51 @@
+"""GRPO on images under Megatron, TP2·EP2: the scripts of 35B and 122B, shrunk, with the native sampler."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from apps.common.cluster import RolloutLayout
+from apps.common.shrink.fields import Most
+from apps.common.testing.weight_delta import tensors_of
+from apps.grpo.main import run_shrunk
+from apps.grpo.registry import recipes
+
+RECIPES = recipes()
+STEPS = 3
+SMALL_GAP = 1e-3
+LAYOUTS = {
+    "qwen3-5-35b-a3b-megatron": ("tensor_parallel", "expert_parallel"),
+    "qwen3-5-122b-a10b-megatron": ("tensor_parallel", "pipeline_parallel", "expert_parallel"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_script_runs_from_end_to_end_with_a_frozen_tower(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it but vLLM. A random model is right about nothing, so the reward is one that varies."""
+    config = RECIPES[name].config
+    (tmp_path / "own.py").write_text("def parity(reply):\n    return float(len(reply.content) % 2)\n")
+    own = replace(config.own, reward=f"{tmp_path}/own.py:parity")
+    cluster = replace(config.cluster, rollout=RolloutLayout())
+    for entry in cluster.environment:
+        monkeypatch.setenv(*entry.split("=", 1))
+    run_dir = tmp_path / "run"
+    asked = replace(config, cluster=cluster, own=own, steps=STEPS, run_dir=run_dir)
+    assert run_shrunk(asked, Most(8)).steps == STEPS
+    told = capsys.readouterr().out
+    assert "--engine.vision" not in told
+    assert "--engine.router" not in told
+    used = json.loads((run_dir / "config.json").read_text())["engine"]
+    assert [used[size] for size in LAYOUTS[name]] == [2] * len(LAYOUTS[name])
+    assert (used["backend"], used["vision"]) == ("megatron", "frozen")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == STEPS + 1
+    assert all(row["log_prob_difference_max"] < SMALL_GAP for row in rows[1:])
+    before, after = (tensors_of(run_dir / at) for at in ("model", "export"))
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not before[key].equal(after[key])}
+    assert not any(key.startswith("model.visual.") for key in changed)
+    assert len(changed) > len(before) / 4

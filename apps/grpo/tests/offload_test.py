@@ -1,0 +1,82 @@
+"""`--cluster.offload`: training is in host memory while answers are sampled, and nothing else changes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import apps.grpo.build as parts
+from apps.common.cluster import Cluster
+from apps.common.testing.weight_delta import assert_trained
+from apps.grpo.main import run
+from apps.grpo.sampling.memory_turns import resting
+from apps.grpo.sampling.session import Session
+from apps.grpo.testing.recipe import RECIPE
+from engines import TrainEngine, build_engine
+from objectives import GRPO
+
+
+def test_training_is_on_the_host_while_answers_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine and its frozen reference, in steps and in evaluations; the run's weights are those without."""
+    made: list[Any] = []
+    seen: list[list[bool]] = []
+
+    def built(*args: Any, **options: Any) -> TrainEngine:
+        engine = build_engine(*args, **options)
+        made.append(engine)
+        return engine
+
+    plays = Session.playing
+
+    async def playing(self: Session, *args: Any) -> Any:
+        seen.append([one._offloaded for one in made])
+        return await plays(self, *args)
+
+    monkeypatch.setattr(parts, "build_engine", built)
+    monkeypatch.setattr(Session, "playing", playing)
+    config = replace(RECIPE.config, objective=GRPO(kl_coef=0.1), steps=2, eval_every=1, save_every=1)
+    for name, offload in (("plain", False), ("moved", True)):
+        made.clear()
+        seen.clear()
+        run(replace(config, run_dir=tmp_path / name, cluster=Cluster(offload=offload)), RECIPE)
+        assert seen == [[offload, offload]] * 5  # held-out before, then two steps and their evaluations
+        assert [one._offloaded for one in made] == [False, False]
+    plain, moved = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("plain", "moved"))
+    assert [name for name, value in plain.items() if not torch.equal(value, moved[name])] == []
+    assert_trained(tmp_path / "moved")
+
+
+class Held:
+    """What `resting` asks of an engine."""
+
+    reference = None
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.calls: list[str] = []
+
+    def offload(self) -> None:
+        self.calls.append("offload")
+        if self.fails:
+            raise MemoryError("the host is full")
+
+    def onload(self) -> None:
+        self.calls.append("onload")
+
+
+def test_it_comes_back_where_sampling_or_moving_fails() -> None:
+    engine: Any = Held()
+    other = Held(fails=True)
+    with pytest.raises(RuntimeError, match="no answers"), resting(engine, True):
+        raise RuntimeError("no answers")
+    assert engine.calls == ["offload", "onload"]
+    engine.reference = other
+    with pytest.raises(MemoryError, match="the host is full"), resting(engine, True):
+        pytest.fail("nothing is sampled")
+    assert engine.calls == ["offload", "onload"] * 2
+    assert other.calls == ["offload", "onload"]
+    with resting(engine, False):
+        assert len(engine.calls) == 4

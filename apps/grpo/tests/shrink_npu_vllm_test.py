@@ -1,0 +1,61 @@
+"""The NPU recipes as they stand, shrunk: training through device npu by the stand-in, vLLM beside it on the CPU."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.grpo.registry import recipes
+from apps.grpo.testing.schedules import proofs
+from apps.grpo.testing.shrink import ONE_RANK, check, run_whole
+from engines.testing.npu.build import reason_against
+
+REASON = reason_against() or "TESSERA_VLLM_PYTHON names no interpreter with vLLM"
+pytestmark = pytest.mark.skipif("TESSERA_VLLM_PYTHON" not in os.environ or reason_against() is not None, reason=REASON)
+
+
+ASYNC = "qwen3-235b-a22b-async-npu"
+ON_ONE_MACHINE = (
+    *("--cluster.pools.nodes", "1", "--cluster.pools.placement", "colocated", "--cluster.pools.rollout-nodes", "0"),
+    *("--cluster.rollout.ray-workers", "0"),
+)
+"""Without machines of their own that sample, which shrink_npu_pools_test has."""
+
+
+@pytest.mark.parametrize("name", ["qwen3-5-27b-fsdp2-npu", "qwen3-5-35b-a3b-fsdp2-npu"])
+def test_a_recipe_runs_through_device_npu_with_its_own_sampler(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of FSDP2 that train a tower, without and with experts; two of vLLM's workers that see by it."""
+    for entry in recipes()[name].config.cluster.environment:  # as the command starts itself again with them
+        monkeypatch.setenv(*entry.split("="))
+    told, rows = run_whole(["--recipe", name, "--shrink=2", "--run-dir", str(tmp_path / "run")], tmp_path, capfd)
+    assert {line.split()[1] for line in told.splitlines() if line.startswith("flag")} == {"--reward", "--steps"}
+    assert "device --cluster.rollout.device  auto -> cpu" in told
+    assert [row["weights/version"] for row in rows] == [1, 2]
+    assert [row["rollout/failed_episodes"] for row in rows] == [0, 0]
+    assert max(row["weights/probe/abs"] for row in rows) < 0.05
+    check(name, "bfloat16", told, rows, tmp_path / "run")
+
+
+def test_both_sides_of_the_asynchronous_recipe_run_beside_each_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One Megatron rank on device npu; two copies in vLLM of two workers each; experts are dealt to all four."""
+    argv = ["--recipe", ASYNC, "--shrink=1", "--run-dir", str(tmp_path / "run"), *ON_ONE_MACHINE, *ONE_RANK]
+    told, rows = run_whole(argv, tmp_path, capfd)
+    for change in ("tp  8 -> 2", "dp  8 -> 2", "ep  64 -> 4", "device  auto -> cpu"):
+        assert f"--cluster.rollout.{change}" in told
+    assert max(proofs(rows)) < 0.05
+    check(ASYNC, "bfloat16", told, rows, tmp_path / "run")
+    episodes = [json.loads(line) for line in (tmp_path / "run" / "episodes.jsonl").read_text().splitlines()]
+    groups: dict[Any, list[Any]] = {}
+    for episode in episodes:
+        if episode["split"] == "training":
+            groups.setdefault((episode["step"], episode["group"]), []).append(episode["tokens"])
+    assert groups
+    for answers in groups.values():  # spread over two copies, which were both asked at once
+        assert len(answers) > 1
+        assert len({tuple(answer) for answer in answers}) == len(answers)

@@ -1,0 +1,204 @@
+"""Rows as training samples: ids, and a mask that is true on what the model shall learn to write."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from chat_tools import Rendered, images, read_stop_tokens, render
+from rollout.chat.images import Pictures, images_of, without_images
+from seqpack.batches.batch import make_batch
+from seqpack.batches.mrope import grid_tokens
+
+Sample = Mapping[str, Any]
+
+
+class PictureError(ValueError):
+    """An image of a conversation can't be read; the text says which."""
+
+
+class UnprovenMaskError(ValueError):
+    """A conversation of which it can't be proven which tokens are the assistant's; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids, and which of them are trained; one entry a token each. The first token is never trained.
+
+    `types`: which tokens stand for images (1), one entry a token; `images`: their paths or `data:` URIs in order. Both
+    are empty for a conversation without.
+    """
+
+    ids: Sequence[int]
+    mask: Sequence[bool]
+    types: Sequence[int] = ()
+    images: Sequence[str] = ()
+
+
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    stop_tokens: Sequence[str] | None = None,
+    trained_from: int = 0,
+    pictures: Pictures | None = None,
+) -> Encoded:
+    """Render one conversation by the tokenizer's own chat template.
+
+    `stop_tokens`: those that stop the model (`stop_tokens_of`), which a turn may end with and is trained to; without
+    them, those that the tokenizer and the template tell of. Of turns before message `trained_from` nothing is trained.
+    `pictures` reads its images, where it may have some.
+
+    Raises:
+        PictureError: an image can't be read.
+        UnprovenMaskError: the mask can't be trusted, or the ids are not those of `apply_chat_template`.
+        ValueError, jinja2.TemplateError: the template refuses the messages.
+    """
+    found = images_of(messages) if pictures is not None else []
+    if pictures is not None and found:
+        rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, _read(pictures, found)[1])
+    else:
+        rendered = render(tokenizer, list(messages), tools=list(tools) if tools else None, stop_tokens=stop_tokens)
+    if rendered.problems:
+        raise UnprovenMaskError(rendered.problems[0])
+    mask = rendered.assistant_mask
+    if trained_from:
+        first = min((span.token_start for span in rendered.spans if span.message >= trained_from), default=len(mask))
+        mask = [trained and i >= first for i, trained in enumerate(mask)]
+    return Encoded(rendered.ids, mask, rendered.mm_token_type_ids if found else (), found)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Encoded:
+    """Tokenise a prompt and the text that follows; of the text every token is trained, and an end of sequence after it.
+
+    Where the two together begin with the tokens of the prompt they are tokenised together; elsewhere a token would
+    reach over the border, and they are tokenised apart: at use too the model meets the prompt's own tokens.
+    Special tokens that the tokenizer puts before a text stand before the prompt. An end of sequence that the prompt has
+    of its own is the prompt's; one that the text ends with is not written twice.
+
+    Raises:
+        ValueError: the tokenizer has no end of sequence.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError("the tokenizer names no end-of-sequence token; set eos_token in tokenizer_config.json")
+    head, whole = (_without_added_end(tokenizer, part, end) for part in (prompt, prompt + text))
+    if whole[: len(head)] != head:
+        whole = [*head, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    ids = whole if len(whole) > len(head) and whole[-1] == end else [*whole, end]
+    return Encoded(ids, [max(1, len(head)) <= i for i in range(len(ids))])
+
+
+def sample_of(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    stop_tokens: Sequence[str] | None = None,
+    pictures: Pictures | None = None,
+) -> Sample:
+    """Return one conversation as a sample; see `encode_messages`. `pictures` reads its images, where it has any."""
+    if pictures is not None:
+        return _seen_sample(tokenizer, messages, tools, stop_tokens, pictures)
+    encoded = encode_messages(tokenizer, messages, tools, stop_tokens)
+    return as_sample(encoded.ids, encoded.mask)
+
+
+def _seen_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    stop_tokens: Sequence[str] | None,
+    pictures: Pictures,
+) -> Sample:
+    """Return a sample of a model that sees: all have the keys of images, also those of text alone."""
+    media = _read(pictures, images_of(messages))
+    rendered = _rendered(tokenizer, messages, tools, stop_tokens, pictures, media[1])
+    if rendered.problems:
+        raise UnprovenMaskError(rendered.problems[0])
+    return {**as_sample(rendered.ids, rendered.assistant_mask), **_media_entries(rendered.mm_token_type_ids, media)}
+
+
+def media_of(types: Sequence[int], found: Sequence[str], pictures: Pictures) -> dict[str, Tensor]:
+    """Return what a sample shows as a batch's entries; nothing of it for a sample of text. `types`: one entry a token.
+
+    Raises:
+        PictureError: an image can't be read.
+        ValueError: the images have other numbers of tokens than `types` says.
+    """
+    media = _read(pictures, found)
+    tokens = sum(grid_tokens(grid, pictures.merge_size) for grid in media[1].tolist())
+    if tokens != sum(types):
+        raise ValueError(f"its images have {tokens} tokens, they had {sum(types)}: a file of them has changed")
+    return _media_entries(types, media)
+
+
+def _media_entries(types: Sequence[int], media: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    named = zip(("pixel_values", "image_grid_thw"), media, strict=True)
+    return {"mm_token_type_ids": torch.tensor(types, dtype=torch.int64), **dict(named)}
+
+
+def _read(pictures: Pictures, found: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Patches f32[P, numbers] and grids i64[n, 3]."""
+    if not found:
+        return torch.empty(0, pictures.numbers), torch.empty(0, 3, dtype=torch.int64)
+    try:
+        return pictures.read(found)
+    except ValueError as error:
+        raise PictureError(str(error)) from error
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    stop_tokens: Sequence[str] | None,
+    pictures: Pictures,
+    grids: Tensor,
+) -> Rendered:
+    counts = [grid_tokens(grid, pictures.merge_size) for grid in grids.tolist()]
+    return render(
+        tokenizer,
+        without_images(messages),
+        tools=list(tools) if tools else None,
+        stop_tokens=stop_tokens,
+        media=[images(counts, pictures.token)],
+    )
+
+
+def _without_added_end(tokenizer: PreTrainedTokenizerBase, text: str, end: int) -> list[int]:
+    """Return the ids of a text without the end of sequence that some tokenizers put after every one."""
+    ids = list(tokenizer(text)["input_ids"])
+    if ids and ids[-1] == end and tokenizer("a")["input_ids"][-1] == end:  # "" would not tell a beginning from an end
+        ids.pop()
+    return ids
+
+
+def stop_tokens_of(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
+    """Return the tokens that generation_config.json of a model directory names as its ends; None where it names none.
+
+    Raises:
+        ValueError: they are not the tokenizer's.
+    """
+    try:
+        return read_stop_tokens(directory, tokenizer) or None
+    except ValueError as error:
+        raise ValueError(f"{directory / 'generation_config.json'}, eos_token_id: {error}") from error
+
+
+def as_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+    """Token ids and their mask as the batch's per-token entries."""
+    return {
+        "input_ids": torch.tensor(ids, dtype=torch.int64),
+        "position_ids": torch.arange(len(ids)),
+        "loss_mask": torch.tensor(mask, dtype=torch.bool),
+    }
+
+
+def batch_of(samples: Sequence[Sample]) -> TensorDict:
+    """Samples as one batch."""
+    return make_batch(samples)

@@ -1,0 +1,1 @@
+"""The chat templates of real models, and how each is checked."""

@@ -1,0 +1,81 @@
+"""What a format compiles to: its markers, and the reader of its calls, by its grammar."""
+
+from __future__ import annotations
+
+import re
+
+from chat_tools.parsing.arguments import ToolSet
+from chat_tools.parsing.bracketed import BracketReader, BracketTables
+from chat_tools.parsing.channels import ChannelReader, ChannelTables
+from chat_tools.parsing.cursor import Marks, Reader
+from chat_tools.parsing.elements import ElementReader, ElementTables
+from chat_tools.parsing.grammar import Channels, Elements, Format, Json, Tagged
+from chat_tools.parsing.preview_tables import PreviewTables
+from chat_tools.parsing.segments import Recorder
+from chat_tools.parsing.tagged import TaggedReader, TaggedTables
+
+BodyTables = TaggedTables | ElementTables | BracketTables | ChannelTables
+BodyReader = TaggedReader | ElementReader | BracketReader | ChannelReader
+
+
+def compile_body(fmt: Format, stops: list[str], thinking: list[str]) -> BodyTables:
+    """Return what a format's calls compile to; `stops` and `thinking` are the markers that stand around them."""
+    if isinstance(fmt.body, Tagged):
+        return TaggedTables(fmt)
+    if isinstance(fmt.body, Elements):
+        return ElementTables(fmt)
+    if isinstance(fmt.body, Channels):
+        return ChannelTables(fmt.body)
+    return BracketTables(fmt, stops, thinking)
+
+
+def body_reader(tables: BodyTables, reader: Reader, recorder: Recorder, tools: ToolSet) -> BodyReader:
+    """Return the reader of such calls."""
+    if isinstance(tables, TaggedTables):
+        return TaggedReader(reader, recorder, tables, tools)
+    if isinstance(tables, ElementTables):
+        return ElementReader(reader, recorder, tables, tools)
+    if isinstance(tables, BracketTables):
+        return BracketReader(reader, recorder, tables, tools)
+    return ChannelReader(reader, recorder, tables, tools)
+
+
+class Tables:
+    """The markers of a format, compiled; one per format and process."""
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+        self.think = dict(fmt.reasoning)
+        self.think_end = {closing: Marks.of([closing]) for closing in self.think.values()}
+        self.calls = dict(fmt.calls)
+        self.call_opens = list(self.calls)
+        self.call_closes = [closing for closing in self.calls.values() if closing]
+        section = [*(fmt.section or ())]
+        stops = [*section, *self.call_opens, *self.call_closes, *fmt.ends]
+        body = fmt.body
+        channels = [body.start, body.channel, *body.ends] if isinstance(body, Channels) else []
+        headers = [fmt.recipients.mark] if fmt.recipients is not None else []
+        places = [stop for stop in stops if not headers or stop not in section[:1]]  # a section behind headers alone
+        self.top = Marks.of([*self.think, *self.think_end, *places, *channels, *headers])
+        self.ends = Marks.of(fmt.ends) if fmt.ends else self.top
+        self.thinking = frozenset([*self.think, *self.think_end])
+        self.resync = Marks.of(stops) if stops else self.top
+        self.inside = Marks.of([*stops, *self.thinking]) if section else self.top  # what ends text inside a section
+        # An opening marker that looks like a special token is one wherever it stands; others are quoted in texts too.
+        self.certain = frozenset(mark for mark in self.call_opens if mark.startswith(("<|", "<｜")))
+        # What may close a call that begins the answer without a marker.
+        self.bare_close = self.call_closes[0] if fmt.opening and isinstance(body, Json) and body.header else ""
+        self.body = compile_body(fmt, stops, list(self.thinking))
+        self.preview = PreviewTables(fmt)
+
+
+NAME_END = Marks(re.compile(r"[^\w.\-]"), 1, re.compile(r"[^\w.\-]"))
+_TABLES: dict[Format, Tables] = {}
+
+
+def tables_of(fmt: Format) -> Tables:
+    """Return the markers of a format; compiled once."""
+    tables = _TABLES.get(fmt)
+    if tables is None:
+        tables = _TABLES[fmt] = Tables(fmt)
+    return tables

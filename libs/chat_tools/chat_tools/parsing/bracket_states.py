@@ -1,0 +1,118 @@
+"""Say the arguments of a call in brackets while they come: a JSON object, Python's keywords, bare keys.
+
+A string is decoded as it comes, where the schema takes it as it is; any other value is said at its own end. Both end
+where `find_end` (nesting.py) has them end, and are read as the parser reads them (literals.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from chat_tools.parsing.literals import UNUSUAL, LiteralError, LiteralParser, loads_plain
+from chat_tools.parsing.partial_values import PartialString, PartialValue
+from chat_tools.parsing.preview_tables import Spelling
+from chat_tools.parsing.reader_states import Steps
+from chat_tools.parsing.streamed_call import Told
+
+_SPACE = re.compile(r"\s*+")
+
+
+class BracketSteps(Steps):
+    """Read arguments from their opening bracket on, or from what stands between the name and it (`between`)."""
+
+    def __init__(self, told: Told, spelling: Spelling, between: re.Pattern[str] | None) -> None:
+        super().__init__(told)
+        self.spelling, self.between = spelling, between
+        self.state = self._open if between is None else self._lead
+        self._key = ""
+        self._string: PartialString | None = None
+        self._value: PartialValue | None = None
+
+    def _lead(self, text: str) -> int:
+        """Read from the name to the object of arguments."""
+        assert self.between is not None
+        match = self.between.match(text)
+        if match is None:
+            return self.wait(text)
+        self.state = self._open
+        return match.end()
+
+    def _open(self, text: str) -> int:
+        assert text[0] == self.spelling.opening
+        self.state = self._argument
+        return 1
+
+    def _argument(self, text: str) -> int:
+        """Read a comma, a key, what ties it to its value, and the quote of a string."""
+        start = _space_end(text, 0)
+        if start == len(text):
+            return 0
+        if self.told.items:
+            if text[start] != ",":
+                self.state = self.stop
+                return 0
+            start += 1
+        match = self.spelling.key.match(text, _space_end(text, start))
+        if match is None:
+            return self.wait(text)
+        key, begin = match["key"], match.end()
+        if key in self.told.items:
+            self.state = self.stop  # given twice: the last one counts
+            return 0
+        here = text[begin : begin + self.spelling.longest_quote]
+        if any(len(here) < len(quote) and quote.startswith(here) for quote in self.spelling.quotes):
+            return 0  # which quote it is shows in the next character
+        self._key = key
+        quote = next((quote for quote in self.spelling.quotes if here.startswith(quote)), "")
+        if quote and self.told.may_be_text(key):
+            self.told.begin_string(key)
+            self._string = PartialString(quote, quote in self.spelling.verbatim)
+            self.state = self._text
+            return begin + len(quote)
+        self._value = PartialValue(self.spelling.quotes, self.spelling.verbatim)
+        self.state = self._other
+        return begin
+
+    def _text(self, text: str) -> int:
+        """Read more of a string."""
+        string = self._string
+        assert string is not None
+        read, said = string.read(text)
+        self.told.string(said)
+        if string.ended:
+            self.told.end_string()
+            self.state = self._argument
+        elif string.lost:
+            self.state = self.stop
+        return read
+
+    def _other(self, text: str) -> int:
+        """Read more of any other value, up to the comma or bracket behind it."""
+        value = self._value
+        assert value is not None
+        read = value.read(text)
+        if value.ended:
+            self.state = self.stop
+            meant = self._meaning(value.text)
+            if meant is not UNUSUAL:
+                self.told.checked_item(self._key, meant)
+                self.state = self._argument
+        return read
+
+    def _meaning(self, text: str) -> Any:
+        """Return the value that the text is; UNUSUAL where that is not certain."""
+        try:
+            if self.spelling.is_json:
+                return loads_plain(text)
+            spelling = self.spelling
+            return LiteralParser(text, [], quotes=spelling.verbatim, bare_keys=spelling.bare_keys).whole()
+        except LiteralError:
+            return UNUSUAL
+
+
+def _space_end(text: str, start: int) -> int:
+    """Return where the white space that begins at `start` ends."""
+    space = _SPACE.match(text, start)
+    assert space is not None
+    return space.end()

@@ -1,0 +1,118 @@
+"""Say the arguments of a tagged call while they come: a value ends at its closing tag, if it is one beyond doubt."""
+
+from __future__ import annotations
+
+import re
+
+from chat_tools.parsing.literals import is_no_value
+from chat_tools.parsing.preview_tables import PreviewTables
+from chat_tools.parsing.reader_states import Steps
+from chat_tools.parsing.streamed_call import Told
+
+_LONGEST_DOUBT = 64  # characters after which what may still be a number or JSON is taken for it
+_SPACE = re.compile(r"\s*+")
+
+
+class TagSteps(Steps):
+    """Read arguments as tags or elements, from behind the call's name."""
+
+    def __init__(self, told: Told, tables: PreviewTables) -> None:
+        super().__init__(told)
+        self.tables = tables
+        self.state = self._tag
+        self._key = ""
+        self._typed = False  # whether the value gets its type at its end, or when it is known to be no JSON
+        self._may_be_text = False
+        self._value: list[str] = []  # of a typed value, as it was written
+        self._is_said: bool | None = None  # whether the model says that the value is text
+
+    def _tag(self, text: str) -> int:
+        """Read the tag of an argument."""
+        match = self.tables.key.match(text)
+        value = self.tables.value.match(text, match.end()) if match else None
+        body = self.tables.tagged
+        if match is None or value is None or (body.newlines and len(text) == value.end()):
+            return self.wait(text)
+        key = match["key"]
+        if key in self.told.items:
+            self.state = self.stop  # given twice: the last one counts
+            return 0
+        self._key, self._value = key, []
+        self._is_said = match["text"] == body.kinds[0] if body.attribute else None
+        guessed = (body.guess or self._is_said is False) and not self.told.is_declared(key)
+        self._typed = not self._is_said and (guessed or not self.told.is_text(key))
+        self._may_be_text = self.told.may_be_text(key)
+        if not self._typed:
+            self.told.begin_string(key)
+        self.state = self._words
+        end = value.end()
+        return end + 1 if body.newlines and text[end] == "\n" else end
+
+    def _words(self, text: str) -> int:
+        """Read more of a value, up to the first thing that looks like a tag."""
+        marks, body = self.tables.marks, self.tables.tagged
+        match = marks.pattern.search(text)
+        if match is None:
+            sure = marks.begun(text, max(0, len(text) - marks.longest + 1))
+            if body.newlines and sure and text[sure - 1] == "\n":
+                sure -= 1  # it may belong to the closing tag
+            self._more(text[:sure])
+            return sure
+        if not (end := self._closed(text, match)):
+            return 0
+        value = text[: match.start()]
+        self._more(value.removesuffix("\n") if body.newlines else value)
+        written = "".join(self._value)
+        if self._typed and self.tables.prefix and not written.strip():
+            self.state = self.stop  # nothing, an empty list or an empty object
+            return 0
+        if self._typed:
+            told = self.told
+            assert told.name is not None
+            values = told.tools.from_texts(told.name, [(self._key, written, self._is_said)], [], body.guess)
+            told.item(self._key, values[self._key])
+        else:
+            self.told.end_string()
+        self.state = self._tag
+        return end
+
+    def _more(self, text: str) -> None:
+        """Take more of a value: said at once if it is text, kept as long as it may be something else."""
+        if not self._typed:
+            self.told.string(text)
+            return
+        self._value.append(text)
+        if not self._may_be_text:
+            return
+        begun = "".join(self._value)
+        self._may_be_text = len(begun) < _LONGEST_DOUBT
+        if is_no_value(begun):
+            self._typed = False
+            self.told.begin_string(self._key)
+            self.told.string(begun)
+
+    def _closed(self, text: str, match: re.Match[str]) -> int:
+        """Return where a closing tag ends, if it is one beyond doubt (an argument or the call's end follows); else
+        0."""
+        if self.tables.prefix:
+            return self._element_closed(text, match.start())
+        if match.group() != self.tables.tagged.value[1]:
+            self.state = self.stop
+            return 0
+        end = match.end()
+        space = _SPACE.match(text, end)
+        assert space is not None
+        follows = text[space.end() :]
+        if any(follows.startswith(mark) for mark in self.tables.follow if mark):
+            return end
+        if follows and not any(mark.startswith(follows) for mark in self.tables.follow):
+            self.state = self.stop
+        return 0
+
+    def _element_closed(self, text: str, start: int) -> int:
+        """Return where an element's own closing tag ends, if it is what stands here; else 0."""
+        closing = f"{self.tables.prefix}</{self._key}>"
+        here = text[start : start + len(closing)]
+        if not closing.startswith(here):
+            self.state = self.stop
+        return start + len(closing) if here == closing else 0

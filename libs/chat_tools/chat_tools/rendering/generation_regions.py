@@ -1,0 +1,142 @@
+"""The regions that are trained where a template marks what the assistant writes (`{% generation %}`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import starmap
+from operator import eq, itemgetter
+
+from chat_tools.rendering.masks import Region, Regions
+from chat_tools.rendering.message_attribution import Piece
+from chat_tools.rendering.template import Message
+
+_start, _end = itemgetter(0), itemgetter(1)
+
+
+def block_mask(blocks: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Return 1 for each token of the blocks `start:end` that a template marks, as `apply_chat_template`'s mask has it.
+
+    A block's tokens are those from its first character's first one to its last character's first one.
+    """
+    mask = [0] * len(offsets)
+    starts = list(map(_start, offsets))
+    for start, end in blocks:
+        first, last = _token_of(start, offsets, starts), _token_of(end - 1, offsets, starts)
+        if first is None:
+            break
+        stop = last + 1 if last else len(mask)  # no token, or the very first: transformers marks all that follows
+        mask[first:stop] = [1] * (stop - first)
+    return mask
+
+
+def _token_of(position: int, offsets: Sequence[tuple[int, int]], starts: Sequence[int]) -> int | None:
+    """Return the first token that holds a character, None if none does."""
+    at = bisect_right(starts, position) - 1
+    while at > 0 and offsets[at - 1][1] > position:
+        at -= 1
+    return at if at >= 0 and offsets[at][0] <= position < offsets[at][1] else None
+
+
+def trained_regions(
+    found: Regions,
+    marked: list[int] | None,
+    offsets: Sequence[tuple[int, int]],
+    messages: Sequence[Message],
+    problems: list[str],
+) -> list[Region]:
+    """Return the proven regions; where the template marks what the assistant writes, of these what it marks."""
+    if marked is not None and len(marked) == len(offsets):
+        return _regions_of_marks(marked, offsets, found, messages, problems)
+    problems += found.problems
+    return found.regions
+
+
+def _regions_of_marks(
+    mask: list[int],
+    offsets: Sequence[tuple[int, int]],
+    found: Regions,
+    messages: Sequence[Message],
+    problems: list[str],
+) -> list[Region]:
+    """Take of the template's own mask what the assistant's turns hold: marks can leave out, and add nothing.
+
+    Of marked tokens that touch a proven turn those inside it are trained; others belong to the turns that could not be
+    proven, in order, unless somebody else owns a character of theirs. Where the model's stop tokens were given, the one
+    that ends a turn is trained even if the marks end right before it.
+    """
+    problems += found.left_out
+    assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+    proven = {region.message for region in found.regions}
+    unproven = [i for i in assistants if i not in proven]
+    foreign = [p for p in found.owners.pieces if messages[p.message].get("role") != "assistant"]
+    foreign_ends = [piece.end for piece in foreign]
+    ends_of_proven = [region.end for region in found.regions]
+    regions: list[Region] = []
+    for tokens in filter(None, _runs(mask, offsets)):
+        taken = [p.message for p in _overlapping(foreign, foreign_ends, tokens[0][0], tokens[-1][1])]
+        problems += [f"message {m}: the template marks what the {messages[m].get('role')} wrote" for m in taken]
+        inside = _inside(tokens, found.regions, ends_of_proven)
+        if not inside and unproven:
+            own = [token for token in tokens if not (taken and _overlapping(foreign, foreign_ends, *token))]
+            inside = [Region(unproven.pop(0), own[0][0], own[-1][1], own[-1][1])] if own else []
+        regions += inside
+    if found.stops_known:
+        ends = {region.body_end: region.end for region in found.regions}
+        regions = [r._replace(end=max(r.end, ends.get(r.end, r.end))) for r in regions]
+    omitted = set(found.owners.without_calls)
+    told = omitted | {region.message for region in regions}
+    unmarked = [i for i in assistants if i not in told]
+    problems += [f"message {i}: the template marks nothing of it" for i in unmarked]
+    return [region for region in regions if region.message not in omitted]
+
+
+def _inside(tokens: Sequence[tuple[int, int]], regions: Sequence[Region], ends: Sequence[int]) -> list[Region]:
+    """Return the parts of regions (whose `ends` these are) that a run of tokens touches."""
+    parts: list[Region] = []
+    at = bisect_right(ends, tokens[0][0])
+    while at < len(regions) and regions[at].start < tokens[-1][1]:
+        region = regions[at]
+        first = bisect_right(tokens, region.start, key=_end)
+        last = bisect_left(tokens, region.end, key=_start) - 1
+        start, end = max(tokens[first][0], region.start), min(tokens[last][1], region.end)
+        parts.append(Region(region.message, start, end, end))
+        at += 1
+    return parts
+
+
+def _overlapping(pieces: Sequence[Piece], ends: Sequence[int], start: int, end: int) -> list[Piece]:
+    """Return the pieces (in order, without overlaps, whose `ends` these are) that hold a character of `start:end`."""
+    at = bisect_right(ends, start)
+    found = []
+    while at < len(pieces) and pieces[at].start < end:
+        found.append(pieces[at])
+        at += 1
+    return found
+
+
+def _runs(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the characters of each run of marked tokens, those of no character left out.
+
+    All tokens of a character whose first token is marked belong to its run: transformers' mask ends with the first.
+    """
+    runs: list[list[tuple[int, int]]] = []
+    begin = _next(mask, True, 0)
+    while begin < len(mask):
+        end = _next(mask, False, begin)
+        while end < len(mask) and (
+            mask[end] or (offsets[end] == offsets[end - 1] and offsets[end][0] < offsets[end][1])
+        ):
+            end += 1
+        run = offsets[begin:end]
+        runs.append([token for token in run if token[0] < token[1]] if any(starmap(eq, run)) else list(run))
+        begin = _next(mask, True, end)
+    return runs
+
+
+def _next(mask: Sequence[int], value: bool, start: int) -> int:
+    """Return where the value comes next, or the length."""
+    try:
+        return mask.index(value, start)
+    except ValueError:
+        return len(mask)

@@ -1,0 +1,1 @@
+"""The exactness matrix: every cell against one process, over real ranks."""

@@ -1,0 +1,56 @@
+"""Which modules of registered models are norms and gated MLPs, and how an instance gets another forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
+CENTRED_NORMS = ("Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+"""Their weight is kept as its distance from one."""
+GATED_NORMS = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated")
+MLPS = (
+    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP"),
+    *("Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP"),
+)
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """What takes the place of a module's forward, by its kind; None: it keeps its own."""
+
+    norm: Forward
+    centred_norm: Forward
+    gated_norm: Forward
+    mlp: Forward | None = None
+
+    def of(self, module: nn.Module) -> Forward | None:
+        """Return the forward that takes the place of a module's own; None where none does."""
+        name = type(module).__name__
+        if name in NORMS:
+            return self.norm
+        if name in CENTRED_NORMS:
+            return self.centred_norm
+        if name in GATED_NORMS and getattr(module, "activation", "silu") == "silu":
+            return self.gated_norm
+        if name in MLPS and is_silu(module):
+            return self.mlp
+        return None
+
+
+def is_silu(module: Any) -> bool:
+    """Return whether a module's `act_fn` is silu."""
+    return isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
+
+
+_MADE: dict[tuple[Any, Any], type[nn.Module]] = {}
+
+
+def with_forward(kind: type[nn.Module], forward: Forward) -> type[nn.Module]:
+    """Return a subclass of the same name whose forward is another; one for each of both."""
+    if (kind, forward) not in _MADE:
+        members = {"forward": forward, "__module__": kind.__module__}
+        _MADE[kind, forward] = type(kind.__name__, (kind,), members)
+    return _MADE[kind, forward]

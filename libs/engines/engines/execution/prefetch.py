@@ -1,0 +1,116 @@
+"""Work for the device made ready while it is busy: micro-batches, and the first of the next batch.
+
+Nothing is made in threads, which would take the interpreter from the one that feeds the device: when a micro-batch has
+been handed to the device the host is ahead of it, and has the time. What it makes goes through a stream of its
+own, so that copies and look-ups wait for each other and not for the step that runs; who takes a micro-batch lets its
+stream wait for them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.devices.detect import devices_of
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+
+
+class MicroBatchesAhead(MicroBatches):
+    """Micro-batches that are packed, copied and given the inputs of the model on a stream of their own."""
+
+    def __init__(self, source: MicroBatches, prepare: Callable[[MicroBatch], Any]) -> None:
+        """`prepare` makes `MicroBatch.inputs`."""
+        super().__init__(source.batch, source.parts, source.group, source.device, source.keys)
+        self.prepare = prepare
+        self._devices = devices_of(source.device)
+        self._begun: tuple[Iterator[MicroBatch], tuple[MicroBatch, Any]] | None = None
+
+    def begin(self) -> None:
+        """Make the first ready, for the next iteration."""
+        source = super().__iter__()
+        self._begun = source, self._next(source)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if self._begun is None:
+            self.begin()
+        assert self._begun is not None
+        (source, (micro_batch, ready)), self._begun = self._begun, None
+        for number in range(len(self)):
+            if number:
+                micro_batch, ready = self._next(source)
+            stream = self._devices.current_stream()
+            stream.wait_event(ready)
+            for tensor in tensors_in(micro_batch):
+                if tensor.device.type == self._devices.kind:
+                    tensor.record_stream(stream)  # its memory is not used again before this stream is done with it
+            yield micro_batch
+
+    def _next(self, source: Iterator[MicroBatch]) -> tuple[MicroBatch, Any]:
+        stream = _stream(self.device)
+        with self._devices.on_stream(stream):
+            micro_batch = next(source)
+            micro_batch = replace(micro_batch, inputs=self.prepare(micro_batch))
+            ready = self._devices.new_event()
+            ready.record(stream)
+        return micro_batch, ready
+
+
+class Ahead:
+    """At most one batch to be prepared while the device works, with the objective that it is for."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Any, Any, Callable[[], Any]] | None = None
+        self._found: tuple[Any, Any, Any] | None = None
+
+    def ask(self, batch: Any, objective: Any, prepare: Callable[[], Any]) -> None:
+        """Note what is to be prepared; what was asked for before is forgotten."""
+        self._asked = batch, objective, prepare
+
+    def run(self) -> None:
+        """Prepare what was asked for: call it when the device has enough to do. An error is left to `take`'s caller,
+        who then prepares the batch in time."""
+        if self._asked is None:
+            return
+        (batch, objective, prepare), self._asked = self._asked, None
+        try:
+            self._found = batch, objective, prepare()
+        except (ValueError, KeyError, RuntimeError):
+            self._found = None
+
+    def take(self, batch: Any, objective: Any) -> Any:
+        """Return what was prepared of this very batch for this objective, once; None for any other."""
+        found, self._found = self._found, None
+        if found is None or found[0] is not batch or found[1] != objective:
+            return None
+        return found[2]
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors in a value, and in the attributes of objects and tensors in it, each once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        inner: Any = vars(value).values()
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in fields(value)]
+    elif type(value).__name__ == "PackedContext":
+        inner = vars(value).values()
+    else:
+        return
+    for one in inner:
+        yield from tensors_in(one, seen)
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return devices_of(device).new_stream()

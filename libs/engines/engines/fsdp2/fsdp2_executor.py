@@ -1,0 +1,315 @@
+"""The FSDP2 executor: every layer sharded over all ranks or copies of it over groups, micro-batches in a loop."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, SupportsFloat
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from engines.adapters.base_digest import BASE, base_digest
+from engines.adapters.lora import (
+    is_adapter,
+    merged_tensors,
+    reset_adapters,
+    set_trainable,
+    whole,
+    without_adapters,
+)
+from engines.capability import No, Yes
+from engines.config import EngineConfig
+from engines.devices.detect import devices_of
+from engines.devices.host_copies import HostCopies
+from engines.devices.host_layers import use_host_norms
+from engines.devices.npu_layers import asked_for, use_npu_operators
+from engines.execution.early_host_read import EarlyRead
+from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.learning_rates import rate_scales
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.execution.optimizer import build_optimizer, clip_and_step, gradient_norm, name_of
+from engines.execution.prefetch import MicroBatchesAhead
+from engines.experts.placement import place_experts
+from engines.families.registry import family_of
+from engines.families.router import RouterCounts, RouterLoss, Routing
+from engines.families.torch_operations import choose_torch_operations
+from engines.fast.fused_log_probs import fused_log_probs
+from engines.fast.layers import sequences_of, use_layer_functions
+from engines.fsdp2.activations import recompute_layers
+from engines.fsdp2.host_offload import moments, move_all, move_moments
+from engines.fsdp2.sharding import SumAcrossCopies, copies_in, lies_whole, move_buffers, weight_mesh
+from engines.fsdp2.sharding import whole as whole_shards
+from engines.inputs.model_inputs import InputBuilder, ModelInputs
+from engines.loading import DTYPES, compute_dtype, device_of
+from engines.parallel.groups import ParallelGroups
+from engines.scoring.log_probs import token_log_probs
+from engines.scoring.packed_model import adapt_for_packing
+from engines.scoring.read_rows import compute_read_rows
+from engines.scoring.token_scorer import ModelScores, TokenScorer
+from engines.weights.disk_names import OWN_NAMES, DiskNames
+from engines.weights.disk_weights import DiskWeights
+from engines.weights.empty_model import allocate
+from engines.weights.model_weights import live_tensors
+
+PLAIN = No("not asked for")
+
+
+class FSDP2Executor:
+    """See `engines.execution.executor.Executor`.
+
+    The model stays in evaluation mode while it trains too: dropout is never applied, so that the policy that is trained
+    is the one that was scored (the ratio of a first update is 1) and packed rows equal padded ones. Only layers that
+    are to be recomputed are in training mode themselves, which is how transformers is told.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: ParallelGroups,
+        model: Any,
+        inputs: InputBuilder,
+        trainable: bool = True,
+        compiled: Yes | No = PLAIN,
+        disk: DiskWeights | None = None,
+        names: DiskNames = OWN_NAMES,
+    ) -> None:
+        """Shard `model` (a transformers causal LM on the device, or empty), which becomes the executor's.
+
+        `compiled`: whether its layers and head run as compiled functions, and why not (`engines.fast.support`).
+        `disk`: where the values of an empty model are; each rank reads its rows after sharding. `names`: of the
+        parameters on disk, for `config.learning_rates`.
+        """
+        self.config = config
+        self.groups = groups
+        self.builder = inputs
+        self.trainable = trainable
+        self.model: Any = model
+        self._digest: Tensor | None = None
+        self.device = device_of(config, model)
+        self.npu_operators = use_npu_operators(model) if asked_for(config, self.device) else None
+        if self.device.type == "cpu":
+            use_host_norms(model)
+        if config.batching == "packed":
+            adapt_for_packing(model)
+        else:
+            choose_torch_operations(model)
+        self.compiled = compiled
+        if compiled:
+            use_layer_functions(model)
+        elif config.batching == "packed":
+            compute_read_rows(model)
+        model.eval()
+        if config.gradient_checkpointing:
+            recompute_layers(model, config.activation_offload)
+        set_trainable(model, trainable)
+        tower = family_of(model.config).tower(model)
+        if tower is not None and config.vision == "frozen":
+            tower.requires_grad_(False)
+        found = rate_scales(config, model, names) if trainable else {}
+        self.scales = {f"model.{name}": scale for name, scale in found.items()}  # as the scorer names them
+        log_probs = fused_log_probs if compiled else token_log_probs
+        coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+        self.scorer: Any = TokenScorer(model, config.logit_chunk, log_probs, *coefficients)
+        self.scorer.training = False
+        self.router: RouterLoss | None = self.scorer.router
+        self.adds_loss = self.router is not None
+        self.copies = 1
+        self._host = HostCopies()
+        self.sums: SumAcrossCopies | None = None
+        self._shard(disk)
+        self.adapted = any(is_adapter(name) for name, _ in model.named_parameters())
+        if self.adapted:
+            reset_adapters(model, torch.initial_seed())
+        self.optimizer = self._build_optimizer() if trainable else None
+
+    @property
+    def updated_by(self) -> str:
+        """See `Executor`."""
+        return name_of(self.optimizer)
+
+    def _build_optimizer(self) -> torch.optim.AdamW | None:
+        return build_optimizer(self.scorer, self.config, self.scales)
+
+    def _shard(self, disk: DiskWeights | None) -> None:
+        dtype = compute_dtype(self.config, self.device)
+        mesh = weight_mesh(self.config, self.device.type)
+        self.copies = copies_in(mesh)
+        if lies_whole(self.config, self.model, self.device, dtype):
+            if disk is not None:
+                allocate(self.model, self.device)
+                disk.fill(self.model)
+            return
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        free = self.config.reshard_after_forward
+        if self.config.expert_parallel > 1:
+            experts, rows = place_experts(self.model, self.config.expert_parallel, self.device.type)
+            for module in experts:
+                fully_shard(
+                    module,
+                    mesh=rows,
+                    mp_policy=policy,
+                    reshard_after_forward=free,
+                    shard_placement_fn=lambda _: Shard(1),
+                )
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if self.config.parameters_on_host:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        for layer in family_of(self.model.config).units(self.model):
+            fully_shard(layer, reshard_after_forward=free, **options)
+        fully_shard(self.scorer, reshard_after_forward=False, **options)
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by global counts already: gradients are summed over ranks, not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        if self.copies > 1:
+            self.sums = SumAcrossCopies(self.scorer)
+        if disk is not None:
+            self.scorer.to_empty(device="cpu" if self.config.parameters_on_host else self.device)
+            move_buffers(self.scorer, self.device)
+            disk.fill(self.model)
+
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Let a thread pack, copy and prepare them while the device works; on a CPU there is nothing to overlap."""
+        if not devices_of(self.device).overlaps or isinstance(micro_batches, MicroBatchesAhead):
+            return micro_batches
+        return MicroBatchesAhead(micro_batches, self._inputs)
+
+    def _inputs(self, micro_batch: MicroBatch) -> ModelInputs:
+        """Build the model's inputs, and what compiled layers want to know of them."""
+        inputs = self.builder.inputs(micro_batch)
+        if self.compiled and inputs.context is not None:
+            sequences_of(inputs.context, self.model.config.get_text_config())
+        return inputs
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """Run forward and backward of one micro-batch after another.
+
+        A router's loss needs the counts of the whole step first (`engines.families.router`): they are taken in a pass
+        of their own, without gradients, unless the only micro-batch of a rank gives them on its way.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        counts = self._counts(micro_batches) if self.router is not None and len(micro_batches) > 1 else None
+        micro_batches = self.ahead(micro_batches)
+        for micro_batch in micro_batches if self.sums is None else self.sums.each(micro_batches):
+            loss(micro_batch, self._scores(micro_batch, scoring, self.router, counts)).backward()
+
+    @torch.no_grad()
+    def _counts(self, micro_batches: MicroBatches) -> RouterCounts:
+        """Forward passes of all micro-batches, for what the router chooses in them."""
+        found = []
+        for micro_batch in micro_batches:
+            inputs = micro_batch.inputs or self._inputs(micro_batch)
+            routing = self.scorer(inputs, 1.0, False, routing=True).routing
+            found.append(self._own_counts(routing, micro_batch, inputs))
+        return self._summed(torch.stack(found).sum(0))
+
+    def _own_counts(self, routing: Routing, micro_batch: MicroBatch, inputs: ModelInputs) -> Tensor:
+        """f32[E + 1]: how often each expert was chosen, and rows; ranks that share a micro-batch take shares of it."""
+        counts = torch.cat([routing.chosen, routing.rows[None]])
+        return self.builder.total(counts, inputs) * micro_batch.loss_weight
+
+    def _summed(self, counts: Tensor) -> RouterCounts:
+        dist.all_reduce(counts, group=self.groups.plan)
+        return RouterCounts(counts[:-1], counts[-1])
+
+    @torch.no_grad()
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
+        """Run forward of one micro-batch after another."""
+        for micro_batch in self.ahead(micro_batches):
+            take(micro_batch, self._scores(micro_batch, scoring))
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.reshard()  # without a backward pass the outermost weights would stay gathered
+
+    def _scores(
+        self,
+        micro_batch: MicroBatch,
+        scoring: Scoring,
+        router: RouterLoss | None = None,
+        counts: RouterCounts | None = None,
+    ) -> Scores:
+        inputs = micro_batch.inputs or self._inputs(micro_batch)
+        found: ModelScores = self.scorer(inputs, scoring.temperature, scoring.entropy, routing=router is not None)
+        auxiliary = None
+        if router is not None and found.routing is not None:
+            counts = counts or self._summed(self._own_counts(found.routing, micro_batch, inputs))
+            auxiliary = router.loss(self.builder.total(found.routing.terms, inputs), counts)
+        return Scores(
+            self.builder.collect(found.log_probs, inputs),
+            None if found.entropy is None else self.builder.collect(found.entropy, inputs),
+            auxiliary,
+            found.load,
+        )
+
+    def optimizer_step(self, lr: float, loss: Tensor) -> SupportsFloat:
+        """Clip, and let AdamW update where the norm is finite."""
+        norm = gradient_norm(self.scorer, loss, self.groups.world, self.copies)
+        known = EarlyRead(norm)
+        clip_and_step(self.scorer, self._optimizer, norm, self.config.grad_clip, lr)
+        self._optimizer.zero_grad(set_to_none=True)
+        return known
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather one tensor after another, adapters added to what they are for."""
+        if self.adapted:
+            yield from merged_tensors(self.model, DTYPES[self.config.master_dtype])
+            return
+        for name, tensor in live_tensors(self.model).items():
+            yield name, whole_shards(tensor)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the live tensors by name, this rank's part of each in place (`engines.weight_sharing`)."""
+        return live_tensors(self.model)
+
+    def state(self) -> dict[str, Any]:
+        """Return live shards by name (tied weights once); loading writes into them.
+
+        Of a model with adapters these alone, and the digest of the base that they belong to.
+        """
+        saved = self.scorer.state_dict()
+        tensors = dict(self.scorer.named_parameters()) | {
+            name: value for name, value in self.scorer.named_buffers() if name in saved
+        }
+        if self.adapted:
+            tensors = {name: t for name, t in tensors.items() if is_adapter(name)} | {BASE: self._base().clone()}
+        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
+        if self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.scorer, self.optimizer)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Hand the optimizer its states; the weights were read in place."""
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.scorer, self.optimizer, state["optimizer"])
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the adapters, one tensor after another."""
+        return ((name, whole(p)) for name, p in self.model.named_parameters() if is_adapter(name))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """While it is open, the model is the base alone. ValueError where there is no adapter."""
+        return without_adapters(self.model)
+
+    def move(self, device: torch.device) -> None:
+        """Move weights and the optimizer's moments, unless they are kept on the host."""
+        if self.config.parameters_on_host:
+            move_buffers(self.scorer, device)
+        elif self.optimizer is None or self.config.optimizer_on_host:
+            move_all(self.scorer, (), device, self._host)
+        else:
+            move_moments(self.optimizer, move_all(self.scorer, moments(self.optimizer), device, self._host))
+        devices_of(self.device).release()
+
+    def _base(self) -> Tensor:
+        """u8[16]: which weights the adapters are for. They never change."""
+        if self._digest is None:
+            self._digest = base_digest(self.model, self.groups.world)
+        return self._digest
+
+    @property
+    def _optimizer(self) -> torch.optim.AdamW:
+        assert self.optimizer is not None, "the engine refuses to train without an optimizer"
+        return self.optimizer

@@ -1,0 +1,66 @@
+"""Weights and moments that are moved between a device and host memory."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from engines.devices.host_copies import HostCopies
+
+Take = Callable[[Tensor], Tensor]
+"""Gives what stands for a tensor after a move."""
+
+
+def move_all(module: nn.Module, beside: Iterable[Tensor], device: torch.device, copies: HostCopies) -> Take:
+    """Move a module's parameters and buffers, and say what stands for the tensors beside it."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()  # the shards are its parameters then
+    take = _moved([*module.parameters(), *module.buffers(), *beside], device, copies)
+    with _cycles_freed():
+        module._apply(take)  # what `Module.to` is, with copies that have arrived already
+    return take
+
+
+def move_moments(optimizer: torch.optim.Optimizer, take: Take) -> None:
+    """Let an optimizer's states be those after the move."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:  # steps are scalars, and stay
+                state[key] = take(value)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """Return the tensors of an optimizer's states that move."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return (value for value in states if isinstance(value, Tensor) and value.ndim)
+
+
+@contextmanager
+def _cycles_freed() -> Iterator[None]:
+    """Free what is left in cycles: torch keeps an exception of each DTensor's move, with its frames and their tensors.
+
+    What is made inside stays young, so that the youngest generation is all that is looked through.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if enabled:
+            gc.enable()
+
+
+def _moved(tensors: list[Tensor], device: torch.device, copies: HostCopies) -> Take:
+    """Return nothing of the tensors themselves is kept, whose memory is to be free."""
+    there = copies.moved(tensors, device)
+
+    def take(tensor: Tensor) -> Tensor:
+        found = there.get(id(tensor))
+        return tensor.to(device) if found is None else found
+
+    return take

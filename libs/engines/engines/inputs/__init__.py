@@ -1,0 +1,1 @@
+"""Inputs of the model for a micro-batch: packed, padded, or sharded over context-parallel ranks."""

@@ -1,0 +1,236 @@
+"""Context parallelism under FSDP2: sequences longer than one rank's tokens are computed by groups of ranks.
+
+dyncp plans the groups of every step, static or dynamic; each rank runs the model on its shard of the group's packed
+stream, and convolution, recurrence and attention go through dyncp. Only those exchange anything inside a group: weights
+and gradients are FSDP's, the same number of collectives on every rank, because every rank has as many micro-batches as
+there are steps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dyncp.comm.process_groups import ProcessGroups
+from dyncp.ops.attention import attention
+from dyncp.ops.gated_delta_rule import causal_conv1d, gated_delta_rule
+from dyncp.planning.cost import CostModel, Topology
+from dyncp.planning.methods import Method
+from dyncp.planning.planner import plan, static_plan
+from dyncp.planning.sizes import Layout, sequence_align
+from dyncp.sharding.layout import Sharding
+from engines.config import EngineConfig, parse_context_parallel
+from engines.execution.micro_batches import MicroBatch
+from engines.inputs.model_inputs import ModelInputs, PackedInputs
+from engines.parallel.groups import ParallelGroups
+from engines.parallel.planning import PlannedRows, StepPlan
+from seqpack.adapters.context import PackedContext, positions_of
+from seqpack.batches.schema import ROUTED_EXPERTS
+
+
+class ShardedOps:
+    """The operations that mix tokens, over one group's shards: `seqpack.adapters.context.PackedOps`."""
+
+    def __init__(self, sharding: Sharding, group: dist.ProcessGroup, method: Method) -> None:
+        self.sharding = sharding
+        self.group = group
+        self.method = method
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PackedContext, activation: str | None
+    ) -> Tensor:
+        """Return the depthwise convolution, its halo from the rank to the left."""
+        del context
+        return causal_conv1d(x, weight, bias, self.sharding, self.group, activation)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: PackedContext
+    ) -> Tensor:
+        """Return the recurrence, its state from the ranks to the left."""
+        del context
+        return gated_delta_rule(q, k, v, g, beta, self.sharding, self.group)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention over the whole sequences."""
+        del context
+        if window is not None:
+            raise ValueError(f"sliding-window attention ({window}) is not implemented under context parallelism")
+        layout = self.sharding.layout
+        return attention(q, k, v, self.sharding, self.group, self.method, layout, scale)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How groups of ranks share sequences: what planner and inputs must agree on."""
+
+    size: int | Literal["dynamic"]
+    max_tokens: int
+    plan_size: int
+    cost: CostModel
+    layout: Layout
+    method: Method
+    tensor_parallel: int = 1
+    """What the tokens of each rank are a multiple of: its tensor-parallel ranks take a part each between layers."""
+
+    @staticmethod
+    def of(config: EngineConfig, model_config: Any, plan_size: int) -> "ContextParallel":
+        """Choose layout and method for the model. ValueError where it has a layer that cannot be shared."""
+        text = model_config.get_text_config()
+        _refuse_sliding_windows(text)
+        cost = CostModel.from_config(text)
+        return ContextParallel(
+            parse_context_parallel(config.context_parallel),
+            config.max_tokens_per_rank,
+            plan_size,
+            cost,
+            "contiguous" if cost.delta_layers else "zigzag",
+            "ulysses" if cost.query_heads // config.tensor_parallel % plan_size == 0 else "ring",
+            config.tensor_parallel,
+        )
+
+
+class ContextParallelPlanner:
+    """Groups of ranks share long sequences; short ones stay whole on one rank: `engines.parallel.planning.Planner`."""
+
+    def __init__(self, settings: ContextParallel, groups: ParallelGroups | None = None) -> None:
+        """`groups`: the run's, where more than one plane of ranks obeys the same plan."""
+        self.settings = settings
+        self.topology = Topology()
+        self.groups = ProcessGroups()
+        if groups is not None and groups.layout.plan_size < groups.layout.world_size:
+            planes = sorted({groups.layout.plan_ranks(rank) for rank in range(groups.layout.world_size)})
+            self.groups = ProcessGroups(planes=planes, plane=groups.plan)
+
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Plan steps of groups; a rank's micro-batches are its groups' samples."""
+        chosen = self.settings
+        shared: dict[str, Any] = {"method": chosen.method, "layout": chosen.layout, "align": chosen.tensor_parallel}
+        common = (chosen.cost, self.topology)
+        if chosen.size == "dynamic":
+            made = plan(lengths, chosen.plan_size, chosen.max_tokens, *common, **shared)
+        else:
+            made = static_plan(lengths, chosen.plan_size, chosen.max_tokens, chosen.size, *common, **shared)
+        ranks = tuple(
+            tuple(
+                PlannedRows(group.sample_ids, group.ranks if group.sample_ids else (index,))
+                for group in (step.group_of(index) for step in made.steps)
+            )
+            for index in range(chosen.plan_size)
+        )
+        return StepPlan(ranks, tuple(lengths), int(made.hash[:13], 16), made.fill, made)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Make the plan's process groups."""
+        assert plan.groups is not None
+        self.groups.prepare(plan.groups)
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """See `Planner`; kept by dyncp from one plan to the next."""
+        return self.groups.get(ranks)
+
+
+@dataclass(frozen=True)
+class ShardedInputs(PackedInputs):
+    """A rank's shard of a shared micro-batch; whole sequences where it is alone."""
+
+    plan_index: int = 0
+    layout: Layout = "contiguous"
+    method: Method = "ring"
+    tensor_parallel: int = 1
+
+    def inputs(self, micro_batch: MicroBatch) -> ModelInputs:
+        """Return hidden state t - 1 scores token t, on whichever rank it is."""
+        packed, ranks, group, wanted = micro_batch.packed, micro_batch.ranks, micro_batch.group, micro_batch.wanted
+        if group is None:
+            return super().inputs(micro_batch)
+        place = ranks.index(self.plan_index)
+        sharding, source = shard_stream(packed.lengths, place, len(ranks), self.layout, self.tensor_parallel)
+        device = packed.cu_seqlens.device
+        real = torch.as_tensor(source >= 0, device=device)
+        index = torch.as_tensor(np.maximum(source, 0), device=device)
+        following = (index + 1).clamp(max=packed.num_tokens - 1)
+        rows = (real & (index + 1 < packed.num_tokens) & wanted[following]).nonzero().squeeze(1)
+        ids = packed.values["input_ids"]
+        local = sharding.local_cu_seqlens(place, device)
+        context = PackedContext(
+            local,
+            int(local.diff().max()),
+            ops=ShardedOps(sharding, group, self.method),
+            cp_group=group,
+            layout=self.layout,
+            plan=sharding,
+        )
+        slots = following[rows]
+        positions = positions_of(packed.values, packed.position_ids)[..., index]
+        seen = self.seen(micro_batch)
+        if seen is not None and self.vision is not None:
+            seen = seen.shard(index, real, packed.num_tokens, self.vision)
+        experts = packed.values[ROUTED_EXPERTS][index] if self.replay else None
+        return ModelInputs(
+            *(ids[index], positions, rows, ids[slots], slots, packed.num_tokens, real, context),
+            vision=seen,
+            experts=experts,
+        )
+
+    def collect(self, scores: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return scores at their slots, those of the group's other ranks added: the whole f32[T] on each of them."""
+        flat = super().collect(scores, inputs)
+        group = None if inputs.context is None else inputs.context.cp_group
+        return flat if group is None else _SumOverGroup.apply(flat, group)
+
+    def total(self, value: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return the sum of the group's ranks, on each of them."""
+        group = None if inputs.context is None else inputs.context.cp_group
+        return value if group is None else _SumOverGroup.apply(value, group)
+
+
+def shard_stream(
+    lengths: Sequence[int], cp_rank: int, cp_size: int, layout: Layout, multiple: int = 1
+) -> tuple[Sharding, np.ndarray]:
+    """Return (sharding of the padded stream, for each local token its place in the unpadded stream or -1 for padding).
+
+    `multiple`: what the tokens of each rank are a multiple of.
+    """
+    align = sequence_align(cp_size, layout)
+    bounds, source, start = [0], [], 0
+    for length in lengths:
+        padded = -(-length // align) * align
+        bounds.append(bounds[-1] + padded)
+        source += [np.arange(start, start + length), np.full(padded - length, -1)]
+        start += length
+    tail = -bounds[-1] % math.lcm(align, cp_size * multiple)
+    if tail:
+        bounds.append(bounds[-1] + tail)
+        source.append(np.full(tail, -1))
+    sharding = Sharding(tuple(bounds), cp_size, layout)
+    return sharding, np.concatenate(source)[sharding.stream_index(cp_rank)]
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over the group. The gradient is handed on as it is: every rank computes the whole loss and keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grads[0], None
+
+
+def _refuse_sliding_windows(text: Any) -> None:
+    types = list(getattr(text, "layer_types", None) or [])
+    if "sliding_attention" in types:
+        raise ValueError(
+            "context parallelism has no sliding-window attention yet and this model has such layers: "
+            "use context_parallel='off'"
+        )

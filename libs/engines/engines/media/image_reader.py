@@ -1,0 +1,107 @@
+"""Pictures as the patches that a vision tower of Qwen takes, by the model directory's own image processor."""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.extras import asked
+
+try:
+    from PIL import Image, UnidentifiedImageError
+except ImportError as error:
+    raise ImportError(asked("pictures are read with pillow", "images")) from error
+
+FILE = "preprocessor_config.json"
+_BASE64 = ";base64,"
+
+
+class ImageReader:
+    """Called with pictures, returns patches f32[P, numbers] and grids i64[n, 3] (time, height, width in patches)."""
+
+    def __init__(self, processor: Any) -> None:
+        """`processor`: transformers' image processor of Qwen2-VL, which Qwen3-VL and Qwen3.5 use too."""
+        self.processor = processor
+
+    @staticmethod
+    def of(directory: Path) -> "ImageReader":
+        """Read the settings in a model directory. ValueError where they are missing or no settings."""
+        if not (directory / FILE).is_file():
+            raise ValueError(
+                f"{directory} has no {FILE}, which says how its model cuts pictures into patches: add it, or leave "
+                "vision off"
+            )
+        # Imported here: it takes half a second, which who reads no pictures need not pay.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        try:
+            return ImageReader(Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True))
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{directory / FILE} cannot be read: {error}") from error
+
+    def __str__(self) -> str:
+        """Return settings as JSON: those that read pictures alike are equal."""
+        return str(self.processor.to_json_string())
+
+    @property
+    def merge_size(self) -> int:
+        """Patches that become one token, along each side."""
+        return int(self.processor.merge_size)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a patch: colours x frames x height x width."""
+        return int(3 * self.processor.temporal_patch_size * self.processor.patch_size**2)
+
+    def __call__(self, pictures: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Read pictures as `open_image` takes them; ValueError names one that cannot be read."""
+        opened = []
+        for number, picture in enumerate(pictures):
+            try:
+                opened.append(open_image(picture))
+            except ValueError as error:
+                raise ValueError(f"picture {number}: {error}") from error
+        if not opened:
+            raise ValueError("there is no picture to read")
+        found = self.processor(images=opened, return_tensors="pt")
+        return found["pixel_values"].to(torch.float32), found["image_grid_thw"].to(torch.int64)
+
+
+def as_text(picture: Any) -> str:
+    """Return a picture of a data set's row as JSON holds it: its path, or a `data:` URI. ValueError for no such row."""
+    if isinstance(picture, Mapping):
+        picture = picture.get("bytes") or picture.get("path")
+    if isinstance(picture, bytes):
+        return f"data:application/octet-stream{_BASE64}{base64.b64encode(picture).decode()}"
+    if not isinstance(picture, str):
+        raise ValueError(f"a {type(picture).__name__} is no picture of a file: its bytes, or its path")
+    return picture
+
+
+def open_image(picture: Any) -> Image.Image:
+    """Open a picture as RGB: a PIL image, a path, bytes, a `data:` URI, or a row of a data set (`bytes`, `path`).
+
+    ValueError for what is none of them, or no picture.
+    """
+    if isinstance(picture, Mapping):  # as the datasets library writes images to Parquet
+        picture = picture.get("bytes") or picture.get("path")
+    if isinstance(picture, str) and picture.startswith("data:"):
+        _, found, text = picture.partition(_BASE64)
+        try:
+            picture = base64.b64decode(text, validate=True) if found else None
+        except binascii.Error as error:
+            raise ValueError(f"a data URI is not base64: {error}") from error
+    if isinstance(picture, bytes):
+        picture = io.BytesIO(picture)
+    try:
+        opened = picture if isinstance(picture, Image.Image) else Image.open(picture)
+        return opened.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"it cannot be read ({error})") from error
+    except AttributeError as error:
+        raise ValueError(f"a {type(picture).__name__} is no picture: give a path, bytes or a PIL image") from error

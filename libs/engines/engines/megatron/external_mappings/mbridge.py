@@ -1,0 +1,176 @@
+"""Families whose weights mbridge 0.15.1 knows the way of: its tables and its joins, read off as a map of boxes.
+
+mbridge has, for each family, names of megatron-core's parameters beside those of transformers, and functions that join
+tensors and cut them over tensor-parallel ranks. Called with weights they hold whole tensors on one rank. Here they are
+called with numbers of rows and columns instead: what comes out says which box of which tensor a parameter is, and that
+is all that loading, exports, checkpoints and norms need (`engines.megatron.weights.bridge`). Invariant, tested:
+mbridge's own `load_weights` and `export_weights` on the same stages move the same bytes.
+
+What of mbridge is not called, and why: `get_model` asks for Transformer Engine's layers (`NameError: TENorm`), and
+`_get_gptmodel_args` reads `rope_theta`, which transformers 5 has no more. Stages, layers and the rotary embedding are
+ours. Its tables are attributes of classes, and a tied model changes them for every later one: each bridge here has a
+class with tables of its own.
+"""
+
+import copy
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engines.adapters.lora import is_adapter
+from engines.megatron.config.model_sizes import ModelSizes
+from engines.megatron.weights.bridge import Box, Held, Piece, Place, Shape
+
+FUSED = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+"""Parts of names, and what they are in its tables: those of Transformer Engine, whose linears have norms in them."""
+SAME = {
+    "num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "num_query_groups": "kv_heads",
+    "ffn_hidden_size": "intermediate", "kv_channels": "head_dim", "layernorm_epsilon": "eps",
+}  # fmt: skip
+"""Fields of its TransformerConfig, and what they are here."""
+
+
+def bridge_of(config: Any, sizes: ModelSizes, tp: int = 1, states: Any = None) -> Any:
+    """Make mbridge's bridge for a transformers config, with tables of its own and our layers' names.
+
+    `tp`: what the rows of a vocabulary are padded to a multiple of. `states`: its `ParallelStates`, which calling
+    `load_weights` or `export_weights` needs; a map needs none. ValueError where it reads other sizes off the config.
+    """
+    core = import_module("mbridge.core.bridge")  # only here: the library is imported without it
+    kind = core._MODEL_REGISTRY[config.model_type]
+    tied = {"output_layer.weight": "model.embed_tokens.weight"} if sizes.tied else {}
+
+    class OwnTables(kind):  # type: ignore[misc,valid-type]
+        _DIRECT_MAPPING: ClassVar[dict[str, str]] = {**kind._DIRECT_MAPPING, **tied}
+
+        def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+            for part, fused in FUSED.items():
+                name = name.replace(part, fused)
+            found: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
+            return found
+
+    states = states or import_module("mbridge.core.parallel_states").ParallelStates()
+    told = copy.deepcopy(config)
+    told.head_dim = sizes.head_dim  # where a config lacks it, or has None, it is read in two ways
+    made = OwnTables(told, torch.float32, states, make_vocab_size_divisible_by=tp)
+    made.vocab_size, made.padded_vocab_size = sizes.vocab, sizes.vocab_rows(tp) * tp
+    for field, name in SAME.items():
+        ours = len(sizes.layer_types) if name == "layers" else getattr(sizes, name)
+        if (theirs := getattr(made.config, field)) != ours:
+            raise ValueError(f"mbridge reads {field}={theirs} off this {config.model_type} config, and {ours} it is")
+    return made
+
+
+@dataclass(frozen=True)
+class MbridgeMap:
+    """See `engines.megatron.external_mappings.weight_map.WeightMap`."""
+
+    sizes: ModelSizes
+    shapes: dict[str, Shape]
+    config: Any
+    """Of the transformers model."""
+
+    @staticmethod
+    def of(model: nn.Module) -> "MbridgeMap":
+        """Return of a transformers model; what its layers have beside what all have is read off mbridge's own
+        config."""
+        config: Any = model.config
+        sizes = ModelSizes.of(config)
+        theirs = bridge_of(config, sizes).config
+        sizes = replace(sizes, qk_norm=theirs.qk_layernorm, qkv_bias=theirs.add_qkv_bias)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not is_adapter(name)}
+        return MbridgeMap(sizes, shapes, config)
+
+    def held(self, stages: Sequence[nn.Module], place: Place, split: Any) -> tuple[Held, ...]:
+        """See `WeightMap`."""
+        del split  # layers tell their numbers
+        bridge = bridge_of(self.config, self.sizes, place.layout.tp)
+        asked = _Asked(bridge, self.shapes, place)
+        out = []
+        for chunk, stage in enumerate(stages):
+            everywhere = bridge._weight_name_mapping_mcore_local_to_global(stage)
+            for name, parameter in stage.named_parameters():
+                held = asked.held(chunk, name, everywhere[name], tuple(parameter.shape))
+                copied = self.sizes.tied and name == "output_layer.weight"  # of the first stage's embedding
+                out.append(replace(held, speaks=False) if copied else held)
+        return tuple(out)
+
+
+class _Asked:
+    """mbridge's functions, asked for the place of every row and column by sending their numbers through."""
+
+    def __init__(self, bridge: Any, shapes: dict[str, Shape], place: Place) -> None:
+        self.names = bridge._weight_name_mapping_mcore_to_hf
+        self.shapes = shapes
+        self.place = place
+        self.bridge = copy.copy(bridge)
+        self.bridge.dtype = torch.int64  # what it casts weights to
+        self.bridge.hf_config = copy.deepcopy(bridge.hf_config)
+        self.bridge.hf_config.hidden_size = 1  # of a matrix one column is sent
+
+    def held(self, chunk: int, name: str, everywhere: str, shape: Shape) -> Held:
+        """Return the parameter `name` of a stage, called `everywhere` in the whole model."""
+        tensors = self.names(everywhere)
+        wholes = [self.shapes[tensor] for tensor in tensors]
+        rows = self._rows(everywhere, wholes, shape)
+        columns = self._columns(everywhere, wholes, shape)
+        starts = [0, *accumulate(whole[0] for whole in wholes)]
+        pieces, at = [], 0
+        for first, size in _runs([row for row in rows if row], starts):
+            which = bisect_right(starts, first) - 1
+            source = Box((first - starts[which], *columns), (size, *shape[1:]))
+            pieces.append(Piece(tensors[which], source, Box((at, *(0 for _ in columns)), (size, *shape[1:]))))
+            at += size
+        padding = shape[0] - at
+        assert not any(rows[at:]), f"{everywhere}: padding stands before rows"
+        whole = len(wholes) == 1 and wholes[0] == shape  # each tensor-parallel rank has a copy, or there is one
+        speaks = not whole or self.place.at.tp == 0
+        return Held(chunk, name, shape, tuple(pieces), speaks, self.place.first_copy, padding=padding)
+
+    def _rows(self, name: str, wholes: Sequence[Shape], shape: Shape) -> list[int]:
+        """Return for each row of the parameter, which of the tensors' it is, counted through from 1; 0: none."""
+        first, numbered = 1, []
+        for rows, *rest in wholes:
+            numbers = torch.arange(first, first + rows)
+            numbered.append(numbers.unsqueeze(1) if rest else numbers)
+            first += rows
+        return self._own(name, numbered, (shape[0], *(1 for _ in shape[1:])))
+
+    def _columns(self, name: str, wholes: Sequence[Shape], shape: Shape) -> tuple[int, ...]:
+        """Return the first column of the tensor that the parameter has, where it is a matrix."""
+        if len(shape) == 1:
+            return ()
+        if shape[1] == wholes[0][1]:
+            return (0,)
+        found = self._own(name, [torch.arange(wholes[0][1]).unsqueeze(0)], (1, shape[1]))
+        assert found == list(range(found[0], found[0] + shape[1])), f"{name}: its columns are no run"
+        return (found[0],)
+
+    def _own(self, name: str, numbers: list[Tensor], shape: Shape) -> list[int]:
+        """Return what of the numbers, joined and cut, this rank has: `shape` is that of its part."""
+        joined = self.bridge._weight_to_mcore_format(name, numbers)
+        like = torch.empty(shape, device="meta")
+        parts = self.bridge._weight_split_across_tp(name, joined, like, self.place.layout.tp)
+        own: list[int] = parts[self.place.at.tp].flatten().tolist()
+        return own
+
+
+def _runs(rows: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (First, size) of runs of rows, counted from 1, that go up by one and stay in a tensor; first from 0 on."""
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        number = row - 1
+        if found and number == sum(found[-1]) and number not in starts:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return found

@@ -1,0 +1,52 @@
+"""Who says which box of which transformers tensor a parameter of Megatron is: we, or for further families mbridge."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from engines.families.registry import family_of
+from engines.megatron.config.model_sizes import MBRIDGED, ModelSizes
+from engines.megatron.external_mappings.mbridge import MbridgeMap
+from engines.megatron.weights.bridge import Held, Place, Shape, held_by, tensor_shapes
+from engines.parallel.stages import Split
+
+
+class WeightMap(Protocol):
+    """Sizes of a model, the shapes of its tensors by name, and what a rank holds of them."""
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """See `ModelSizes`."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of every tensor of the transformers model that is trained, in the order of exports."""
+
+    def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[Held, ...]:
+        """Return all parameters of the rank at `place`, whose virtual stages these are."""
+
+
+@dataclass(frozen=True)
+class OwnMap:
+    """Ours."""
+
+    sizes: ModelSizes
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See `WeightMap`."""
+        return tensor_shapes(self.sizes)
+
+    def held(self, stages: Sequence[nn.Module], place: Place, split: Split) -> tuple[Held, ...]:
+        """See `WeightMap`."""
+        del stages  # a pure function of sizes and place
+        return held_by(self.sizes, place.layout, place.layout.rank_of(place.at), split)
+
+
+def weight_map(model: Any) -> WeightMap:
+    """Return the map for a transformers model that `engines.megatron.config.model_sizes.supported` said Yes to."""
+    if model.config.get_text_config().model_type in MBRIDGED:
+        return MbridgeMap.of(model)
+    return OwnMap(ModelSizes.of(model.config, family_of(model.config).sees(model)))

@@ -1,0 +1,129 @@
+"""The layers of a Megatron stage by fused pieces: norms, rotary embedding, gates, SwiGLU; reversible.
+
+Dense Qwen3.5 in bfloat16 on a GPU: what FSDP2's compiled layers need of a machine, pieces of them need too. Parallel
+linears, convolution, delta rule and attention stay what they are.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor, nn
+
+from engines.capability import No, Yes
+from engines.config import EngineConfig
+from engines.devices.adaptations import Adaptation, Applied, Patch, apply
+from engines.families.registry import family_of
+from engines.megatron.gpu.fused_functions import DECAY, GATE, GATED_NORM, NORM, ROTATE, SWIGLU, run
+from engines.megatron.model.attention import PackedCoreAttention
+from engines.megatron.model.delta_net import PackedDeltaNet
+from engines.megatron.model.norms import CentredNorm
+from engines.megatron.runtime.cuda_calls import VERSIONS
+
+PIECES = Yes("megatron/gpu/fused_layers_cuda_test.py::test_a_bfloat16_curve_is_that_of_plain_layers")
+
+
+def fused_pieces(config: EngineConfig, model_config: Any, device: torch.device, dtype: torch.dtype) -> Yes | No:
+    """Return whether a stage computes by fused pieces, and the reason where it does not."""
+    if config.compile == "off":
+        return No("compile='off'")
+    if device.type != "cuda":
+        return No("on a CPU the plain layers are as fast")
+    if dtype != torch.bfloat16:
+        return No("layers are fused in bfloat16 alone")
+    if family_of(model_config).name != "qwen3_5":
+        return No(f"only the pieces of Qwen3.5 (dense) are fused, not those of {family_of(model_config).name}")
+    if config.vision != "off" or config.lora.rank:
+        return No("adapters, and layers behind a vision tower, have not been run by fused pieces")
+    return PIECES if find_spec("triton") is not None else No("triton is not installed")
+
+
+def use_fused_pieces(stage: nn.Module, backend: str | None = "inductor") -> Applied:
+    """Let a stage of dense Qwen3.5 compute by fused pieces, and return what was changed."""
+    held = vars(stage).setdefault("_adaptations", {})
+    patches = list(_patches(stage, backend))
+    return apply(Adaptation("fused pieces", "megatron-core", VERSIONS, lambda: patches), held=held)
+
+
+def _patches(stage: nn.Module, backend: str | None) -> Iterator[Patch]:
+    fused = {
+        CentredNorm: FusedNorm,
+        PackedDeltaNet: FusedDeltaNet,
+        PackedCoreAttention: FusedCoreAttention,
+        SelfAttention: FusedSelfAttention,
+    }
+    for module in stage.modules():
+        if type(module) in fused:
+            yield Patch(module, "__class__", _over(fused[type(module)], backend))
+        elif type(module) is MLP and _is_plain(module.config):
+            yield Patch(module, "__class__", _over(FusedMLP, backend))
+
+
+@cache
+def _over(kind: type, backend: str | None) -> type:
+    return type(kind.__name__, (kind,), {"backend": backend})
+
+
+def _is_plain(config: Any) -> bool:
+    """Return whether no option of the user's asks for another activation than silu(gate) * up."""
+    others = (config.bias_activation_fusion, config.activation_func_clamp_value, config.glu_linear_offset)
+    return config.gated_linear_unit and not any(others)
+
+
+class FusedNorm(CentredNorm):
+    """A norm in one kernel."""
+
+    backend: str | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        return run(NORM, self.backend, x, self.weight, self.eps)
+
+
+class FusedMLP(MLP):
+    """A gated MLP without biases."""
+
+    backend: str | None
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any) -> Any:
+        """See megatron-core's."""
+        if per_token_scale is not None:
+            return super().forward(hidden_states, per_token_scale=per_token_scale, **options)
+        return self.linear_fc2(run(SWIGLU, self.backend, self.linear_fc1(hidden_states)[0]))
+
+
+class FusedCoreAttention(PackedCoreAttention):
+    """With rotary embedding in one kernel."""
+
+    backend: str | None
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `engines.megatron.model.attention.rotate`."""
+        return run(ROTATE, self.backend, x, cos, sin)
+
+
+class FusedSelfAttention(SelfAttention):
+    """With the gate of its output in one kernel."""
+
+    backend: str | None
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return run(GATE, self.backend, x, gate.reshape(x.shape))
+
+
+class FusedDeltaNet(PackedDeltaNet):
+    """With decays and the gated norm in one kernel each."""
+
+    backend: str | None
+
+    def decays(self, a: Tensor) -> Tensor:
+        """See `PackedDeltaNet.decays`."""
+        return run(DECAY, self.backend, a, self.A_log, self.dt_bias)
+
+    def gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """See `PackedDeltaNet.gated`."""
+        return run(GATED_NORM, self.backend, out, gate, self.out_norm.weight, self.out_norm.eps)

@@ -1,0 +1,399 @@
+"""The Megatron executor: megatron-core's pipeline schedules, gradient buffers and parallel layers under the step.
+
+1. A transformers model gives its weights to megatron-core's stages through the bridge, and stays as names and shapes.
+2. `train` hands all micro-batches to megatron-core's schedule. The last stage turns hidden states into log-probs over
+   the shared vocabulary and calls the loss; nothing divides a gradient, since the loss has global counts already.
+3. megatron-core adds gradients up: over the ranks that split a batch, over tensor-parallel ranks where each has a copy
+   and sees a part, over first and last stage for a tied embedding.
+4. `optimizer_step` counts every parameter once for the norm (the owner of the bridge), and updates.
+
+Invariant, tested over layouts: losses, norms, scores, weights and exports are those of one process.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from engines.adapters.base_digest import BASE
+from engines.adapters.lora import is_adapter, set_trainable
+from engines.capability import No, Yes
+from engines.config import EngineConfig, parse_options
+from engines.devices.detect import devices_of
+from engines.execution.executor import LossFunction, Scores, Scoring, TakeScores
+from engines.execution.learning_rates import rate_scales
+from engines.execution.micro_batches import MicroBatch, MicroBatches
+from engines.families.registry import family_of
+from engines.fast.fused_log_probs import fused_log_probs
+from engines.inputs.model_inputs import InputBuilder, ModelInputs
+from engines.loading import compute_dtype, resolve_device
+from engines.megatron.config.model_sizes import ModelSizes, refuse_unsupported_model, stage_sizes
+from engines.megatron.config.transformer_config import transformer_config
+from engines.megatron.external_mappings.weight_map import weight_map
+from engines.megatron.gpu.fused_layers import fused_pieces, use_fused_pieces
+from engines.megatron.model.attention import PackedTokens
+from engines.megatron.model.even_inputs import EvenInputs
+from engines.megatron.model.packed_gpt import PackedGPT, angles, build_stages, rotary_of
+from engines.megatron.model.router import Balance, Router
+from engines.megatron.model.vision import Tower, frozen_in, taken_over, tower_shapes, trained_in
+from engines.megatron.model.vocabulary_log_probs import shared_log_probs
+from engines.megatron.npu.layers import use_npu_operators
+from engines.megatron.optimizers.optimizer_selection import updates_for
+from engines.megatron.runtime.buffer_offload import Moved
+from engines.megatron.runtime.cuda_calls import adapted
+from engines.megatron.runtime.process_groups import ensure_groups
+from engines.megatron.weights.adapter_weights import (
+    Adapters,
+    FirstValues,
+    adapted_linears,
+    frozen_digest,
+    frozen_values,
+    with_adapters,
+)
+from engines.megatron.weights.bridge import Held, Place, Shape
+from engines.megatron.weights.parameters import Part, boxed, fill, match, whole_tensors, zero_padding
+from engines.parallel.groups import ParallelGroups
+from engines.parallel.planning import PlannedRows
+from engines.parallel.stages import Split
+from engines.weights.disk_names import OWN_NAMES, DiskNames
+from engines.weights.disk_weights import DiskTensors, DiskWeights
+from engines.weights.model_weights import live_tensors
+
+
+class MegatronExecutor:
+    """See `engines.execution.executor.Executor`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: ParallelGroups,
+        model: Any,
+        inputs: InputBuilder,
+        trainable: bool = True,
+        disk: DiskWeights | None = None,
+        names: DiskNames = OWN_NAMES,
+    ) -> None:
+        """Take over `model`, a transformers causal LM: its weights go into megatron-core's, and it keeps none.
+
+        `disk`: where the values of an empty model are; each rank reads its parts of them alone. `names`: of the
+        parameters on disk, for `config.learning_rates`.
+        ValueError for what `engines.megatron.config.model_sizes` says No to.
+        """
+        refuse_unsupported_model(config, model.config, groups.layout)
+        ensure_groups(groups.layout, config.virtual_pipeline_parallel)
+        self.config = config
+        self.groups = groups
+        self.trainable = trainable
+        self.builder = EvenInputs(inputs, groups.layout.tp)
+        self.device = resolve_device(config)
+        coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
+        router = family_of(model.config).auxiliary_loss(model.config, *coefficients)
+        dtype = _dtype(config, model, self.device)
+        self.balance = None if router is None else Balance(router, self.device, dtype)
+        self.adds_loss = self.balance is not None
+        self.compiled: Yes | No = fused_pieces(config, model.config, self.device, dtype)
+        self.rotary = copy.deepcopy(rotary_of(model)).to(self.device)
+        sizes = (weights := weight_map(model)).sizes
+        self.shapes = with_adapters({**tower_shapes(model), **weights.shapes}, model)
+        self.adapters = Adapters(config.lora) if any(map(is_adapter, self.shapes)) else None
+        set_trainable(model, trainable)
+        scales = rate_scales(config, model, names) if trainable else None
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if not is_adapter(name)}
+        self._digest: Tensor | None = None
+        self.place = Place.of(groups.layout, groups.rank)
+        self.vocabulary = sizes.vocabulary_of(self.place.at.tp, groups.layout.tp)
+        options, stages = parse_options(config.transformer_options), stage_sizes(config)
+        self.settings = transformer_config(sizes, groups.layout, dtype, stages, options)
+        split = stages.split(len(sizes.layer_types), groups.layout.pp)
+        with adapted(self.device):
+            self.stages = self._built(sizes, split)
+            held = self._add_adapters(weights.held(self.stages, self.place, split))
+            self.tower = Tower.of(model, self.place, dtype, self.device, trainable and config.vision == "trained")
+            self.parameters = match(self.stages, (*held, *trained_in(self.stages[0], self.tower)))
+            zero_padding(self.parameters)
+            self.chunks = self._wrapped() if trainable else [stage.requires_grad_(False) for stage in self.stages]
+            trained, frozen = ([p for p in self.parameters if p.parameter.requires_grad is x] for x in (True, False))
+            self.updates, self.updated_by = updates_for(config, self.chunks, trained, groups.world, scales)
+            kept = self._dtypes if trainable else {}
+            self.seeing = [frozen_values(one, kept) for one in frozen_in(self.tower)]
+            self.frozen = [*(frozen_values(one, kept) for one in frozen), *self.seeing]
+            self._fill(live_tensors(model) if disk is None else DiskTensors(disk))
+            if self.updates is not None:
+                self.updates.publish()
+        self.model = model.to("meta")
+        self._moved = Moved()
+
+    def _built(self, sizes: ModelSizes, split: Split) -> list[PackedGPT]:
+        """Make this rank's stages on its device; their routers count for `balance`."""
+        stages = build_stages(sizes, self.groups.layout, self.settings, split, self.config.gradient_checkpointing)
+        for stage in stages:
+            use_npu_operators(stage.to(self.device), self.config)
+            if isinstance(self.compiled, Yes):
+                use_fused_pieces(stage)
+            for module in stage.modules():
+                if isinstance(module, Router):
+                    module.balance = self.balance
+        return stages
+
+    def _add_adapters(self, held: tuple[Held, ...]) -> tuple[Held, ...]:
+        """Return the map of this rank's parameters with those of its adapters, which the stages have then."""
+        if self.adapters is None:
+            return held
+        linears = adapted_linears(held, self.shapes, self.place)
+        self.adapters.add(self.stages, linears)
+        return (*held, *(part for linear in linears for part in (linear.a, linear.b)))
+
+    def _fill(self, tensors: Mapping[str, Any]) -> None:
+        """Give every part its values, and a frozen parameter those of its more exact copy."""
+        fill(self._parts(), FirstValues(tensors, self.shapes, torch.initial_seed()))
+        taken_over(dict(self.frozen))
+
+    def _wrapped(self) -> list[Any]:
+        """Return the stages with megatron-core's gradient buffers, which are added up and never averaged."""
+
+        def finalize(model: list[Any], _: Tensor | None = None, **options: Any) -> None:
+            finalize_model_grads(model, None, **options)
+
+        self.settings.finalize_model_grads_func = finalize
+        buffers = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.settings.params_dtype == torch.bfloat16,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=self.config.distributed_optimizer,
+        )
+        return [DistributedDataParallel(self.settings, buffers, stage) for stage in self.stages]
+
+    def ahead(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Do nothing ahead of time."""
+        return micro_batches
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """Run megatron-core's schedule, which ends by adding gradients up over ranks.
+
+        A router's loss needs the counts of the whole step first: they are taken in a pass of their own.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        if self.balance is None:
+            self._run(micro_batches, loss, scoring, forward_only=False)
+            return
+        micro_batches = self._even(micro_batches)
+        self._count(self.balance, micro_batches)
+        share = self.balance.total / (len(micro_batches) * self.groups.layout.plan_size)
+
+        def with_auxiliary(micro_batch: MicroBatch, scores: Scores) -> Tensor:
+            # The value alone: its gradient is added where the routers are. Ranks that share a micro-batch are weighed.
+            value = scores.log_probs.new_tensor(share * len(micro_batch.ranks))
+            return loss(micro_batch, replace(scores, auxiliary=value))
+
+        self._run(micro_batches, with_auxiliary, scoring, forward_only=False, counting=True)
+
+    @torch.no_grad()
+    def _count(self, balance: Balance, micro_batches: MicroBatches) -> None:
+        """Forward passes of all micro-batches, for what the routers of all stages choose in them."""
+        balance.begin()
+        nothing = torch.zeros((), device=self.device)
+        self._run(micro_batches, lambda *_: nothing, Scoring(), forward_only=True, counting=True)
+        balance.counted_all(self.groups.world)
+
+    @torch.no_grad()
+    def score(self, micro_batches: MicroBatches, take: TakeScores, scoring: Scoring) -> None:
+        """Run the forward half of the schedule."""
+
+        def taken(micro_batch: MicroBatch, scores: Scores) -> Tensor:
+            take(micro_batch, scores)
+            return scores.log_probs.new_zeros(())
+
+        self._run(micro_batches, taken, scoring, forward_only=True)
+
+    def _run(
+        self,
+        micro_batches: MicroBatches,
+        finish: Callable[[MicroBatch, Scores], Tensor],
+        scoring: Scoring,
+        forward_only: bool,
+        counting: bool = False,
+    ) -> None:
+        """Hand the micro-batches to the schedule; `finish` gets the scores of each on the last stage.
+
+        `counting`: whether routers are to count, or to add their loss.
+        """
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro_batch = next(iterator)
+            inputs = self.builder.inputs(micro_batch)
+            packed = self._packed(inputs, counting)
+            features = None
+            if self.tower is not None and inputs.vision is not None and chunk is self.chunks[0]:
+                features = self.tower.features(inputs.vision, inputs.input_ids.numel())
+            output = chunk(inputs.input_ids.unsqueeze(0), packed, features)
+
+            def calculate_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                value = finish(micro_batch, self._scores(hidden, inputs, scoring))
+                return value, torch.zeros((), dtype=torch.int, device=value.device), {}
+
+            return output, calculate_loss
+
+        micro_batches = self._even(micro_batches)
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        with adapted(self.device):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # sizes travel with the tensors
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _even(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Add dummies: virtual stages take micro-batches in rounds of as many as there are stages."""
+        missing = -len(micro_batches) % self.groups.layout.pp
+        if len(self.stages) == 1 or not missing:
+            return micro_batches
+        parts = (*micro_batches.parts, *[PlannedRows((), (self.groups.plan_index,))] * missing)
+        source = micro_batches
+        return MicroBatches(source.batch, parts, source.group, source.device, source.keys)
+
+    def _own_tokens(self, values: Tensor | None) -> Tensor | None:
+        """Return the part of [T, ...] that this rank has between layers."""
+        if values is None:
+            return None
+        return values.chunk(self.groups.layout.tp)[self.place.at.tp]
+
+    def _packed(self, inputs: ModelInputs, counting: bool) -> PackedTokens:
+        context = inputs.context
+        assert context is not None
+        cos, sin = angles(self.rotary, inputs.position_ids, self.parameters[0].parameter)
+        return PackedTokens(
+            qkv_format="thd",
+            cu_seqlens_q=context.cu_seqlens,
+            cu_seqlens_kv=context.cu_seqlens,
+            max_seqlen_q=context.max_seqlen,
+            max_seqlen_kv=context.max_seqlen,
+            context=context,
+            cos=cos,
+            sin=sin,
+            counted=self._own_tokens(inputs.counted if counting else None),
+            experts=self._own_tokens(inputs.experts),
+        )
+
+    def _scores(self, hidden: Tensor, inputs: ModelInputs, scoring: Scoring) -> Scores:
+        """Return scores from the last stage's hidden states [T, 1, H] (a part of T under sequence parallelism)."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.settings.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        chosen = hidden.squeeze(1).index_select(0, inputs.rows)
+        head = self.stages[-1].head[: self.vocabulary.stop - self.vocabulary.start]
+        given = scoring.temperature, self.config.logit_chunk, scoring.entropy
+        if isinstance(self.compiled, Yes) and group.size() == 1:
+            log_probs, entropies = fused_log_probs(chosen, head, inputs.targets, *given)
+        else:
+            log_probs, entropies = shared_log_probs(chosen, head, inputs.targets, *given, group, self.vocabulary.start)
+        return Scores(
+            self.builder.collect(log_probs, inputs),
+            None if entropies is None else self.builder.collect(entropies, inputs),
+        )
+
+    def optimizer_step(self, lr: float, loss: Tensor) -> Tensor:
+        """Clip, and let AdamW update where the norm is finite."""
+        assert self.updates is not None, "the engine refuses to train without an optimizer"
+        with adapted(self.device):
+            return self.updates.step(lr, loss)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Put one tensor after another together from the ranks' parts, adapters added to what they are for."""
+        every = self._whole(self.shapes)
+        return every if self.adapters is None else self.adapters.merged(every)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Put the adapters together, one tensor after another."""
+        return self._whole({name: shape for name, shape in self.shapes.items() if is_adapter(name)})
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """While it is open, the model is the base alone. ValueError where there is no adapter."""
+        if self.adapters is None:
+            raise ValueError("the model has no adapters: it is no base of its own")
+        return self.adapters.off()
+
+    def _whole(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+        like = torch.empty(0, dtype=self._stored, device=self.device)
+        return whole_tensors(self._parts(), shapes, like)
+
+    def _parts(self) -> list[tuple[Part, Tensor]]:
+        """Return what this rank answers for: masters, and what is frozen."""
+        return [*(() if self.updates is None else self.updates.updated()), *self.frozen]
+
+    @property
+    def _stored(self) -> torch.dtype:
+        """What weights are exported and saved in: float32 at least where they are trained."""
+        dtype: torch.dtype = self.settings.params_dtype
+        return dtype if self.updates is None else torch.promote_types(dtype, torch.float32)
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and moments by the names of the transformers model, under which FSDP2 saves them too."""
+        values = dict(self._parts() if self.updates is None else [*self.updates.updated(), *self._seeing()])
+        weights = _scorer_names(boxed(list(values), self.shapes, values.__getitem__))
+        if self.updates is None:
+            return {"model": weights}
+        if self.adapters is not None:  # these alone are saved
+            weights[BASE] = self._base().clone()
+        return {"model": weights, "optimizer": {"state": _scorer_names(self.updates.state(self.shapes))}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Everything was read in place; the optimizer takes it."""
+        del state
+        if self.updates is not None:
+            taken_over(dict(self._seeing()))
+            with adapted(self.device):
+                self.updates.take_loaded()
+
+    def _seeing(self) -> list[tuple[Part, Tensor]]:
+        """Return what is saved of a tower, with the weights: adapters are saved alone."""
+        return [] if self.adapters is not None else self.seeing
+
+    def _base(self) -> Tensor:
+        """u8[16]: which weights the adapters are for. They never change. Collective the first time."""
+        if self._digest is None:
+            self._digest = frozen_digest(self.frozen, self.shapes, self._dtypes, self.groups.world, self.device)
+        return self._digest
+
+    def move(self, device: torch.device) -> None:
+        """Free the device's memory: weights, masters and moments go to the host, gradients are forgotten."""
+        if self.device.type == "cpu":
+            return
+        if device == self.device:
+            self._moved.back()
+            return
+        self._moved.away(self._kept(), self._gradients())
+        devices_of(self.device).release()
+
+    def _kept(self) -> list[Tensor]:
+        own = [] if self.updates is None else self.updates.tensors()
+        frozen = [one.parameter for one in frozen_in(self.tower)]
+        every = [p.detach() for p in (*(p for stage in self.stages for p in stage.parameters()), *frozen)] + own
+        return [tensor for tensor in every if tensor.device == self.device]
+
+    def _gradients(self) -> list[Tensor]:
+        if not self.trainable:
+            return []
+        buffers = (buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        return [buffer.grad_data for buffer in buffers]
+
+
+def _scorer_names(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _dtype(config: EngineConfig, model: Any, device: torch.device) -> torch.dtype:
+    """Return what the layers compute in: a model that is more exact than float32 keeps its dtype."""
+    kept: torch.dtype = next(model.parameters()).dtype
+    return kept if kept == torch.float64 else compute_dtype(config, device)

@@ -1,0 +1,1 @@
+"""The model of a Megatron stage: megatron-core's layers on packed tokens."""

@@ -1,0 +1,146 @@
+"""The router of megatron-core's experts, with losses of ours in the place of megatron-core's.
+
+megatron-core balances each layer and micro-batch by itself, counts padding, and divides the gradient by the
+tensor-parallel ranks where losses are summed; its z-loss (`moe_z_loss_coeff`) does the same. Ours are those of
+`engines.families.router`, of the tokens of the whole global batch. What they divide by is counted first, in a pass
+without gradients over all stages and ranks; then every router adds the gradient of its own share, which no other rank
+has, so that they add up to the whole.
+
+Routers can be told which experts tokens go to (`engines.experts.routers` says why). megatron-core asks an object of its
+own for them, one list for all engines of a process; ours is asked in its place, and reads what came with the tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.nn import functional
+
+from engines.families.router import RouterCounts, RouterLoss
+from engines.megatron.model.attention import PackedTokens
+
+
+class Balance:
+    """What the routers of a rank count, and the loss that they add a gradient of."""
+
+    def __init__(self, loss: RouterLoss, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: what routers compute in; sums are float32 at least."""
+        self.loss = loss
+        self.device = device
+        self.counts: RouterCounts | None = None
+        self.total = 0.0
+        self._sums = torch.zeros(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self.counts = None
+        self._sums = self._sums.new_zeros(2 * self.loss.experts + 2)
+
+    def counted_all(self, world: dist.ProcessGroup) -> None:
+        """Add up what all ranks counted; from now on routers add their share. Collective."""
+        dist.all_reduce(self._sums, group=world)
+        chosen, terms, rows = self._sums.split([self.loss.experts, self.loss.experts + 1, 1])
+        self.counts = RouterCounts(chosen, rows.squeeze(0))
+        self.total = float(self.loss.loss(terms, self.counts))
+
+    def see(self, logits: Tensor, counted: Tensor, given: Tensor | None) -> Tensor:
+        """Take a layer's logits [..., experts] into account, and hand them on.
+
+        `counted` bool[t]: the tokens that count; `given` i64[t, k]: their experts, -1 where the router chooses.
+        """
+        flat = logits.flatten(0, -2)
+        taken = None
+        if given is not None:
+            taken = [_merged(given, flat.detach().topk(self.loss.top_k, dim=-1).indices)]
+        if self.counts is None:
+            found = self.loss.routing([flat.detach()], counted, taken)
+            self._sums += torch.cat([found.chosen, found.terms, found.rows[None]])
+            return logits
+        share = self.loss.loss(self.loss.routing([flat], counted, taken).terms, self.counts)
+        with_loss: Tensor = _WithLoss.apply(logits, share)
+        return with_loss
+
+
+class Router(TopKRouter):
+    """Logits in the dtype of the model, as in transformers: megatron-core's own product needs Transformer Engine."""
+
+    balance: Balance | None = None
+    layer = 0
+    """Its number among the routed layers of the model."""
+    tokens: PackedTokens | None = None
+    """Those that its layer computes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.router_replay = _Told(self)
+
+    @contextmanager
+    def computing(self, tokens: PackedTokens) -> Iterator[None]:
+        """While it is open, what it is given are these tokens."""
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = None
+
+    @property
+    def given(self) -> Tensor | None:
+        """i64[t, k]: the experts that its tokens are to go to, -1 where it chooses; None: it always does."""
+        assert self.tokens is not None, "a router is called by its layer"
+        experts = self.tokens.experts
+        return None if experts is None else experts[:, self.layer].to(torch.int64)
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 (megatron-core's name)
+        """Return [..., H] -> [..., experts]."""
+        logits = functional.linear(input, self.weight)
+        if self.balance is None or self.tokens is None or self.tokens.counted is None:
+            return logits
+        return self.balance.see(logits, self.tokens.counted, self.given)
+
+
+class _Told:
+    """What megatron-core's routing asks for the experts of tokens, in place of its own `RouterReplay`."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """scores [t, E] -> (those of the experts taken [t, k], the experts i64[t, k]): megatron-core's own arguments.
+
+        The gradient of the mixing weights goes to the experts that were taken.
+        """
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        given = self.router.given
+        if given is None:
+            return values, own
+        taken = _merged(given, own)
+        return scores.gather(1, taken), taken
+
+
+def _merged(given: Tensor, own: Tensor) -> Tensor:
+    return torch.where(given >= 0, given, own)
+
+
+class _WithLoss(torch.autograd.Function):
+    """x as it is; the backward pass that reaches it adds the gradient of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones_like(ctx.saved_tensors[0])

@@ -1,0 +1,1 @@
+"""Optimizers over Megatron's gradient buffers, and the choice between them."""

@@ -1,0 +1,251 @@
+"""AdamW over Megatron's gradient buffers, with norms that count every parameter of the model once.
+
+What a rank updates is a `Part` of each parameter: all of it, or under the distributed optimizer those of its elements
+that are in the rank's share of megatron-core's buffers, which add gradients up there (reduce-scatter) and hand updated
+weights back to all ranks (all-gather). What is in between is torch's AdamW here (`TorchUpdates`), or megatron-core's
+own optimizer (`engines.megatron.optimizers.core_optimizer`). Norm, clipping and files are ours (`Updates`) under both:
+the files of megatron-core's are of its own layout, and its norm trusts marks on parameters that it does not check.
+
+A part has a master of its own where the model computes in bfloat16 (float32), or where the optimizer is on the host;
+otherwise its master is the parameter's memory.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engines.config import EngineConfig
+from engines.execution.optimizer import Updated, adamw, name_of, set_rates
+from engines.execution.reductions import reduce_float64
+from engines.megatron.weights.bridge import Shape
+from engines.megatron.weights.parameters import HeldParameter, Part, boxed, boxes_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """The master of a part in the shape that its optimizer has it in, and that optimizer."""
+
+    master: Tensor
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def flat(self) -> Tensor:
+        """The elements of the master [stop - start]: a view."""
+        return self.master.detach().view(-1)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer keeps for it: nothing before its first step."""
+        state: dict[str, Any] = self.optimizer.state[self.master]
+        return state
+
+    def begun(self) -> dict[str, Tensor]:
+        """Moments and `step` f32[], zeros where there was no step yet; a checkpoint is read into them."""
+        if not self.state:
+            self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
+            self.state.update({name: torch.zeros_like(self.master.detach()) for name in MOMENTS})
+        return self.state
+
+    @property
+    def steps(self) -> float:
+        """How many there were, by what was read."""
+        return float(self.begun()["step"])
+
+    def go_on(self, steps: float) -> None:
+        """Go on after so many."""
+        self.begun()["step"].fill_(steps)
+
+
+class Updates(ABC):
+    """An optimizer's state and step for the parameters of one rank."""
+
+    stepped: tuple[Stepped, ...]
+    """One for each part."""
+
+    def __init__(
+        self, config: EngineConfig, chunks: Sequence[Any], parameters: Sequence[HeldParameter], world: dist.ProcessGroup
+    ) -> None:
+        """`chunks`: the stages in megatron-core's DistributedDataParallel."""
+        self.limit = config.grad_clip
+        self.world = world
+        self.chunks = chunks
+        self.shared = config.distributed_optimizer
+        ranges = _own_ranges(chunks) if self.shared else None
+        self.parts = tuple(_parts(parameters, ranges))
+
+    @abstractmethod
+    def _update(self, lr: float) -> None:
+        """Step by the gradients in megatron-core's buffers, and hand the new values to the parameters."""
+
+    @property
+    def masters(self) -> tuple[Tensor, ...]:
+        """Flat, one for each part."""
+        return tuple(one.flat for one in self.stepped)
+
+    def updated(self) -> Iterator[tuple[Part, Tensor]]:
+        """Return parts with their masters."""
+        return zip(self.parts, self.masters, strict=True)
+
+    def step(self, lr: float, loss: Tensor) -> Tensor:
+        """Clip and update where the norm is finite on all ranks: a scalar, the norm before clipping.
+
+        `loss` is this rank's share of the step's.
+        """
+        norm = self._norm(loss)
+        known = float(norm)
+        if math.isfinite(known):
+            scale = 1.0 if self.limit is None or known <= self.limit else self.limit / known
+            for part in self.parts:
+                gradient_of(part).mul_(scale)
+            self._update(lr)
+        return norm
+
+    def take_loaded(self) -> None:
+        """Go on from a checkpoint that was read into masters and `state`.
+
+        All parameters step alike, and the number that was read is that of all: not every part was read one.
+        """
+        most = max((one.steps for one in self._asked().values()), default=0.0)
+        for one in self.stepped:
+            one.go_on(most)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Hand masters to the parameters, on all ranks that hold them."""
+        for part, master in self.updated():
+            if not _same_memory(part.values, master):
+                part.values.copy_(master)
+        for chunk in self.chunks if self.shared else ():
+            chunk.start_param_sync()
+
+    def _norm(self, loss: Tensor) -> Tensor:
+        """Return the norm of the whole gradient, NaN where a rank's loss is not finite. Collective over the world."""
+        squares = 0.0 * loss.detach().double()
+        for part in self.parts:
+            if part.owned:
+                gradient = gradient_of(part)
+                squares = squares + gradient.to(torch.promote_types(gradient.dtype, torch.float32)).square().sum()
+        return reduce_float64(squares, self.world).sqrt()
+
+    def tensors(self) -> list[Tensor]:
+        """Masters and moments, for who moves them."""
+        moments = [one.state[name] for one in self.stepped for name in MOMENTS if name in one.state]
+        return [*self.masters, *moments]
+
+    def state(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
+        """Moments and step of every transformers tensor that this rank updates a part of; loading writes into them."""
+        kept = {part: one.begun() for part, one in zip(self.parts, self.stepped, strict=True)}
+        out: dict[str, dict[str, Any]] = {}
+        for moment in MOMENTS:
+            stored = {part: state[moment].view(-1) for part, state in kept.items()}
+            for name, tensor in boxed(self.parts, shapes, stored.__getitem__).items():
+                out.setdefault(name, {})[moment] = tensor
+        states = dict(zip(self.stepped, kept.values(), strict=True))
+        for name, one in self._asked().items():
+            out[name]["step"] = states[one]["step"]
+        return out
+
+    def _asked(self) -> dict[str, Stepped]:
+        """Return the part whose number of steps is in a file, by transformers tensor: one of those that it is made
+        of."""
+        parts = zip(self.parts, self.stepped, strict=True)
+        return {name: one for part, one in parts for name, _, _ in boxes_of(part, one.flat)}
+
+
+class TorchUpdates(Updates):
+    """By torch's AdamW. With `config.optimizer_on_host` masters are in host memory: gradients go there and weights come
+    back once a step."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        chunks: Sequence[Any],
+        parameters: Sequence[HeldParameter],
+        world: dist.ProcessGroup,
+        scales: Mapping[str, float],
+    ) -> None:
+        """See `Updates`. `scales`: multiples of the learning rate, by the names of transformers' parameters."""
+        super().__init__(config, chunks, parameters, world)
+        masters = [_master(part, config) for part in self.parts]
+        updated = [
+            Updated(master, part.one.parameter.ndim >= 2, _scale(part.one, scales))
+            for part, master in zip(self.parts, masters, strict=True)
+        ]
+        self.optimizer = adamw(updated, config)
+        self.stepped = tuple(Stepped(master, self.optimizer) for master in masters)
+
+    def __str__(self) -> str:
+        """Return what it is, for logs."""
+        return name_of(self.optimizer)
+
+    def _update(self, lr: float) -> None:
+        set_rates(self.optimizer, lr)
+        for part, one in zip(self.parts, self.stepped, strict=True):
+            one.master.grad = gradient_of(part).to(one.master.device)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.publish()
+
+
+def _scale(one: HeldParameter, scales: Mapping[str, float]) -> float:
+    """Return the multiple of the learning rate of what a parameter is made of; ValueError where that differs."""
+    found = {piece.tensor: scales.get(piece.tensor, 1.0) for piece in one.held.pieces}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"learning_rates give {' and '.join(found)} different rates, and Megatron holds them as one parameter: "
+            "name them alike, or set backend='fsdp2'"
+        )
+    return next(iter(found.values()), 1.0)
+
+
+def _parts(
+    parameters: Sequence[HeldParameter], ranges: Mapping[nn.Parameter, tuple[int, int]] | None
+) -> Iterator[Part]:
+    for one in parameters:
+        if ranges is None:
+            yield Part.whole(one)
+        elif one.parameter in ranges:
+            yield Part(one, *ranges[one.parameter], owned=one.held.speaks)
+
+
+def _own_ranges(chunks: Sequence[Any]) -> dict[nn.Parameter, tuple[int, int]]:
+    """Return the elements of each parameter in this rank's share of a bucket: as many of each bucket for every rank."""
+    found = {}
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+                low = bucket.offset + buffer.data_parallel_group.rank() * size
+                for parameter in bucket.params_list:
+                    start, stop, _ = buffer.param_index_map[parameter]
+                    first, last = max(start, low), min(stop, low + size)
+                    if first < last:
+                        found[parameter] = (first - start, last - start)
+    return found
+
+
+def gradient_of(part: Part) -> Tensor:
+    """Return its elements in megatron-core's gradient buffer: a view."""
+    main: Tensor = part.one.parameter.main_grad  # type: ignore[attr-defined]
+    return part.of(main)
+
+
+def _master(part: Part, config: EngineConfig) -> nn.Parameter:
+    values = part.values
+    wide = torch.promote_types(values.dtype, torch.float32)
+    device = torch.device("cpu") if config.optimizer_on_host else values.device
+    own = config.optimizer_on_host or wide != values.dtype
+    return nn.Parameter(values.to(device, wide, copy=True) if own else values)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.data_ptr() == other.data_ptr()

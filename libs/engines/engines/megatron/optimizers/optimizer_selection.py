@@ -1,0 +1,59 @@
+"""Which optimizer updates Megatron's parameters, and why: decided once, told in logs and by `state_summary()`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as core
+
+from engines.capability import No, Yes, core_optimizer
+from engines.config import EngineConfig
+from engines.execution.optimizer import name_of
+from engines.megatron.optimizers.buffer_optimizer import TorchUpdates, Updates
+from engines.megatron.optimizers.core_optimizer import CoreUpdates
+from engines.megatron.weights.parameters import HeldParameter
+
+LOG = logging.getLogger(__name__)
+
+
+def choose(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """Return whether megatron-core's own optimizer is used for a model that computes in `dtype`, and why.
+
+    ValueError where it is asked for and cannot be used.
+    """
+    answer = core_optimizer(config)
+    alone = core.USING_PYTORCH_OPTIMIZER and not config.distributed_optimizer
+    if isinstance(answer, Yes) and dtype == torch.float64 and not alone:
+        answer = No("megatron-core's optimizers are of float32 and bfloat16")
+    if config.megatron_optimizer == "core" and isinstance(answer, No):
+        raise ValueError(f"megatron_optimizer='core' cannot be used: {answer.reason}; set it to 'auto' or 'torch'")
+    if config.megatron_optimizer != "auto":
+        return config.megatron_optimizer == "core", f"megatron_optimizer={config.megatron_optimizer!r}"
+    if isinstance(answer, No):
+        return False, answer.reason
+    if device.type == "cuda":
+        return True, "megatron-core's runs what is asked for on this device"
+    return False, f"on device {device.type} megatron-core's would run torch's AdamW too: its own kernels are CUDA's"
+
+
+def updates_for(
+    config: EngineConfig,
+    chunks: Sequence[Any],
+    parameters: Sequence[HeldParameter],
+    world: dist.ProcessGroup,
+    scales: Mapping[str, float] | None,
+) -> tuple[Updates | None, str]:
+    """Return the optimizer of a rank's parameters, and in words what it is and why. Collective; see `TorchUpdates`.
+
+    None where nothing is trained (`scales` None). ValueError of `choose`.
+    """
+    if scales is None:
+        return None, name_of(None)
+    own, reason = choose(config, next(chunks[0].parameters()).device, chunks[0].config.params_dtype)
+    given = config, chunks, parameters, world
+    updates = CoreUpdates(*given) if own else TorchUpdates(*given, scales)
+    told = f"{updates} ({reason})"
+    LOG.info("optimizer: %s", told)
+    return updates, told

@@ -1,0 +1,62 @@
+"""Memory of tensors that is freed and comes back: what `offload` does to Megatron's buffers.
+
+megatron-core keeps weights, gradients and their views (parameters, `main_grad`, buckets, shards) on a few storages. A
+tensor that is moved would leave its views behind. So the storages themselves are emptied, and get their bytes again:
+every view stays what it was, whoever has it, and nothing depends on what a buffer was thought to hold.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engines.devices.detect import devices_of
+from engines.devices.host_copies import HostCopies
+
+
+class Moved:
+    """What is away at the moment."""
+
+    def __init__(self) -> None:
+        self._host = HostCopies()
+        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._forgotten: list[tuple[torch.UntypedStorage, int]] = []
+
+    def away(self, kept: Iterable[Tensor], forgotten: Iterable[Tensor]) -> None:
+        """Free the memory of these tensors: the bytes of `kept` stay in host memory, those of `forgotten` nowhere.
+
+        Nothing may touch them until they are back.
+        """
+        for storage in _storages(forgotten):
+            self._forgotten.append((storage, storage.nbytes()))
+            storage.resize_(0)
+        storages = _storages(kept)
+        self._kept = list(zip(storages, self._host.of([_bytes(storage) for storage in storages]), strict=True))
+        for storage in storages:
+            storage.resize_(0)
+
+    def back(self) -> None:
+        """Have everything again; what was forgotten is zero."""
+        for storage, content in self._kept:
+            storage.resize_(content.nbytes)
+            _bytes(storage).copy_(content, non_blocking=True)
+        for storage, size in self._forgotten:
+            storage.resize_(size)
+            _bytes(storage).zero_()
+        if self._kept and (device := self._kept[0][0].device).type != "cpu":
+            devices_of(device).current_stream().synchronize()
+        self._kept, self._forgotten = [], []
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return those that have memory, each once."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage
+    return list(found.values())

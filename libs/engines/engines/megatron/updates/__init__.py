@@ -1,1 +1,0 @@
-"""What updates Megatron's parameters: torch's AdamW or megatron-core's own optimizer, under one norm."""

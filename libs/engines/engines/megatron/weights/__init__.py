@@ -1,0 +1,1 @@
+"""Weights of a transformers model in Megatron's parameters, and back."""

@@ -1,0 +1,254 @@
+"""Adapters (LoRA) beside megatron-core's linears, which join layers that transformers keeps apart.
+
+Every layer of the transformers model keeps its own pair, under its own name: what is saved is what peft reads.
+
+1. A linear that is cut by rows (`ColumnParallelLinear`) has as many A as layers are in it, one below the other, whole
+   on every tensor-parallel rank; the rows of B go with the rows of the weight. Of its part of the tokens each rank
+   makes A x, which is small, and gathers that.
+2. A linear that is cut by columns (`RowParallelLinear`) has the columns of A that go with those of the weight, and B
+   whole. A x is added up over the ranks, each keeps its part of the tokens, and B is applied to that.
+3. What is whole on every rank sees a part of the tokens there: Megatron adds its gradient up over tensor-parallel
+   ranks, as that of a norm (`sequence_parallel`).
+4. The rest is frozen. `adapted_linears` is a pure map of boxes, as `engines.megatron.weights.bridge`, of which exports,
+   checkpoints and norms are made.
+
+Invariants, each with a test: steps, files and exports are those of `engines.adapters.lora` under FSDP2 on one process;
+without its adapters the model is the base, bit for bit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.adapters.base_digest import digest_of, sum_of_bits
+from engines.adapters.lora import initial_values, is_adapter
+from engines.lora_config import LoraConfig
+from engines.megatron.weights.bridge import Box, Held, Piece, Place, Shape
+from engines.megatron.weights.parameters import HeldParameter, Part, boxes_of
+
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """The adapters of one linear of a rank: the map of its parameters `lora_A` [n * rank, in], `lora_B` [rows, rank].
+
+    `columns`: for each of the n layers in it the elements of the output that its rows of B are for.
+    """
+
+    a: Held
+    b: Held
+    columns: tuple[tuple[range, ...], ...]
+
+    @property
+    def linear(self) -> str:
+        """Its name in its stage."""
+        return self.a.name.rpartition(".")[0]
+
+
+def refuse_layers(names: Iterable[str]) -> None:
+    """ValueError for transformers layers whose adapters have no place under Megatron."""
+    last = {name.rpartition(".")[2] for name in names}
+    if other := sorted(last - set(LINEARS)):
+        words = ", ".join(repr(name) for name in LINEARS if name in last)
+        raise ValueError(
+            f"lora targets: {', '.join(other)} can have no adapter under backend='megatron': name the others, "
+            f"lora.targets=({words})"
+        )
+
+
+def with_adapters(shapes: Mapping[str, Shape], model: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of a model's tensors and of its adapters, each pair right before the weight that it is for."""
+    adapters = {name: tuple(p.shape) for name, p in model.named_parameters() if is_adapter(name)}
+    out: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        out |= {pair: adapters[pair] for pair in _pair(name) if pair in adapters}
+        out[name] = shape
+    return out
+
+
+def _pair(weight: str) -> tuple[str, str]:
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.lora_A", f"{layer}.lora_B"
+
+
+def adapted_linears(held: Sequence[Held], shapes: Mapping[str, Shape], place: Place) -> tuple[AdaptedLinear, ...]:
+    """Map the adapters of a rank; `shapes` has those of the model (`with_adapters`)."""
+    found = (_adapted(one, shapes, place) for one in held)
+    return tuple(one for one in found if one is not None)
+
+
+def _adapted(one: Held, shapes: Mapping[str, Shape], place: Place) -> AdaptedLinear | None:
+    weights = dict.fromkeys(piece.tensor for piece in one.pieces if _pair(piece.tensor)[0] in shapes)
+    if not weights:
+        return None
+    a_pieces, b_pieces, columns, rows = [], [], [], 0
+    cut = one.pieces[0].source.size[1] != shapes[one.pieces[0].tensor][1]  # by columns
+    for number, weight in enumerate(weights):
+        a, b = _pair(weight)
+        rank, mine = shapes[a][0], [piece for piece in one.pieces if piece.tensor == weight]
+        source = mine[0].source
+        a_size = (rank, source.size[1])
+        a_pieces.append(Piece(a, Box((0, source.start[1]), a_size), Box((number * rank, 0), a_size)))
+        for piece in mine:
+            b_size = (piece.source.size[0], rank)
+            b_pieces.append(Piece(b, Box((piece.source.start[0], 0), b_size), Box((rows, 0), b_size)))
+            rows += piece.source.size[0]
+        starts = [(piece.place.start[0], piece.place.size[0]) for piece in mine]
+        columns.append(tuple(range(start, start + size) for start, size in starts))
+    speaks = place.at.tp == 0
+    linear = one.name.removesuffix(".weight")
+    a_shape, b_shape = (len(weights) * rank, one.shape[1]), (rows, rank)
+    held_a = Held(one.chunk, f"{linear}.lora_A", a_shape, tuple(a_pieces), cut or speaks, place.first_copy)
+    held_b = Held(one.chunk, f"{linear}.lora_B", b_shape, tuple(b_pieces), speaks or not cut, place.first_copy)
+    return AdaptedLinear(held_a, held_b, tuple(columns))
+
+
+class LowRank:
+    """A forward hook of a linear, which adds what its adapters give. `on`: whether it does."""
+
+    def __init__(self, linear: Any, columns: tuple[tuple[range, ...], ...], scale: float) -> None:
+        self.scale = scale
+        self.on = True
+        self.split = bool(linear.sequence_parallel)
+        self.by_rows = isinstance(linear, ColumnParallelLinear)
+        self.group = linear.tp_group
+        self.sizes = [sum(len(run) for run in runs) for runs in columns]
+        order = [column for runs in columns for run in runs for column in run]
+        self.order: Tensor | None = None
+        if order != list(range(linear.weight.shape[0])):
+            self.order = torch.tensor(order, device=linear.weight.device)
+
+    def __call__(self, linear: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """Return `args` (x [t, 1, in],), `output` (W x [T, 1, rows], bias)."""
+        if not self.on:
+            return output
+        low = functional.linear(args[0].to(linear.lora_A.dtype), linear.lora_A)
+        if self.split and self.by_rows:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+        elif self.split:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        parts = zip(low.chunk(len(self.sizes), dim=-1), linear.lora_B.split(self.sizes), strict=True)
+        added = torch.cat([functional.linear(part, rows) for part, rows in parts], dim=-1)
+        out, bias = output
+        added = (added * self.scale).to(out.dtype)
+        return out + added if self.order is None else out.index_add(-1, self.order, added), bias
+
+
+class Adapters:
+    """Those of all stages of a rank: `add` makes their parameters, without values."""
+
+    def __init__(self, config: LoraConfig) -> None:
+        self.scale = config.scale
+        self.hooks: list[LowRank] = []
+
+    def add(self, stages: Sequence[Any], linears: Sequence[AdaptedLinear]) -> None:
+        """Freeze the stages, and give these linears adapters."""
+        for stage in stages:
+            stage.requires_grad_(False)
+        for one in linears:
+            linear = stages[one.a.chunk].get_submodule(one.linear)
+            options: dict[str, Any] = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+            linear.lora_A = nn.Parameter(torch.zeros(one.a.shape, **options))
+            linear.lora_B = nn.Parameter(torch.zeros(one.b.shape, **options))
+            hook = LowRank(linear, one.columns, self.scale)
+            (linear.lora_A if hook.by_rows else linear.lora_B).sequence_parallel = hook.split
+            linear.register_forward_hook(hook)
+            self.hooks.append(hook)
+        for chunk, stage in enumerate(stages):
+            if stage.pre_process and not any(one.a.chunk == chunk for one in linears):
+                stage.embedding.register_forward_hook(_has_gradient)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """While it is open, the model is the base alone."""
+        for hook in self.hooks:
+            hook.on = False
+        try:
+            yield
+        finally:
+            for hook in self.hooks:
+                hook.on = True
+
+    def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield of tensors in the order of `with_adapters` yield those of the base, each with its adapter added."""
+        kept: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            a, b = _pair(name)
+            if is_adapter(name):
+                kept[name] = tensor
+            elif a in kept:
+                yield name, tensor + (kept.pop(b) @ kept.pop(a)) * self.scale
+            else:
+                yield name, tensor
+
+
+def _has_gradient(_module: Any, _args: Any, hidden: Tensor) -> Tensor:
+    """Return a first stage without adapters has nothing to train, but the pipeline's schedule runs its backward
+    pass."""
+    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
+
+
+class FirstValues(Mapping[str, Any]):
+    """A model's tensors by name, adapters as they begin: the same under any layout and backend."""
+
+    def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, Shape], seed: int) -> None:
+        self.tensors = tensors
+        self.shapes = shapes
+        self.seed = seed
+
+    def __getitem__(self, name: str) -> Any:
+        return initial_values(name, self.shapes[name], self.seed) if is_adapter(name) else self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def frozen_values(one: HeldParameter, dtypes: Mapping[str, torch.dtype]) -> tuple[Part, Tensor]:
+    """Return what is kept of a frozen parameter, whole: itself, or where its dtype is less exact than on disk, a copy
+    there.
+
+    `dtypes`: of the transformers tensors, where that matters. The copy is in host memory: only exports need it.
+    """
+    part, kept = Part.whole(one), one.parameter.dtype
+    for piece in one.held.pieces:
+        kept = torch.promote_types(kept, dtypes.get(piece.tensor, kept))
+    if kept == one.parameter.dtype:
+        return part, part.values
+    return part, torch.zeros(part.stop - part.start, dtype=kept)
+
+
+def frozen_digest(
+    frozen: Iterable[tuple[Part, Tensor]],
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Return what `engines.adapters.base_digest.base_digest` says of the same weights under FSDP2. Collective over
+    `group`.
+
+    `dtypes`: in the order of the transformers model's parameters.
+    """
+    sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in dtypes}
+    for part, values in frozen:
+        for name, box, found in boxes_of(part, values) if part.owned else ():
+            sums[name] += sum_of_bits(found.to(device, dtypes[name]), box.start, shapes[name])
+    return digest_of([(name, shapes[name], dtype) for name, dtype in dtypes.items()], list(sums.values()), group)

@@ -1,0 +1,316 @@
+"""Megatron's parameters and the tensors of a transformers model: which box of the one is which box of the other.
+
+Megatron joins what transformers keeps apart (queries, keys and values by group; the two halves of an MLP; the six
+inputs of a gated delta net) and every rank holds a part. But nothing is ever computed on the way: a parameter of a rank
+is a set of boxes, each a box of one live transformers tensor. So a map of boxes is all that loading, exporting,
+checkpoints and the norm of a gradient need, and it is a pure function of sizes, layout and rank.
+
+Invariants, each with a test over many layouts: the boxes of a parameter fill it exactly, but for `Held.padding`; those
+that ranks own (`Held.owned`) fill every transformers tensor exactly once over the world; ranks that hold the same box
+hold equal values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from engines.megatron.config.model_sizes import ModelSizes
+from engines.parallel.layout import Coordinates, ParallelLayout
+from engines.parallel.stages import Split, stage_layers
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor."""
+
+    start: Shape
+    size: Shape
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What selects it."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`source` of the transformers tensor `tensor` is `place` of the parameter, with as many elements in one order."""
+
+    tensor: str
+    source: Box
+    place: Box
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of a rank: `chunk` is the virtual stage that has it.
+
+    `speaks`: whether it counts among the ranks that split a layer, where others have copies of it. `first`: whether the
+    rank is the first of those that split a batch and hold the same values. `expert`: its gradient is summed over ranks
+    that hold the same experts, not over all that split a batch. `padding`: rows at its end that no tensor has, which
+    are zero and stay so.
+    """
+
+    chunk: int
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    speaks: bool
+    first: bool
+    expert: bool = False
+    padding: int = 0
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank speaks for all of it, which exactly one of those that hold the same values does."""
+        return self.speaks and self.first
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a layout, as the map needs it."""
+
+    layout: ParallelLayout
+    at: Coordinates
+
+    @staticmethod
+    def of(layout: ParallelLayout, rank: int) -> "Place":
+        """Return where `rank` stands."""
+        return Place(layout, layout.coordinates(rank))
+
+    @property
+    def first_copy(self) -> bool:
+        """Whether it is the first of the ranks that split a batch, which hold equal parameters."""
+        return self.at.dp == 0 and self.at.cp == 0
+
+    @property
+    def in_stage(self) -> int:
+        """The number of the rank in its pipeline stage."""
+        return (self.at.dp * self.layout.cp + self.at.cp) * self.layout.tp + self.at.tp
+
+    @property
+    def etp_rank(self) -> int:
+        """Which part of an expert's matrices it has."""
+        return self.in_stage % self.layout.etp
+
+    @property
+    def ep_rank(self) -> int:
+        """Which experts it has: ranks of a stage count them through in turn, those that share one beside each other."""
+        return self.in_stage // self.layout.etp % self.layout.ep
+
+
+def held_by(sizes: ModelSizes, layout: ParallelLayout, rank: int, split: Split) -> tuple[Held, ...]:
+    """Return all parameters of a rank; `split` says which layers each stage has (`StageSizes.split`)."""
+    place = Place.of(layout, rank)
+    stage, out = place.at.pp, []
+    chunks = len(split[stage])
+    for chunk in range(chunks):
+        made = _Maker(sizes, place, chunk)
+        first, last = stage == 0 and chunk == 0, stage == layout.pp - 1 and chunk == chunks - 1
+        if first:
+            out.append(made.vocabulary("embedding.word_embeddings.weight", f"{sizes.decoder}embed_tokens.weight"))
+        for local, layer in enumerate(stage_layers(split, stage, chunk)):
+            out += made.layer(f"decoder.layers.{local}.", f"{sizes.decoder}layers.{layer}.", sizes.layer_types[layer])
+        if last:
+            out.append(made.whole("decoder.final_layernorm.weight", f"{sizes.decoder}norm.weight"))
+            if not sizes.tied:
+                out.append(made.vocabulary("output_layer.weight", "lm_head.weight"))
+            elif not first:  # a second copy: its gradient and the first one's are added up, the first is exported
+                copy = made.vocabulary("output_layer.weight", f"{sizes.decoder}embed_tokens.weight")
+                out.append(replace(copy, speaks=False))
+    return tuple(out)
+
+
+def tensor_shapes(sizes: ModelSizes) -> dict[str, Shape]:
+    """Return the shape of every tensor of the transformers model that a map speaks of."""
+    hidden, heads = sizes.hidden, sizes.heads * sizes.head_dim
+    out: dict[str, Shape] = {
+        f"{sizes.decoder}embed_tokens.weight": (sizes.vocab, hidden),
+        f"{sizes.decoder}norm.weight": (hidden,),
+    }
+    if not sizes.tied:
+        out["lm_head.weight"] = (sizes.vocab, hidden)
+    for number, kind in enumerate(sizes.layer_types):
+        layer = f"{sizes.decoder}layers.{number}."
+        out |= {f"{layer}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        if kind == "linear_attention":
+            out |= {f"{layer}linear_attn.{name}": shape for name, shape in _delta_shapes(sizes).items()}
+        else:
+            attention = f"{layer}self_attn."
+            out |= {f"{attention}{x}_norm.weight": (sizes.head_dim,) for x in "qk"}
+            out |= {f"{attention}{x}_proj.weight": (sizes.kv_heads * sizes.head_dim, hidden) for x in "kv"}
+            out[f"{attention}q_proj.weight"] = (heads * (2 if sizes.gated else 1), hidden)
+            out[f"{attention}o_proj.weight"] = (hidden, heads)
+        out |= {f"{layer}mlp.{name}": shape for name, shape in _mlp_shapes(sizes).items()}
+    return out
+
+
+def _delta_shapes(sizes: ModelSizes) -> dict[str, Shape]:
+    delta, hidden = sizes.delta, sizes.hidden
+    assert delta is not None
+    return {
+        "in_proj_qkv.weight": (2 * delta.keys + delta.values, hidden),
+        "in_proj_z.weight": (delta.values, hidden),
+        "in_proj_b.weight": (delta.value_heads, hidden),
+        "in_proj_a.weight": (delta.value_heads, hidden),
+        "conv1d.weight": (2 * delta.keys + delta.values, 1, delta.taps),
+        "A_log": (delta.value_heads,),
+        "dt_bias": (delta.value_heads,),
+        "norm.weight": (delta.value_dim,),
+        "out_proj.weight": (hidden, delta.values),
+    }
+
+
+def _mlp_shapes(sizes: ModelSizes) -> dict[str, Shape]:
+    hidden, experts = sizes.hidden, sizes.experts
+    if experts is None:
+        return _gated_mlp("", sizes.intermediate, hidden)
+    out: dict[str, Shape] = {
+        "gate.weight": (experts.experts, hidden),
+        "experts.gate_up_proj": (experts.experts, 2 * experts.intermediate, hidden),
+        "experts.down_proj": (experts.experts, hidden, experts.intermediate),
+    }
+    if experts.shared:
+        out |= _gated_mlp("shared_expert.", experts.shared, hidden) | {"shared_expert_gate.weight": (1, hidden)}
+    return out
+
+
+def _gated_mlp(before: str, inner: int, hidden: int) -> dict[str, Shape]:
+    up: dict[str, Shape] = {f"{before}{x}_proj.weight": (inner, hidden) for x in ("gate", "up")}
+    return up | {f"{before}down_proj.weight": (hidden, inner)}
+
+
+class _Maker:
+    """Makes the parameters of one virtual stage of one rank."""
+
+    def __init__(self, sizes: ModelSizes, place: Place, chunk: int) -> None:
+        self.sizes = sizes
+        self.place = place
+        self.chunk = chunk
+        self.tp, self.tp_rank = place.layout.tp, place.at.tp
+        self.shapes = tensor_shapes(sizes)
+
+    def whole(self, name: str, tensor: str) -> Held:
+        """Return a copy on every tensor-parallel rank."""
+        box = Box((0,) * len(self.shapes[tensor]), self.shapes[tensor])
+        pieces = (Piece(tensor, box, box),)
+        return Held(self.chunk, name, self.shapes[tensor], pieces, self.tp_rank == 0, self.place.first_copy)
+
+    def vocabulary(self, name: str, tensor: str) -> Held:
+        """Return a matrix with a row a token, as many on each rank: the last one's may be padded."""
+        rows = self.sizes.vocab_rows(self.tp)
+        start = self.tp_rank * rows
+        held = self.joined(name, [(tensor, start, min(rows, self.sizes.vocab - start))])
+        return replace(held, shape=(rows, self.sizes.hidden), padding=rows - held.shape[0])
+
+    def rows(self, name: str, parts: list[str | tuple[str, int, int]]) -> Held:
+        """Return parts cut along dimension 0, each on its own, then joined. A part is a tensor or (tensor, start,
+        stop)."""
+        runs = []
+        for part in parts:
+            tensor, start, stop = (part, 0, self.shapes[part][0]) if isinstance(part, str) else part
+            size = (stop - start) // self.tp
+            runs.append((tensor, start + self.tp_rank * size, size))
+        return self.joined(name, runs)
+
+    def joined(self, name: str, runs: list[tuple[str, int, int]]) -> Held:
+        """Runs of rows (tensor, start, size), one below the other."""
+        pieces, at = [], 0
+        for tensor, start, size in runs:
+            rest = self.shapes[tensor][1:]
+            zeros = (0,) * len(rest)
+            pieces.append(Piece(tensor, Box((start, *zeros), (size, *rest)), Box((at, *zeros), (size, *rest))))
+            at += size
+        shape = (at, *self.shapes[runs[0][0]][1:])
+        return Held(self.chunk, name, shape, tuple(pieces), True, self.place.first_copy)
+
+    def columns(self, name: str, tensor: str) -> Held:
+        """Return a matrix cut along dimension 1."""
+        rows, columns = self.shapes[tensor]
+        size = columns // self.tp
+        source, place = Box((0, self.tp_rank * size), (rows, size)), Box((0, 0), (rows, size))
+        return Held(self.chunk, name, (rows, size), (Piece(tensor, source, place),), True, self.place.first_copy)
+
+    def layer(self, to: str, layer: str, kind: str) -> Iterator[Held]:
+        """Yield the parameters of one decoder layer."""
+        yield self.whole(f"{to}input_layernorm.weight", f"{layer}input_layernorm.weight")
+        if kind == "linear_attention":
+            yield from self._delta(f"{to}self_attention.", f"{layer}linear_attn.")
+        else:
+            yield from self._attention(f"{to}self_attention.", f"{layer}self_attn.")
+        yield self.whole(f"{to}pre_mlp_layernorm.weight", f"{layer}post_attention_layernorm.weight")
+        if self.sizes.experts is None:
+            yield from self._mlp(f"{to}mlp.", f"{layer}mlp.")
+        else:
+            yield from self._experts(f"{to}mlp.", f"{layer}mlp.")
+
+    def _attention(self, to: str, layer: str) -> Iterator[Held]:
+        """Yield by group of a key head: all its query heads, their gates, the key head, the value head."""
+        sizes = self.sizes
+        dim, each, gated = sizes.head_dim, sizes.heads // sizes.kv_heads, 2 if sizes.gated else 1
+        q, k, v = (f"{layer}{x}_proj.weight" for x in "qkv")
+        groups, runs = sizes.kv_heads // self.tp, []
+        for group in range(self.tp_rank * groups, (self.tp_rank + 1) * groups):
+            heads = range(group * each, (group + 1) * each)
+            for part in range(gated):  # transformers: a head's query, then its gate
+                runs += [(q, (head * gated + part) * dim, dim) for head in heads]
+            runs += [(k, group * dim, dim), (v, group * dim, dim)]
+        yield self.joined(f"{to}linear_qkv.weight", runs)
+        yield self.columns(f"{to}linear_proj.weight", f"{layer}o_proj.weight")
+        for x in "qk":
+            yield self.whole(f"{to}{x}_layernorm.weight", f"{layer}{x}_norm.weight")
+
+    def _delta(self, to: str, layer: str) -> Iterator[Held]:
+        """Queries, keys and values, the gate, and the two numbers of a head."""
+        delta = self.sizes.delta
+        assert delta is not None
+        bounds = [0, delta.keys, 2 * delta.keys, 2 * delta.keys + delta.values]
+        qkv, conv = f"{layer}in_proj_qkv.weight", f"{layer}conv1d.weight"
+        edges = list(pairwise(bounds))
+        yield self.rows(
+            f"{to}in_proj.weight", [(qkv, a, b) for a, b in edges] + [f"{layer}in_proj_{x}.weight" for x in "zba"]
+        )
+        yield self.rows(f"{to}conv1d.weight", [(conv, a, b) for a, b in edges])
+        for x in ("A_log", "dt_bias"):
+            yield self.rows(f"{to}{x}", [f"{layer}{x}"])
+        yield self.whole(f"{to}out_norm.weight", f"{layer}norm.weight")
+        yield self.columns(f"{to}out_proj.weight", f"{layer}out_proj.weight")
+
+    def _mlp(self, to: str, layer: str) -> Iterator[Held]:
+        yield self.rows(f"{to}linear_fc1.weight", [f"{layer}gate_proj.weight", f"{layer}up_proj.weight"])
+        yield self.columns(f"{to}linear_fc2.weight", f"{layer}down_proj.weight")
+
+    def _experts(self, to: str, layer: str) -> Iterator[Held]:
+        """Yield the router and the shared expert as others; each routed expert on the ranks that have it."""
+        experts = self.sizes.experts
+        assert experts is not None
+        yield self.whole(f"{to}router.weight", f"{layer}gate.weight")
+        each = experts.experts // self.place.layout.ep
+        for local in range(each):
+            number = self.place.ep_rank * each + local
+            yield from self._expert(f"{to}experts.local_experts.{local}.", f"{layer}experts.", number)
+        if experts.shared:
+            yield from self._mlp(f"{to}shared_experts.", f"{layer}shared_expert.")
+            yield self.whole(f"{to}shared_experts.gate_weight", f"{layer}shared_expert_gate.weight")
+
+    def _expert(self, to: str, layer: str, number: int) -> Iterator[Held]:
+        """Yield one routed expert: rows of gate and up are cut each on its own, columns of down."""
+        experts, hidden = self.sizes.experts, self.sizes.hidden
+        assert experts is not None
+        first = self.place.in_stage < self.place.layout.ep * self.place.layout.etp
+        size = experts.intermediate // self.place.layout.etp
+        start = self.place.etp_rank * size
+        up, down = f"{layer}gate_up_proj", f"{layer}down_proj"
+        halves = tuple(
+            Piece(
+                up,
+                Box((number, half * experts.intermediate + start, 0), (1, size, hidden)),
+                Box((half * size, 0), (size, hidden)),
+            )
+            for half in range(2)
+        )
+        columns = Piece(down, Box((number, 0, start), (1, hidden, size)), Box((0, 0), (hidden, size)))
+        yield Held(self.chunk, f"{to}linear_fc1.weight", (2 * size, hidden), halves, True, first, expert=True)
+        yield Held(self.chunk, f"{to}linear_fc2.weight", (hidden, size), (columns,), True, first, expert=True)

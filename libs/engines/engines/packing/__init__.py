@@ -1,1 +1,0 @@
-"""Packed sequences through a transformers model of a registered family."""

@@ -1,0 +1,83 @@
+"""Steps in float64: megatron-core's layers beside stock transformers, one sequence at a time."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.config import EngineConfig
+from engines.execution.executor import Executor
+from engines.families.registry import family_of
+from engines.inputs.planner_and_inputs import planner_and_inputs
+from engines.loading import cast_parameters
+from engines.megatron.megatron_executor import MegatronExecutor
+from engines.megatron.runtime.process_groups import release
+from engines.parallel.configured_layout import layout_of
+from engines.parallel.groups import ParallelGroups
+from engines.parallel.layout import ParallelLayout
+from engines.parallel.planning import DataParallelPlanner
+from engines.proofs.float64 import Float64Stays
+from engines.proofs.megatron_layouts import LENGTHS, OPTIONS, STEPS, TRAINED, LayoutCase, exported_by, model_of
+from engines.proofs.plain_executor import PlainExecutor
+from engines.proofs.plain_router import PlainRouterExecutor
+from engines.step import Engine
+from engines.tiny import tiny_batch
+from engines.weights.model_weights import ModelWeights
+from seqpack.batches.objective import Objective
+
+CONFIG = EngineConfig(**{**OPTIONS, "grad_clip": None})
+"""Without clipping: torch's, in the plain executor, divides by the norm plus 1e-6."""
+LOSSES = "Qwen3.5 MoE, router's losses"
+TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2}
+EXACT = (
+    LayoutCase("Qwen3", TP_PP),
+    LayoutCase("Qwen3 MoE, raw top k, tied", {**TP_PP, "expert_parallel": 2}),
+    LayoutCase("Qwen3.5", TP_PP),
+    LayoutCase("Qwen3.5", {**TP_PP, "virtual_pipeline_parallel": 2}),
+    LayoutCase("Qwen3.5", {"tensor_parallel": 2, "context_parallel": "static:2", "distributed_optimizer": True}),
+    LayoutCase("Qwen3.5", {"pipeline_parallel": 2, "context_parallel": "dynamic"}),
+    LayoutCase("Qwen3.5 MoE", {**TP_PP, "expert_parallel": 2}),
+    LayoutCase("Qwen3.5 MoE", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    LayoutCase("Qwen3.5 MoE", {"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": "dynamic"}),
+    LayoutCase(LOSSES, {"tensor_parallel": 2, "expert_parallel": 2}),
+)
+"""Layers that are computed again are not among them: autograd does so outside of `Float64Stays`."""
+
+
+def exact_steps(case: LayoutCase, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return metrics of the first steps under megatron-core, and the weights after them. Collective, over the case's
+    ranks."""
+    config = replace(CONFIG, backend="megatron", **TRAINED.get(case.model, {}), **case.sizes)
+    module = _module(case.model)
+    weights = ModelWeights.of(family_of(module.config), module)
+    groups = ParallelGroups.make(layout_of(config, dist.get_world_size()))
+    with Float64Stays():
+        planner, inputs = planner_and_inputs(config, module.config, groups)
+        executor = MegatronExecutor(config, groups, module, inputs)
+        found = _run(Engine(config, executor, planner, weights), objective)
+    release()
+    return found
+
+
+def stock_steps(model: str, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return the same by stock transformers, one sequence at a time, on one process."""
+    module = _module(model)
+    weights = ModelWeights.of(family_of(module.config), module)
+    groups = ParallelGroups.make(ParallelLayout())
+    config, plain = replace(CONFIG, **TRAINED.get(model, {})), PlainRouterExecutor if model == LOSSES else PlainExecutor
+    with Float64Stays():
+        executor: Executor = plain(config, groups, module)
+        return _run(Engine(config, executor, DataParallelPlanner(config.max_tokens_per_rank, 1), weights), objective)
+
+
+def _module(model: str) -> Any:
+    module: Any = cast_parameters(model_of(model), torch.float64)
+    module.config._experts_implementation = "eager"  # transformers' default has no float64
+    return module
+
+
+def _run(engine: Engine, objective: Objective) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    curve = [engine.train_batch(tiny_batch(list(LENGTHS), seed=step), objective) for step in range(STEPS)]
+    return curve, exported_by(engine)

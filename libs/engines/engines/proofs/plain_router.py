@@ -1,0 +1,51 @@
+"""A router's losses from their formulas, over all rows of a step at once: the oracle of `engines.families.router`."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.execution.executor import LossFunction, Scoring
+from engines.execution.micro_batches import MicroBatches
+from engines.proofs.plain_executor import PlainExecutor
+
+
+class PlainRouterExecutor(PlainExecutor):
+    """The plain executor on one rank, with the losses of the routers: nothing is split, every graph is kept."""
+
+    adds_loss = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logits: dict[str, list[Tensor]] = {}
+        for name, module in self.model.named_modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                self.logits[name] = []
+                module.register_forward_hook(lambda _m, _i, out, name=name: self.logits[name].append(out[0]))
+
+    def train(self, micro_batches: MicroBatches, loss: LossFunction, scoring: Scoring) -> None:
+        """One backward pass of the whole step."""
+        self.optimizer.zero_grad()
+        for kept in self.logits.values():
+            kept.clear()
+        scored = [(micro_batch, self._scores(micro_batch, scoring)) for micro_batch in micro_batches]
+        share = self.auxiliary() / len(scored)
+        total = [loss(micro_batch, replace(scores, auxiliary=share)) for micro_batch, scores in scored]
+        torch.stack(total).sum().backward()
+
+    def auxiliary(self) -> Tensor:
+        """Switch's loss, of layers and tokens alike, and ST-MoE's z-loss, a mean over tokens for each layer."""
+        text = self.model.config.get_text_config()
+        layers = [torch.cat([part.reshape(-1, text.num_experts) for part in kept]) for kept in self.logits.values()]
+        rows = torch.cat(layers)
+        probabilities = rows.exp() / rows.exp().sum(-1, keepdim=True)
+        chosen = torch.zeros_like(rows)
+        for place, row in enumerate(rows):
+            chosen[place, row.topk(text.num_experts_per_tok).indices] = 1
+        balance = text.num_experts * (chosen.mean(0) * probabilities.mean(0)).sum()
+        z_loss = torch.stack([layer.exp().sum(-1).log().square().mean() for layer in layers]).sum()
+        given = self.config.router_aux_loss_coef
+        coefficient = text.router_aux_loss_coef * text.output_router_logits if given is None else given
+        auxiliary: Tensor = coefficient * balance + self.config.router_z_loss_coef * z_loss
+        return auxiliary

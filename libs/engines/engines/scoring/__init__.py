@@ -1,0 +1,1 @@
+"""Log-probs of chosen tokens from a transformers model on packed rows."""

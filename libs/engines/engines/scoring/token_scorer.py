@@ -1,0 +1,90 @@
+"""The module that FSDP shards: a causal LM that scores chosen tokens instead of returning logits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from engines.experts.routers import Routers
+from engines.families.registry import family_of
+from engines.families.router import Routing
+from engines.inputs.model_inputs import ModelInputs
+from engines.media.vision_embeddings import embeddings
+from engines.scoring.log_probs import token_log_probs
+from engines.scoring.read_rows import READ
+from seqpack.adapters.mixers import packed_output
+
+
+class ModelScores(NamedTuple):
+    """Of `ModelInputs.targets`: log_probs f32[N], and entropy f32[N] where asked for.
+
+    `routing`: what the router's loss needs, where there is one. `load` f32[layers, E]: how many tokens went to
+    each expert; None of a model without experts.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    routing: Routing | None = None
+    load: Tensor | None = None
+
+
+class TokenScorer(nn.Module):
+    """Wraps a Hugging Face causal LM; everything that touches weights happens inside this module's forward."""
+
+    model: Any
+    logit_chunk: int
+
+    def __init__(
+        self,
+        model: Any,
+        logit_chunk: int,
+        log_probs: Callable[..., Any] = token_log_probs,
+        router_aux_loss_coef: float | None = None,
+        router_z_loss_coef: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.log_probs = log_probs
+        self.family = family_of(model.config)
+        self.family.check_module(model)
+        self.router = self.family.auxiliary_loss(model.config, router_aux_loss_coef, router_z_loss_coef)
+        self.routers = Routers.of(model)
+        self.model = model
+        self.logit_chunk = logit_chunk
+
+    def forward(self, inputs: ModelInputs, temperature: float, entropy: bool, routing: bool = False) -> ModelScores:
+        """Score inputs.targets; `routing` sums up what the router chose, where the config asks for its loss.
+
+        Connected to every layer even when N is 0, so that a rank with nothing to do takes part in all collectives.
+        """
+        options = {"output_router_logits": True} if routing and self.router is not None else {}
+        if self.routers is not None:
+            self.routers.begin(inputs.experts)
+        output = self._base_output(inputs, options)
+        taken = None if self.routers is None else self.routers.end(inputs.counted)
+        load = None if taken is None or self.routers is None else taken.load(self.routers.experts)
+        chosen = output.last_hidden_state.flatten(0, 1).index_select(0, inputs.rows)
+        weight = self.family.head(self.model).weight
+        log_probs, entropies = self.log_probs(chosen, weight, inputs.targets, temperature, self.logit_chunk, entropy)
+        if not options or self.router is None:
+            return ModelScores(log_probs, entropies, load=load)
+        chosen = None if taken is None or inputs.experts is None else taken.experts
+        sums = self.router.routing(output.router_logits, inputs.counted, chosen)
+        return ModelScores(log_probs, entropies, sums, load)
+
+    def _base_output(self, inputs: ModelInputs, options: dict[str, bool]) -> Any:
+        decoder, tower, embedded = self.family.decoder(self.model), self.family.tower(self.model), None
+        if tower is not None:
+            assert inputs.vision is not None, "the inputs of a vision-language model have something to see"
+            embedded = embeddings(decoder, tower, inputs.input_ids, inputs.vision)
+        if inputs.context is not None:
+            inputs.context.derived[READ] = inputs.rows
+            return packed_output(
+                self.model, inputs.input_ids, inputs.position_ids, inputs.context, decoder, embedded, **options
+            )
+        return decoder(
+            **({"input_ids": inputs.input_ids} if embedded is None else {"inputs_embeds": embedded}),
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **options,
+        )

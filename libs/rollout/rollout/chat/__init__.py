@@ -1,0 +1,1 @@
+"""From messages to tokens and back: chat templates, conversations, images, token streams."""

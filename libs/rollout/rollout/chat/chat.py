@@ -1,0 +1,346 @@
+"""Between messages and tokens, for episodes: token in, token out. What the model sampled is never tokenised again."""
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from chat_tools.parsing.formats import find_format
+from chat_tools.parsing.parser import parse
+from chat_tools.rendering.continuation import extend
+from chat_tools.rendering.turn_delimiters import find_frame
+from chat_tools.rendering.masks import find_regions
+from chat_tools.rendering.message_attribution import common_prefix
+from chat_tools.rendering.render import Rendered
+from chat_tools.rendering.template import ChatTemplate, tokens_as_text
+from rollout.chat.messages import Message, Reply
+from rollout.chat.images import Opened, Pictures, expanded, images_of, without_image_parts, without_images
+from rollout.tools.tool import Tool, ToolCall, call_id
+from rollout.tools.escape_control_tokens import SafeEncoder
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Return messages to text."""
+        ...
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        """Return text to token ids."""
+        ...
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Added tokens by id."""
+        ...
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """Token ids to text."""
+        ...
+
+
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+MAX_OPENINGS = 4096  # renderings of conversations' beginnings that a Chat keeps
+MAX_SEEN = 64  # conversations with images of which a Chat keeps patches
+MAX_TEXTS = 512  # renderings of conversations under way
+SHORT = 32  # tokens of an answer that is likely to come again: the episodes of a group agree in them
+
+
+def check_text_only(messages: Sequence[Message]) -> None:
+    """Raise ValueError, naming the message, for media where nobody reads them: a template may drop them unseen.
+
+    Media are parts of a content that are not of type "text" and the keys in `MEDIA_KEYS` of a message or part.
+    """
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else ()
+        kinds = [part.get("type", "text") for part in parts if isinstance(part, Mapping)]
+        keys = [key for part in (message, *parts) if isinstance(part, Mapping) for key in MEDIA_KEYS if key in part]
+        for kind in [*(kind for kind in kinds if kind != "text"), *keys]:
+            raise ValueError(
+                f"message {index} ({message.get('role')}) holds media ({kind!r}), which nobody here reads: "
+                "leave such rows out, or write what the media show as text"
+            )
+
+
+class Chat:
+    """A tokenizer with its chat template and the format of its tool calls.
+
+    `end_of_turn` is the token with which the template closes an assistant turn, `stop_tokens` are those at which the
+    model stops, by text or id (`chat_tools.read_stop_tokens(folder, tokenizer)` names a checkpoint's). Without
+    `stop_tokens` it stops at `end_of_turn`; without either, at what the tokenizer and the template tell. `options` are
+    handed to the template (such as `enable_thinking`). `prefill` is what the generation prompt holds of the turn
+    ("<think>\\n", ""). `pictures` reads the images that a conversation opens with; without it they are
+    refused. What others than the system and the assistant say can't become a control token (`SafeEncoder`).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_of_turn: str | None = None,
+        tool_format: str = "qwen3_xml",
+        stop_tokens: Sequence[str | int] | None = None,
+        pictures: Pictures | None = None,
+        **options: Any,
+    ) -> None:
+        stops: tuple[str, ...] | None = None if stop_tokens is None else tokens_as_text(stop_tokens, tokenizer)
+        if end_of_turn is None:
+            frame = find_frame(ChatTemplate(tokenizer, None, options, stops), {"role": "assistant", "content": "x"})
+            stops = stops or frame.stops
+            end_of_turn = next(iter((*frame.closings, *frame.stops)), "")
+        stops = (end_of_turn,) if stops is None else stops
+        self.tokenizer = tokenizer
+        self.end_of_turn = end_of_turn
+        self.end_of_turn_id = self._single(end_of_turn)
+        self.stop_ids = tuple(self._single(stop) for stop in stops)
+        self.tool_format = tool_format
+        find_format(tool_format)  # ValueError lists those there are
+        self.options = options
+        self.prefill = self._generation_prompt().partition("\n")[2]
+        self._encoder = SafeEncoder(tokenizer)
+        self.pictures = pictures
+        self._image_id = None if pictures is None else self._single(pictures.token)
+        self._openings: dict[Hashable, list[int]] = {}
+        self._seen: dict[Hashable, Opened] = {}
+        self._texts: dict[str, tuple[str, tuple[Tool, ...]]] = {}
+        self._turns: dict[tuple[tuple[str, str], ...], str] = {}
+        self._replies: dict[tuple[tuple[int, ...], bool], Reply] = {}
+
+    def _single(self, token: str) -> int:
+        ids = self.tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ValueError(f"end_of_turn {token!r} is {len(ids)} tokens; name the single token that ends a turn")
+        return int(ids[0])
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opened:
+        """Return the tokens of a conversation up to where the assistant begins, and the images that they show.
+
+        Raises ValueError for images that cannot be read, and for other media (`check_text_only`).
+        """
+        images = [] if self.pictures is None else images_of(messages)
+        if not images or self.pictures is None or self._image_id is None:
+            return Opened(self.open(messages, tools))
+        key = _key(messages, tools)  # None, as for pictures that are no text: each is read on its own
+        if key is None or key not in self._seen:
+            bare = without_images(messages)
+            check_text_only([without_image_parts(message) for message in bare])
+            ids = self._opening(bare, tools)
+            opened = expanded(ids, self._image_id, self.pictures.read(images), self.pictures.merge_size)
+            if key is None:
+                return opened
+            if len(self._seen) >= MAX_SEEN:
+                self._seen.clear()
+            self._seen[key] = opened
+        return self._seen[key]
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the token ids of a conversation up to where the assistant begins, rendered once for a group.
+
+        Raises ValueError for media in a message (`check_text_only`), which only `opening` takes.
+        """
+        key = _key(messages, tools)
+        if key is None:
+            check_text_only(messages)
+            return self._opening(messages, tools)
+        if key not in self._openings:  # what is there was checked when it was rendered
+            check_text_only(messages)
+            if len(self._openings) >= MAX_OPENINGS:
+                self._openings.clear()
+            self._openings[key] = self._opening(messages, tools)
+        return list(self._openings[key])
+
+    def _opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        disguised = self._encoder.disguise(messages, [t.schema for t in tools])
+        return self._encoder.encode(self.render(disguised.messages, tools, add_generation_prompt=True), disguised)
+
+    def after_turn(self, new_messages: Sequence[Message]) -> list[int]:
+        """Return the token ids that follow a turn's end-of-turn token: the new messages and the next turn's opening.
+
+        They are the difference of two renderings of a placeholder conversation, so the real turn is not touched; this
+        is `chat_tools.extend` in a tenth of its time, and the tests hold it to that. Raises ValueError for media in a
+        message and for a template that writes earlier turns differently once messages follow.
+        """
+        check_text_only(new_messages)
+        disguised = self._encoder.disguise(new_messages)
+        new_messages = disguised.messages
+        tools = [m for m in new_messages if m.get("role") == "tool"]
+        calls = tuple((m.get("name", "f"), m.get("tool_call_id", call_id(i))) for i, m in enumerate(tools))
+        placeholder = _placeholder(calls)
+        if calls not in self._turns:
+            if len(self._turns) >= MAX_OPENINGS:
+                self._turns.clear()
+            before = self.render(placeholder, (), add_generation_prompt=False)
+            self._turns[calls] = before[: before.rfind(self.end_of_turn) + len(self.end_of_turn)]
+        turn = self._turns[calls]
+        after = self.render([*placeholder, *new_messages], (), add_generation_prompt=True)
+        if not turn.endswith(self.end_of_turn) or not after.startswith(turn):
+            raise ValueError(
+                "the chat template rewrites earlier turns; episodes of several turns need one that keeps them"
+            )
+        return self._encoder.encode(after[len(turn) :], disguised)
+
+    def follow(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        stop: int | None = None,
+    ) -> list[int] | None:
+        """Return the token ids that follow the last turn of a conversation when others speak; None for a new beginning.
+
+        `messages` end with an assistant's turn whose tokens were sampled after those of an opening or of an earlier
+        call of this; `stop` is the token that ended the turn, None where a limit did. None is returned where the
+        template would now write anything before the new messages in another way than when the model read it (thinking
+        that is stripped once a user speaks), or where that cannot be proven: `open` all the messages then. As
+        `chat_tools.extend` does, a sampled stop token takes the place of the one that the template writes. Raises
+        ValueError for media and for messages that the template refuses.
+        """
+        check_text_only(new_messages)
+        count = len(messages)
+        disguised = self._encoder.disguise([*without_images(messages), *new_messages], [t.schema for t in tools])
+        everything = disguised.messages
+        asked, turn = (self._known_text(everything[:n], tools, False) for n in (count - 1, count))
+        whole = self._known_text(everything, tools, True)
+        if not turn.startswith(asked):
+            prompted = self.render(everything[: count - 1], tools, add_generation_prompt=True)
+            asked = asked[: common_prefix(asked, prompted)]  # Phi-3 ends what is not prompted with a token of its own
+            if not turn.startswith(asked):
+                return None  # the template forgot something as soon as the turn was there
+        end = turn.rfind(self.end_of_turn) + len(self.end_of_turn)
+        closed = self.end_of_turn in turn[len(asked) :] and not turn[end:].strip() and whole.startswith(turn[:end])
+        if closed and (stop == self.end_of_turn_id or stop not in self.stop_ids):
+            missing = "" if stop == self.end_of_turn_id else self.end_of_turn
+            return self._encoder.encode(missing + whole[end:], disguised)
+        found = self._appended(everything, count, turn, whole, tools, stop)
+        if found is None and closed:
+            found = self.end_of_turn + whole[end:]
+        return None if found is None else self._encoder.encode(found, disguised)
+
+    def _appended(
+        self, messages: Sequence[Message], count: int, turn: str, whole: str, tools: Sequence[Tool], stop: int | None
+    ) -> str | None:
+        """Return what `chat_tools.extend` appends to message `count` - 1; None where the template rewrites that
+        turn."""
+        stops = tuple(self.tokenizer.decode([i], skip_special_tokens=False) for i in self.stop_ids)
+        template = ChatTemplate(self.tokenizer, [t.schema for t in tools] or None, self.options, stops)
+        known = tuple(messages[:count])
+        before, after = (
+            max((r.body_end for r in find_regions(template, *case).regions if r.message == count - 1), default=None)
+            for case in ((known, turn, False), (messages, whole, True))
+        )
+        if before is None or after is None or turn[:before] != whole[:after]:
+            return None
+        sampled = "" if stop not in self.stop_ids else self.tokenizer.decode([stop], skip_special_tokens=False)
+        said = Rendered([], "", [], (), messages=known, template=template, stop=sampled)
+        try:
+            return extend(said, messages[count:]).text
+        except ValueError:
+            return None
+
+    def read(self, ids: Sequence[int], finished: bool, tools: Sequence[Tool] = (), *, calls_before: int = 0) -> Reply:
+        """Return one sampled turn as content, reasoning and tool calls; a `finished` turn's last token is its stop
+        token.
+
+        A call without an id of the model's own gets one by its number in the conversation, of which `calls_before`
+        came in earlier turns.
+        """
+        sampled = tuple(ids[:-1] if finished else ids)
+        known = (sampled, finished)
+        if not tools and known in self._replies:
+            return self._replies[known]
+        reply = self._read(sampled, finished, tools, calls_before)
+        if len(sampled) <= SHORT and not tools and not reply.tool_calls:  # calls are numbered in their conversation
+            if len(self._replies) >= MAX_OPENINGS:
+                self._replies.clear()
+            self._replies[known] = reply
+        return reply
+
+    def _read(self, sampled: Sequence[int], finished: bool, tools: Sequence[Tool], calls_before: int) -> Reply:
+        text = self.tokenizer.decode(list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parsed = parse(text, self.tool_format, tools=[t.schema for t in tools], prefill=self.prefill)
+        return Reply(
+            text=text,
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=tuple(
+                ToolCall(c.name, c.arguments, c.id or call_id(calls_before + i))
+                for i, c in enumerate(parsed.tool_calls)
+            ),
+            problems=tuple(m.reason for m in parsed.malformed),
+            finished=finished,
+        )
+
+    def _generation_prompt(self) -> str:
+        """Return what the template adds for the assistant to go on from: its role, perhaps the opening of its
+        thinking."""
+        user: list[Message] = [{"role": "user", "content": "x"}]
+        before = self.render(user, (), add_generation_prompt=False)
+        return self.render(user, (), add_generation_prompt=True)[len(before) :]
+
+    def _known_text(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
+        """Return a rendering that was perhaps made for a sibling: the episodes of a group begin alike, and often go on
+        so."""
+        try:
+            key = json.dumps([[dict(m) for m in messages], [id(t) for t in tools], add_generation_prompt])
+        except TypeError:  # a value that JSON lacks
+            return self.render(messages, tools, add_generation_prompt)
+        if key not in self._texts:
+            while len(self._texts) >= MAX_TEXTS:
+                del self._texts[next(iter(self._texts))]
+            text = self.render(messages, tools, add_generation_prompt)
+            self._texts[key] = (text, tuple(tools))  # an id is a tool's own while the tool lives
+        return self._texts[key][0]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool) -> str:
+        """Return the template's text of messages as they are: what others say in them is not kept from being control
+        tokens.
+
+        Raises ValueError for messages that the template refuses.
+        """
+        schemas = [t.schema for t in tools] or None
+        shape = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **self.options}
+        problem: Exception | None = None
+        for given in ([dict(m) for m in messages], [_with_text_arguments(m) for m in messages]):
+            try:
+                return str(self.tokenizer.apply_chat_template(given, tools=schemas, **shape))
+            except TypeError as error:  # DeepSeek-V3's template joins text to a call's arguments
+                problem = error
+            except TemplateError as error:
+                problem = error
+                break
+        raise ValueError(f"the chat template refuses these messages: {problem}") from problem
+
+
+def _key(messages: Sequence[Message], tools: Sequence[Tool]) -> Hashable | None:
+    """Return by which conversations that begin alike are told, keys in their order; None for a value that JSON
+    lacks."""
+    if not tools and all(type(value) is str for message in messages for value in message.values()):
+        return tuple(tuple(message.items()) for message in messages)  # as they mostly are, in a tenth of the time
+    try:
+        return json.dumps([[dict(m) for m in messages], [t.schema for t in tools]])
+    except TypeError:
+        return None
+
+
+def _placeholder(calls: Sequence[tuple[str, str]]) -> list[Message]:
+    """Return a question and an answer that makes these calls, by name and id: templates look both up when results
+    follow."""
+    answer: dict[str, Any] = {"role": "assistant", "content": "y"}
+    if calls:
+        answer["tool_calls"] = [
+            {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}} for name, id_ in calls
+        ]
+    return [{"role": "user", "content": "x"}, answer]
+
+
+def _with_text_arguments(message: Message) -> dict[str, Any]:
+    """Return the message with its calls' arguments as JSON text."""
+    changed = dict(message)
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        function = dict(call.get("function") or {})
+        if not isinstance(function.get("arguments", ""), str):
+            call["function"] = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return changed | {"tool_calls": calls} if calls else changed

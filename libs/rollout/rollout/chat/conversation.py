@@ -1,0 +1,183 @@
+"""One agent's conversation with the policy, token in, token out; a part of an episode.
+
+Strategy
+1. A stream holds the exact tokens that the model was given and sampled. Sampled tokens are never tokenised again.
+2. What others say is appended to the stream, where the chat template leaves what came before as it was
+   (`Chat.follow`).
+3. Where the template rewrites earlier turns (thinking that is stripped once a user speaks), or the context is replaced
+   (compaction), a new stream begins with the whole conversation as the template writes it now.
+
+Invariant: every sampled token is trained once, in the stream in which it was sampled, after the very tokens that the
+model saw; in later streams the same words are given, and masked.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollout.chat.chat import Chat
+from rollout.engine import Completion, RolloutEngine, Sampling, StopReason
+from rollout.chat.messages import Message, Reply
+from rollout.chat.token_budget import TokenBudget
+from rollout.chat.segment import Segment, Stream
+from rollout.chat.images import Opened
+from rollout.seeds import derive_seed
+from rollout.tools.tool import Tool
+
+
+class TokensSpentError(RuntimeError):
+    """All tokens that an episode may sample are sampled: no conversation of it gets another turn."""
+
+
+class Conversation:
+    """Messages so far, and the streams in which they were played.
+
+    `max_tokens` bounds each stream, prompt and turns together; `budget` bounds what is sampled in all streams of all
+    conversations that share it (None: `max_tokens` of this conversation's own). At `deadline` (seconds of
+    `time.monotonic()`) a turn under way comes back as it is. `seed`, or else the one in `sampling`, gives every turn a
+    seed of its own. Raises ValueError for an opening that leaves no token of `max_tokens`, and one that the template
+    refuses.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        chat: Chat,
+        sampling: Sampling,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        agent: str = "",
+        seed: int | None = None,
+        max_tokens: int | None = None,
+        budget: TokenBudget | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._seed = sampling.seed if seed is None else seed
+        self._stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *chat.stop_ids)))
+        self._max_tokens = max_tokens
+        self._budget = budget or TokenBudget(max_tokens)
+        self._deadline = deadline
+        self._streams: list[Stream] = []
+        self.agent = agent
+        self.messages: list[Message] = list(messages)
+        self.tools = tuple(tools)
+        self.turns = 0
+        self.calls = 0
+        self.stop_reason: StopReason | None = None
+        opened = chat.opening(messages, tools)
+        if not self._fits(len(opened.ids)):
+            raise ValueError(f"the prompt has {len(opened.ids)} tokens, which leaves none of max_tokens={max_tokens}")
+        self._begin(opened)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The streams in which something was sampled; the first one where nothing was."""
+        made = [stream.segment() for stream in self._streams]
+        return tuple(s for s in made if s.sampled) or (made[0],)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How many tokens a turn may have while there is room."""
+        return self._sampling.max_new_tokens
+
+    @property
+    def limit(self) -> int:
+        """How many tokens the next turn may have."""
+        return self._budget.up_to(self._room)
+
+    @property
+    def _room(self) -> int:
+        left = None if self._max_tokens is None else self._max_tokens - len(self._streams[-1].ids)
+        return self._sampling.max_new_tokens if left is None else min(left, self._sampling.max_new_tokens)
+
+    async def reply(self) -> Reply:
+        """Sample one turn. `stop_reason` says how it ended. TokensSpentError: the budget has no token more."""
+        granted = await self._budget.take(self._room)
+        used = 0
+        try:
+            if granted < 1:
+                raise TokensSpentError(f"all {self._budget.total} tokens that the episode may sample are sampled")
+            completion = await self._sample(granted)
+            used = len(completion.ids)
+        finally:
+            self._budget.settle(granted, used)
+        self._streams[-1].sampled(completion)
+        self.turns += 1
+        self.stop_reason = completion.stop_reason
+        finished = completion.stop_reason == "stop"
+        reply = self._chat.read(completion.ids, finished, self.tools, calls_before=self.calls)
+        self.calls += len(reply.tool_calls)
+        self.messages.append(_assistant_message(reply))
+        return reply
+
+    async def _sample(self, limit: int) -> Completion:
+        sampling = replace(
+            self._sampling,
+            max_new_tokens=limit,
+            stop_token_ids=self._stops,
+            seed=None if self._seed is None else derive_seed(self._seed, "turn", self.turns),
+        )
+        stream = self._streams[-1]
+        return await self._engine.generate(list(stream.ids), sampling, stream.media, deadline=self._deadline)
+
+    def say(self, messages: Sequence[Message]) -> bool:
+        """Add what others say after a turn; False, and nothing is added, where that leaves no token of `max_tokens`.
+
+        Raises ValueError for messages that the template refuses.
+        """
+        stream = self._streams[-1]
+        stop = stream.ids[-1] if self.stop_reason == "stop" else None
+        following = self._chat.follow(self.messages, messages, self.tools, stop)
+        if following is None:
+            return self.go_on_from([*self.messages, *messages])
+        if not self._fits(len(stream.ids) + len(following)):
+            return False
+        stream.given(following)
+        self.messages.extend(messages)
+        return True
+
+    def go_on_from(self, messages: Sequence[Message]) -> bool:
+        """Go on from these messages in a new stream, in place of all that was said; False where they are too long."""
+        opened = self._chat.opening(messages, self.tools)
+        if not self._fits(len(opened.ids)):
+            return False
+        self._begin(opened)
+        self.messages = list(messages)
+        return True
+
+    def fork(self, agent: str) -> "Conversation":
+        """Return a branch: another conversation with the same beginning, token by token. What was sampled is trained
+        here."""
+        branch = type(self).__new__(type(self))
+        branch.__dict__ |= self.__dict__
+        branch.agent = agent
+        branch.messages = list(self.messages)
+        branch._streams = []
+        branch._begin(Opened(self._streams[-1].ids, self._streams[-1].media))
+        if self._seed is not None:
+            branch._seed = derive_seed(self._seed, "fork", agent)
+        return branch
+
+    def _begin(self, opened: Opened) -> None:
+        self._streams.append(Stream(self.agent, opened.media))
+        self._streams[-1].given(opened.ids)
+
+    def _fits(self, tokens: int) -> bool:
+        return self._max_tokens is None or tokens < self._max_tokens
+
+
+def _assistant_message(reply: Reply) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            for c in reply.tool_calls
+        ]
+    return message

@@ -1,0 +1,90 @@
+"""Images in the messages of a conversation: from parts of a content to tokens and what they show.
+
+A part `{"type": "image", "image": PICTURE}` is an image; the chat template writes one placeholder token for it, which
+becomes as many as the image has tokens. Who reads pictures is the caller's (`ReadPictures`): this library knows none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rollout.chat.messages import Message
+from seqpack.batches.mrope import IMAGE, TEXT, grid_tokens
+
+ReadPictures = Callable[[Sequence[Any]], tuple[Tensor, Tensor]]
+"""Pictures -> patches f32[P, numbers] and grids i64[n, 3], such as `engines.media.image_reader.ImageReader`."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How a model sees images: who cuts them into patches, and which token stands for them."""
+
+    read: ReadPictures
+    numbers: int
+    """Of a patch."""
+    merge_size: int = 2
+    token: str = "<|image_pad|>"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The tokens with which a conversation begins, and what they show (`RolloutEngine.generate`'s media)."""
+
+    ids: list[int]
+    media: Mapping[str, Any] | None = None
+
+
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """Return the pictures of messages in order. ValueError for an image part without one."""
+    found = []
+    for index, message in enumerate(messages):
+        for part in _parts(message):
+            if part.get("type") != "image":
+                continue
+            if part.get("image") is None:
+                raise ValueError(f"message {index} ({message.get('role')}) has an image part without its 'image'")
+            found.append(part["image"])
+    return found
+
+
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the pictures taken out of their image parts, which a template looks for."""
+    return [
+        {**m, "content": [{"type": "image"} if _is_image(part) else part for part in m["content"]]} if _parts(m) else m
+        for m in messages
+    ]
+
+
+def without_image_parts(message: Message) -> Message:
+    """Return a message without its image parts: what is left may hold no media that nobody reads."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": [part for part in content if not _is_image(part)]}
+
+
+def expanded(ids: Sequence[int], token: int, media: tuple[Tensor, Tensor], merge_size: int) -> Opened:
+    """Put as many tokens as each image has in the place of its one. ValueError where their numbers differ."""
+    patches, grids = media
+    counts = [grid_tokens(grid, merge_size) for grid in grids.tolist()]
+    if ids.count(token) != len(counts):
+        raise ValueError(
+            f"the chat template writes {ids.count(token)} image tokens for {len(counts)} images: it is not for them"
+        )
+    left, out, types = iter(counts), [], []
+    for one in ids:
+        count = next(left) if one == token else 1
+        out += [one] * count
+        types += [IMAGE if one == token else TEXT] * count
+    return Opened(out, {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": types})
+
+
+def _parts(message: Message) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else []
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"

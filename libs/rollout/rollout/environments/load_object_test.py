@@ -1,0 +1,79 @@
+"""Objects by name: found once, and whatever is missing is named with what to write instead."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.environments.load_object import load_object
+
+SOURCE = """
+import neighbour
+count = neighbour.count
+class Game:
+    board = [1]
+def reward(reply, results):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "neighbour.py").write_text("count = [0]\n")
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    return tmp_path
+
+
+def test_a_file_is_imported_once_and_finds_its_neighbours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = load_object(f"{folder}/mine.py:reward", "reward")
+    assert reward(None, ()) == 1.0
+    monkeypatch.chdir(folder)
+    assert load_object("mine.py:reward", "reward") is reward
+    assert load_object("mine.py:Game.board", "environment", list) == [1]
+    assert sys.modules[reward.__module__].reward is reward
+
+
+def test_files_of_one_name_are_two_modules(folder: Path) -> None:
+    (folder / "other").mkdir()
+    (folder / "other" / "mine.py").write_text("def reward(): return 2\n")
+    assert load_object(f"{folder}/other/mine.py:reward", "reward")() == 2
+    assert load_object(f"{folder}/mine.py:reward", "reward")(None, ()) == 1.0
+
+
+def test_a_module_by_its_dotted_name() -> None:
+    assert load_object("rollout.environments.load_object:load_object", "environment") is load_object
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mine.py", "'mine.py' is not FILE.py:NAME or package.module:name"),
+        (":reward", "is not FILE.py:NAME"),
+        ("mine.py:", "is not FILE.py:NAME"),
+        ("nowhere.py:reward", r"no file .*nowhere.py for --reward: give its path from"),
+        ("mine.py:rewrd", r"has no 'rewrd' for --reward; did you mean reward\?"),
+        ("mine.py:zzz", r"has no 'zzz' for --reward; it has Game, reward"),
+        ("mine.py:Game.x", "has no 'x'"),
+        ("no_such_package.part:reward", "no module 'no_such_package' for --reward: install"),
+        ("rollout.no_such_module:reward", "no module 'rollout.no_such_module'"),
+        ("mine.py:count", "is a list; a str or dict is needed"),
+    ],
+)
+def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=message):
+        load_object(spec, "reward", (str, dict))
+
+
+def test_errors_of_the_users_code_are_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = folder / "broken.py"
+    broken.write_text("import a_package_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        load_object(f"{broken}:reward", "reward")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        load_object("broken:reward", "reward")
+    broken.write_text("reward = 3\n")
+    assert load_object(f"{broken}:reward", "reward", int) == 3

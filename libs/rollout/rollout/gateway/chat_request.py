@@ -1,0 +1,373 @@
+"""A chat-completion request as it comes over the wire: read whole, checked whole, refused by the name of what is wrong.
+
+Nothing is ignored: a parameter without an effect here is a `RequestError` unless it has its neutral value.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+from rollout.engine import Sampling
+from rollout.chat.messages import Message
+from rollout.tools.tool import Tool
+
+ROLES = ("system", "user", "assistant", "tool")
+# What has no effect here, with the values that ask for none.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+}
+READ = (
+    *("model", "messages", "tools", "stream", "stream_options", "logprobs", "return_token_ids", "stop"),
+    *("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens", "n", "tool_choice"),
+)
+# Keys of a message that clients send back as they got them, which say nothing when empty.
+EMPTY_KEYS = (
+    "refusal",
+    "annotations",
+    "audio",
+    "function_call",
+    "tool_calls",
+    "reasoning_content",
+    "reasoning",
+    "name",
+)
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_CHOICES = 128
+
+
+ToolChoice = Literal["auto", "none", "required", "function"]
+
+
+class RequestError(Exception):
+    """A request that is answered with an error: HTTP status, message, and what of it is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's shape."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refuse(message: str, param: str | None = None, code: str | None = None) -> NoReturn:
+    """Raise the RequestError of a request that is wrong in itself (400)."""
+    raise RequestError(400, message, param, code)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One request, checked. `settings` are the fields of `Sampling` that it names; `stop` are texts.
+
+    `n` answers are sampled. `tool_choice` is "auto", "none", "required", or with `function` the name of the one to be
+    called.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    settings: Mapping[str, Any]
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    log_probs: bool = False
+    token_ids: bool = False
+    n: int = 1
+    tool_choice: ToolChoice = "auto"
+    function: str | None = None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether what reads as a call is one: where no tool is offered, or none wanted, it is text."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to begin with a call."""
+        return self.tool_choice in ("required", "function")
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """Return `default` with what the request names; a temperature of 0 is greedy."""
+        settings = dict(self.settings)
+        if settings.get("temperature") == 0:
+            del settings["temperature"]
+            limit = settings.get("max_new_tokens", default.max_new_tokens)
+            return Sampling(greedy=True, max_new_tokens=limit, stop_token_ids=default.stop_token_ids)
+        if default.greedy and settings.keys() - {"max_new_tokens"}:
+            settings["greedy"] = False
+        try:
+            return replace(default, **settings)
+        except ValueError as error:
+            refuse(str(error))
+
+
+def read_json(body: bytes) -> Any:
+    """Return a body as JSON; RequestError for what is none, for NaN and infinities, and for nesting beyond reason."""
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+        if b"\\u" in body:  # an escape may be half of a character, which is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        refuse(f"the body is not valid JSON: {error}")
+    return value
+
+
+def read_request(body: Any, model: str) -> ChatRequest:
+    """Return the request in a decoded body. RequestError (400, or 404 for another model than `model`) names the
+    parameter."""
+    if not isinstance(body, dict):
+        refuse(f"the body must be a JSON object, got {type(body).__name__}")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given.keys() - set(READ):
+        if name not in NEUTRAL:
+            refuse(f"the parameter {name!r} is not supported: leave it out", name, "unsupported_parameter")
+        if name == "top_logprobs" and given[name] != 0:
+            why = "top_logprobs is not supported: engines tell the log-prob of the sampled token alone"
+            refuse(why, name, "unsupported_parameter")
+        if given[name] not in NEUTRAL[name]:
+            wanted = " or ".join(map(json.dumps, NEUTRAL[name]))
+            refuse(f"{name!r} is not supported other than as {wanted}", name, "unsupported_parameter")
+    if _text(given, "model") != model:
+        raise RequestError(
+            404, f"there is no model {given['model']!r}; this server has {model!r}", "model", "model_not_found"
+        )
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        refuse("stream_options takes include_usage alone", "stream_options", "unsupported_parameter")
+    if options and not given.get("stream"):
+        refuse("stream_options needs stream=true", "stream_options")
+    tools = _tools(given.get("tools", []))
+    choice, function = _tool_choice(given.get("tool_choice"), tools)
+    return ChatRequest(
+        model=model,
+        messages=read_messages(given.get("messages")),
+        tools=tools,
+        settings=_settings(given),
+        stop=_stops(given.get("stop", [])),
+        stream=_flag(given, "stream"),
+        usage=_flag(options, "include_usage"),
+        log_probs=_flag(given, "logprobs"),
+        token_ids=_flag(given, "return_token_ids"),
+        n=int(_number(given, "n", (int,), 1, MAX_CHOICES)) if "n" in given else 1,
+        tool_choice=choice,
+        function=function,
+    )
+
+
+def read_messages(given: Any) -> tuple[Message, ...]:
+    """Return messages as templates want them: content as text, arguments as values, tool messages with the tool's
+    name."""
+    if not isinstance(given, list) or not given:
+        refuse("messages must be a list of at least one message", "messages")
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    for index, message in enumerate(given):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            refuse(f"{where} must be an object, got {type(message).__name__}", where)
+        if message.get("role") not in ROLES:
+            refuse(f"{where}.role is one of {', '.join(ROLES)}, got {message.get('role')!r}", f"{where}.role")
+        messages.append(read_message(message, where, names))
+    if messages[-1]["role"] == "assistant":
+        refuse(
+            "the last message is the assistant's: an answer follows a user's, a tool's or a system message", "messages"
+        )
+    return tuple(messages)
+
+
+def read_message(message: Mapping[str, Any], where: str, names: dict[str, str]) -> Message:
+    """Return one message; `names` are the tools' names by the ids of the calls before it, to which its own are
+    added."""
+    role = message["role"]
+    read: dict[str, Any] = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+    allowed = {"role", "content"}
+    if role == "assistant":
+        allowed |= {"tool_calls", "reasoning_content", "reasoning"}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning:
+            if not isinstance(reasoning, str):
+                refuse(f"{where}.reasoning_content must be text", f"{where}.reasoning_content")
+            read["reasoning_content"] = reasoning
+        calls = _calls(message.get("tool_calls") or [], f"{where}.tool_calls")
+        if calls:
+            read["tool_calls"] = calls
+            names.update((call["id"], call["function"]["name"]) for call in calls)
+    elif role == "tool":
+        allowed |= {"tool_call_id", "name"}
+        call_id = message.get("tool_call_id")
+        if not isinstance(call_id, str) or call_id not in names:
+            refuse(f"{where}.tool_call_id {call_id!r} is the id of no call before it", f"{where}.tool_call_id")
+        read |= {"tool_call_id": call_id, "name": names[call_id]}
+    for key, value in message.items():
+        if key not in allowed and not (key in EMPTY_KEYS and not value):
+            refuse(f"{where}.{key} is not supported: leave it out", f"{where}.{key}", "unsupported_parameter")
+    return read
+
+
+def _content(content: Any, where: str) -> str:
+    """Return text, or the text of parts; RequestError for media."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        refuse(f"{where} must be text or a list of parts", where)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            refuse(f"{where}[{index}] is {kind!r}: parts of text alone are supported", f"{where}[{index}]")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        refuse(f"{where} must be a list", where)
+    read = []
+    for index, call in enumerate(calls):
+        at = f"{where}[{index}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            refuse(f"{at} must be a call of a function", at)
+        name, arguments = _text(function, "name", at), _text(function, "arguments", at)
+        read.append(
+            {
+                "id": _text(call, "id", at),
+                "type": "function",
+                "function": {"name": name, "arguments": read_arguments(arguments)},
+            }
+        )
+    return read
+
+
+def read_arguments(arguments: str) -> Any:
+    """Return a call's arguments as an object, which templates iterate over; the text itself where it is none."""
+    try:
+        value = json.loads(arguments, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _tools(given: Any) -> tuple[Tool, ...]:
+    if not isinstance(given, list):
+        refuse("tools must be a list", "tools")
+    tools = []
+    for index, tool in enumerate(given):
+        at = f"tools[{index}]"
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            refuse(f"{at} must be a function", at)
+        for key, value in function.items():
+            if key not in ("name", "description", "parameters") and value:
+                refuse(
+                    f"{at}.function.{key} is not supported: leave it out",
+                    f"{at}.function.{key}",
+                    "unsupported_parameter",
+                )
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict) or not isinstance(function.get("description") or "", str):
+            refuse(f"{at}.function: description must be text and parameters a JSON schema", f"{at}.function")
+        try:
+            tools.append(Tool(_text(function, "name", at), function.get("description") or "", parameters, _elsewhere))
+        except ValueError as error:
+            refuse(str(error), f"{at}.function.parameters")
+    return tuple(tools)
+
+
+def _tool_choice(given: Any, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+    """Return what the model is asked to call: one of three words, or "function" and a name."""
+    if given is None or given == "auto" or given == "none":
+        return given or "auto", None
+    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    if given != "required" and not isinstance(function, dict):
+        words = 'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+        refuse(f"{words}, got {json.dumps(given)}", "tool_choice", "unsupported_parameter")
+    if not tools:
+        refuse("tool_choice asks for a call, and no tools are offered", "tool_choice")
+    if function is None:
+        return "required", None
+    name = _text(function, "name", "tool_choice.function")
+    if all(tool.name != name for tool in tools):
+        refuse(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+    return "function", name
+
+
+def _elsewhere(**arguments: Any) -> NoReturn:
+    raise NotImplementedError(f"the agent runs its tools itself, not the gateway; called with {sorted(arguments)}")
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Sampling` that a request names."""
+    settings: dict[str, Any] = {}
+    for name, least, most in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):
+        if name in given:
+            settings[name] = _number(given, name, (int, float), least, most)
+    if "top_p" in settings and settings["top_p"] == 0:
+        refuse("top_p must lie in (0, 1]; for the likeliest token say temperature=0", "top_p")
+    if "top_k" in given:
+        settings["top_k"] = max(0, int(_number(given, "top_k", (int,), -1, 2**31)))
+    if "seed" in given:
+        settings["seed"] = int(_number(given, "seed", (int,), -(2**63), 2**63 - 1))
+    limits = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    if len(limits) == 2 and given["max_tokens"] != given["max_completion_tokens"]:
+        refuse("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+    if limits:
+        settings["max_new_tokens"] = int(_number(given, limits[0], (int,), 1, 2**31))
+    return settings
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        refuse(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty", "stop")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        refuse(f"a stop text has at most {MAX_STOP_CHARACTERS} characters", "stop")
+    return tuple(stops)
+
+
+def _number(given: Mapping[str, Any], name: str, kinds: tuple[type, ...], least: float, most: float) -> Any:
+    value: Any = given[name]
+    if isinstance(value, bool) or type(value) not in kinds or not least <= value <= most:
+        kind = "a whole number" if kinds == (int,) else "a number"
+        refuse(f"{name} must be {kind} from {least:g} to {most:g}, got {value!r}", name)
+    return value
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        refuse(f"{name} must be true or false, got {value!r}", name)
+    return value
+
+
+def _text(given: Mapping[str, Any], name: str, where: str = "") -> str:
+    value = given.get(name)
+    at = f"{where}.{name}" if where else name
+    if not isinstance(value, str):
+        refuse(f"{at} must be text, got {value!r}", at)
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def tools_key(tools: Sequence[Tool]) -> str:
+    """Return the tools of a conversation as one text, equal where they are."""
+    return json.dumps([tool.schema for tool in tools], sort_keys=True)

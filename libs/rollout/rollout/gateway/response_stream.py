@@ -1,0 +1,87 @@
+"""How an answer reaches a client: at once, or as a stream whose deltas leave as tokens are sampled, from a connection
+that is watched while the engine works.
+
+A delta never says what a later one would take back. Where nothing is to be told, comments keep a stream alive.
+"""
+
+import asyncio
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from rollout.chat.chat import Chat
+from rollout.gateway.answers import DONE, Answer, event
+from rollout.gateway.session import LiveSession
+from rollout.gateway.chat_request import RequestError
+from rollout.gateway.choice_task import Work
+
+KEEP_ALIVE = 10.0  # seconds between the comments of a stream that waits
+
+
+class Reply(Response):
+    """Waits for the work (`task` runs it), watches the connection, and sends one object or a stream."""
+
+    def __init__(self, work: Work, task: "asyncio.Task[Answer]", live: LiveSession, chat: Chat) -> None:
+        self._work, self._task, self._live, self._chat = work, task, live, chat
+        self._begun = False
+        task.add_done_callback(lambda _: work.news.set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, or cancel the work where the client leaves."""
+        gone = asyncio.create_task(_until_gone(receive))
+        gone.add_done_callback(lambda _: self._work.news.set())
+        try:
+            while not (self._task.done() or gone.done()):
+                try:
+                    async with asyncio.timeout(KEEP_ALIVE if self._work.request.stream else None):
+                        await self._work.news.wait()
+                except TimeoutError:
+                    await self._send_event(send, b": the engine is at work\n\n")
+                for chunk in self._work.take():
+                    await self._send_event(send, event(chunk))
+            if self._task.done():
+                await self._finish(scope, receive, send)
+            else:
+                self._live.cancelled += 1
+        finally:
+            gone.cancel()
+            self._task.cancel()
+            await asyncio.gather(self._task, gone, return_exceptions=True)
+
+    async def _finish(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._task.cancelled():  # the session was closed
+            error: Exception | None = RequestError(409, "the session was closed", code="session_closed")
+        else:
+            error = self._task.exception()  # type: ignore[assignment]
+        if error is not None and not self._begun:
+            self._live.refused += 1
+            raise error
+        if error is not None:
+            refusal = error if isinstance(error, RequestError) else RequestError(500, "the engine failed")
+            await self._send_event(send, event(refusal.body()))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if not isinstance(error, RequestError):
+                raise error
+            return
+        answer = self._task.result()
+        if not self._work.request.stream:
+            await JSONResponse(answer.body(self._work.request, self._chat))(scope, receive, send)
+            return
+        for chunk in self._work.take():
+            await self._send_event(send, event(chunk))
+        if self._work.request.usage:
+            await self._send_event(send, event(answer.usage_chunk()))
+        await self._send_event(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_event(self, send: Send, data: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

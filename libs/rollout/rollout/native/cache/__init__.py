@@ -1,0 +1,1 @@
+"""Decoding states that are kept for prompts that come again or go on."""

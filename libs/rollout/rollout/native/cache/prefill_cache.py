@@ -1,0 +1,49 @@
+"""Prompts that were read already: a prompt that comes again, at once or later, is not computed again."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, NamedTuple
+
+from torch import Tensor
+
+from rollout.native.decoders.decoder import Cache, Past
+
+
+class Known(NamedTuple, Generic[Cache]):
+    """A prompt that was read: its place in a prefill, and the logits [V] after it."""
+
+    past: Past[Cache]
+    logits: Tensor
+
+
+class Prefixes(Generic[Cache]):
+    """The newest prefills, `max_tokens` prompt tokens of them together and always the last one."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._known: dict[tuple[int, ...], Known[Cache]] = {}
+        self._ages: deque[tuple[int, list[tuple[int, ...]]]] = deque()
+        self._tokens = 0
+
+    def get(self, prompt: tuple[int, ...]) -> Known[Cache] | None:
+        """Return what is known of a prompt."""
+        return self._known.get(prompt)
+
+    def add(self, prompts: Sequence[tuple[int, ...]], logits: Tensor, cache: Cache) -> None:
+        """Keep a prefill of distinct prompts that are not known yet, and let the oldest go."""
+        for pick, prompt in enumerate(prompts):
+            self._known[prompt] = Known(Past(cache, pick), logits[pick])
+        size = sum(map(len, prompts))
+        self._ages.append((size, list(prompts)))
+        self._tokens += size
+        while self._tokens > self._max_tokens and len(self._ages) > 1:
+            gone, old = self._ages.popleft()
+            self._tokens -= gone
+            for prompt in old:
+                del self._known[prompt]
+
+    def clear(self) -> None:
+        """Forget all: the weights are others now, or nothing runs."""
+        self._known.clear()
+        self._ages.clear()
+        self._tokens = 0

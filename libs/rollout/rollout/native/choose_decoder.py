@@ -1,0 +1,26 @@
+"""Which decoder a module gets."""
+
+from typing import Any
+
+from torch import nn
+
+from rollout.config import DecoderChoice
+from rollout.native.decoders.decoder import Decoder
+from rollout.native.lean.lean_decoder import LeanDecoder
+from rollout.native.lean.families import refusal
+from rollout.native.decoders.module_decoder import ModuleDecoder
+from rollout.native.decoders.routers import Routers
+
+
+def decoder_of(model: nn.Module, pad_token_id: int, choice: DecoderChoice, experts: bool = False) -> Decoder[Any]:
+    """Return the lean decoder where it can and may stand for the module, else the module's own forward.
+
+    `experts`: note which experts tokens go to, which the module's own forward tells.
+    """
+    if choice not in ("auto", "lean", "module"):
+        raise ValueError(f'decoder is "auto", "lean" or "module", got {choice!r}')
+    if experts and choice == "lean":
+        raise ValueError("the lean decoder knows no experts: leave decoder at 'auto', or routed_experts off")
+    if choice == "lean" or (choice == "auto" and not experts and refusal(model) is None):
+        return LeanDecoder(model)
+    return ModuleDecoder(model, pad_token_id, Routers(model) if experts else None)

@@ -1,0 +1,326 @@
+"""Continuous batching: requests join and leave between any two decode steps.
+
+A step does four things:
+
+1. Admit: waiting requests take free slots, first come first served. Prompts not read yet are prefilled, equal ones
+   once, from the end of a kept stream where one is a prefix; each admitted request gets its first token, and those that
+   it ends never take a slot.
+2. Compact: where too few of the slots below the highest one in use work, rows move down into the free ones.
+3. Decode: every row is fed its newest token and gets its next.
+4. Keep: the state of rows that ended is copied out of their slots, for prompts that go on from there. It is the state
+   after all of their tokens but the last, which was never fed. Rows that a swap of weights struck under way are not
+   kept: their state is a mixture.
+
+Between steps every row's newest token has not been fed yet, so no logits wait: a swap of weights between two steps
+changes the version of the next token of each row and of none before.
+
+Invariants: a request is waiting, or in exactly one slot, or done; done ones were answered once; the slots in use are
+among the first `max_rows`; what is kept was computed by the present weights alone.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import NotFiniteError
+from rollout.engine import StopReason
+from rollout.native.decoders.decoder import Decoder
+from rollout.native.cache.prefix_cache import Found, KeptStreams, stream_of
+from rollout.native.decoders.media import followed, shown
+from rollout.native.cache.prefill_cache import Known, Prefixes
+from rollout.native.scheduler.request import Request
+from rollout.native.scheduler.sampling import SamplingRows, choose
+
+
+class ContinuousBatch:
+    """The requests of one decoder. Not thread-safe: its owner lets one thread in at a time.
+
+    `max_rows` bounds the slots, `prefill_tokens` the prompt tokens of one prefill (a longer prompt has one of its own)
+    and those kept for prompts that come again, `keep_tokens` the memory of finished streams that are kept.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder[Any],
+        max_rows: int,
+        prefill_tokens: int,
+        compact_below: float,
+        version: int,
+        keep_tokens: int = 0,
+    ) -> None:
+        self.decoder = decoder
+        self.held = False
+        self.version = version
+        self.decode_steps = 0
+        self.prefilled_tokens = 0
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
+        self._compact_below = compact_below
+        self._device = decoder.device
+        self._waiting: deque[Request] = deque()
+        self._joining: list[Request] = []  # on their way from the queue to a slot
+        self._rows: list[Request | None] = []
+        self._columns: SamplingRows | None = None
+        self._prefixes: Prefixes[Any] = Prefixes(prefill_tokens)
+        self._kept: KeptStreams[Any] = KeptStreams(keep_tokens)
+        self._leaving: list[tuple[int, Request | None]] = []  # slots of rows that ended, and who is to be kept
+        self._epoch = 0
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests in slots."""
+        return [r for r in self._rows if r is not None]
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._rows) or (bool(self._waiting) and not self.held)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for a slot."""
+        self._waiting.append(request)
+
+    def end(self, request: Request, outcome: StopReason | BaseException) -> None:
+        """Answer a request with what it has and free its slot; nothing where it is done."""
+        if request.done:
+            return
+        if request.slot is None:
+            self._waiting.remove(request)
+        else:
+            self._free(request)
+        request.finish(outcome)
+
+    def drop_all(self, error: BaseException) -> None:
+        """Answer everyone with an error, and begin anew."""
+        dropped = dict.fromkeys([*self.running, *self._joining, *self._waiting])
+        self._leaving = []
+        self._kept.clear()
+        self._waiting.clear()
+        self._joining = []
+        self._rows.clear()
+        self._columns = None
+        self._prefixes.clear()
+        self.decoder.clear()
+        for request in dropped:
+            request.slot = None
+            if not request.done:
+                request.finish(error)
+
+    def swap(self, version: int, recompute: bool) -> None:
+        """Take note of new weights: read prompts are forgotten, and the rows' caches are kept or computed again."""
+        self.version = version
+        self._epoch += 1
+        self._park()
+        self.decoder.refresh(always=True)
+        self._prefixes.clear()
+        self._kept.clear()
+        if recompute and self.running:
+            rows = self.running
+            for part in _parts(rows, [len(r.prompt) + len(r.ids) - 1 for r in rows], self._prefill_tokens):
+                _, cache = self._prefill([followed(r.prompt, r.ids[:-1]) for r in part])
+                slots = [r.slot for r in part if r.slot is not None]
+                for request, slot in zip(part, slots, strict=True):
+                    request.note(self.decoder.experts(slot))  # of the weights that made its tokens
+                self.decoder.place(cache, list(range(len(part))), slots)
+            for row in rows:
+                row.epoch = self._epoch
+
+    def continues(self, request: Request) -> bool:
+        """Return whether a request's prompt goes on from a kept stream."""
+        return not shown(request.prompt) and self._kept.longest(request.prompt) is not None
+
+    def forget(self) -> None:
+        """Let go of the kept streams."""
+        self._kept.clear()
+
+    def step(self) -> None:
+        """Admit, compact, decode, keep. Without gradients; `drop_all` is what follows an exception.
+
+        A batch that has run empty is as new by the step's end, before anybody hears of an answer: who asks next must
+        not find it one way or the other by chance.
+        """
+        self._park()
+        if not self._rows and self.decoder.refresh():
+            self._kept.clear()  # its owner changed the module while nothing ran
+        while self._waiting and not self.held and self._free_slots() > 0:
+            self._admit()
+        self._compact()
+        if self._rows:
+            self._decode()
+            self._park()
+            self._trim()
+        if not self._rows and not self._waiting:
+            self._prefixes.clear()
+            self.decoder.clear()
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def _free_slots(self) -> int:
+        return self._max_rows - len(self.running)
+
+    def _admit(self) -> None:
+        """Fill the free slots from the queue; a first token may free some of them again."""
+        count = min(self._free_slots(), len(self._waiting))
+        joining = self._joining = [self._waiting.popleft() for _ in range(count)]
+        known = self._read(joining)
+        columns = SamplingRows.build([r.sampling for r in joining], self._device)
+        tokens, log_probs = choose(torch.stack([k.logits for k in known]), columns, self._uniforms(joining))
+        staying = []
+        for request, place, token, log_prob in zip(joining, known, tokens.tolist(), log_probs.tolist(), strict=True):
+            request.note(self.decoder.experts(place.past.pick, place.past.cache))
+            if self._take(request, token, log_prob):
+                staying.append((request, place))
+        self._seat(staying)
+        self._joining = []
+
+    def _read(self, requests: Sequence[Request]) -> list[Known[Any]]:
+        """Return what is known of the requests' prompts, after prefilling those of which nothing is."""
+        found = {p: self._prefixes.get(p) for p in dict.fromkeys(r.prompt for r in requests)}
+        unread = sorted((p for p, known in found.items() if known is None), key=len)
+        kept = {p: None if shown(p) else self._kept.longest(p) for p in unread}
+        for whole in (True, False):
+            prompts = [p for p in unread if (kept[p] is None) == whole]
+            for part in _parts(prompts, [len(p) for p in prompts], self._prefill_tokens):
+                logits, cache = self._prefill(part, [k for p in part if (k := kept[p]) is not None])
+                self._prefixes.add(part, logits, cache)
+                found.update({p: self._prefixes.get(p) for p in part})
+        known = [found[r.prompt] for r in requests]
+        assert all(k is not None for k in known)
+        return [k for k in known if k is not None]
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]], kept: Sequence[Found[Any]] = ()) -> tuple[Tensor, Any]:
+        """Read prompts, from the beginning or all of them from the end of a kept stream."""
+        if not kept:
+            self.prefilled_tokens += sum(map(len, prompts))
+            return self.decoder.prefill(prompts)
+        fed = [p[k.length :] for p, k in zip(prompts, kept, strict=True)]
+        self.prefilled_tokens += sum(map(len, fed))
+        return self.decoder.prefill(fed, [k.past for k in kept])
+
+    def _seat(self, staying: Sequence[tuple[Request, Known[Any]]]) -> None:
+        """Give requests the lowest free slots and copy their caches there, a prefill at a time."""
+        free = (i for i, row in enumerate([*self._rows, *[None] * len(staying)]) if row is None)
+        by_cache: dict[int, tuple[Any, list[int], list[int]]] = {}
+        for request, known in staying:
+            request.slot, request.epoch = next(free), self._epoch
+            cache, pick = known.past
+            _, picks, slots = by_cache.setdefault(id(cache), (cache, [], []))
+            picks.append(pick)
+            slots.append(request.slot)
+        for cache, picks, slots in by_cache.values():
+            self.decoder.place(cache, picks, slots)
+        for request, _ in staying:
+            assert request.slot is not None
+            if request.slot == len(self._rows):
+                self._rows.append(None)
+            self._rows[request.slot] = request
+        self._columns = None
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def _compact(self) -> None:
+        """Move the highest rows into the free slots below them, once enough slots are free."""
+        self._trim()
+        count = len(self.running)
+        if count == len(self._rows) or count >= self._compact_below * len(self._rows):
+            return
+        targets = [i for i, row in enumerate(self._rows[:count]) if row is None]
+        sources = [i for i, row in enumerate(self._rows) if row is not None and i >= count]
+        self.decoder.move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            row = self._rows[target] = self._rows[source]
+            assert row is not None
+            row.slot = target
+        del self._rows[count:]
+        self._columns = None
+
+    def _trim(self) -> None:
+        """Let go of free slots above the highest one in use."""
+        while self._rows and self._rows[-1] is None:
+            self._rows.pop()
+            self._columns = None
+
+    def _decode(self) -> None:
+        rows = list(self._rows)
+        if self._columns is None:
+            like = self.running[0].sampling  # what nobody uses is sampled as its neighbours are, for shape's sake
+            self._columns = SamplingRows.build([like if r is None else r.sampling for r in rows], self._device)
+        newest = torch.tensor([0 if r is None else r.ids[-1] for r in rows], device=self._device)
+        logits = self.decoder.step(newest)
+        self.decode_steps += 1
+        tokens, log_probs = choose(logits, self._columns, self._uniforms(rows))
+        for request, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            if request is not None:
+                self._take(request, token, log_prob)
+
+    def _uniforms(self, rows: Sequence[Request | None]) -> Tensor | None:
+        if all(r is None or r.sampling.greedy for r in rows):
+            return None
+        drawn = [0.0 if r is None or r.sampling.greedy else next(r.uniforms) for r in rows]
+        return torch.tensor(drawn, dtype=torch.float64, device=self._device)[:, None]
+
+    def _take(self, request: Request, token: int, log_prob: float) -> bool:
+        """Append a sampled token; whether the request goes on."""
+        end: StopReason | ValueError | None
+        if math.isfinite(log_prob):
+            end = request.take(token, log_prob, self.version)
+            if end is None:
+                return True
+        else:
+            end = NotFiniteError("the model's logits are not finite; its weights or its input are broken")
+        self._free(request, keep=not isinstance(end, NotFiniteError))
+        request.finish(end)
+        return False
+
+    # -- what is kept ----------------------------------------------------------------------------------------------
+
+    def _free(self, request: Request, keep: bool = True) -> None:
+        """Take a request out of its slot, whose state stays until `_park`."""
+        if request.slot is not None:
+            request.note(self.decoder.experts(request.slot))
+            self._rows[request.slot] = None
+            self._leaving.append((request.slot, request if keep else None))
+            request.slot = None
+
+    def _park(self) -> None:
+        """Keep the state of the rows that ended since the last step, and release their slots."""
+        if not self._leaving:
+            return
+        leaving, self._leaving = self._leaving, []
+        streams: dict[bytes, tuple[int, int]] = {}  # to slot and length
+        for slot, request in leaving:
+            if request is not None and shown(request.prompt):
+                continue  # what is kept is known by its tokens, which do not say what they show
+            if request is not None and request.epoch == self._epoch and self._kept.max_tokens:
+                tokens = (*request.prompt, *request.ids[:-1])
+                stream = stream_of(tokens)
+                if not self._kept.known(stream):
+                    streams.setdefault(stream, (slot, len(tokens)))
+        while streams and self.decoder.size([n for _, n in streams.values()]) > self._kept.max_tokens:
+            streams.popitem()
+        if streams:
+            slots, lengths = zip(*streams.values(), strict=True)
+            self._kept.add(list(streams), self.decoder.keep(slots), self.decoder.size(lengths))
+        for slot, _ in leaving:
+            self.decoder.release(slot)
+
+
+def _parts(items: Sequence[Any], sizes: Sequence[int], most: int) -> Iterator[Sequence[Any]]:
+    """Cut items, in order, into runs of at most `most` together; a larger one is a run of its own."""
+    begin, held = 0, 0
+    for i, size in enumerate(sizes):
+        if i > begin and held + size > most:
+            yield items[begin:i]
+            begin, held = i, 0
+        held += size
+    if begin < len(items):
+        yield items[begin:]

@@ -1,0 +1,112 @@
+"""Requests that begin together, so that a run repeats to the bit.
+
+Which rows share a decode step decides the last bits of their log-probs. Where requests join at any step, that hangs on
+how fast a thread was; in rounds it follows from the requests alone.
+
+1. Who asks while a round runs begins with the next one.
+2. Who will ask again says so (`attended`): the next round waits until all of them have asked, so that neither a slow
+   environment nor a fast one splits it.
+3. It waits no longer than the last round took, `PATIENCE` seconds at least: an environment that hangs costs the others
+   so much and no more.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollout.native.decoders.media import shown
+from rollout.native.scheduler.request import Request
+from rollout.open_requests import settle
+
+SETTLE_TURNS = 16
+"""Turns of the event loop before a round begins, so that whoever goes on without waiting for anything else can ask."""
+PATIENCE = 0.25
+"""Seconds that a round waits at least for those who are yet to ask."""
+
+
+def _order(request: Request) -> tuple[int, bytes, tuple[int, ...], int]:
+    return len(request.prompt), shown(request.prompt), request.prompt, request.seed
+
+
+class Rounds:
+    """Hands requests over in rounds, each in an order of content.
+
+    Used from one event loop at a time; with another loop it starts anew.
+    """
+
+    def __init__(self, begin: Callable[[list[Request]], None]) -> None:
+        self._begin = begin
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._start_anew()
+
+    def ask(self, request: Request, answer: "asyncio.Future[Any]") -> None:
+        """Let a request begin with the next round. Its part in the round ends when its answer is there."""
+        self._here()
+        self._asked.append(request)
+        answer.add_done_callback(lambda _: self._leave(request))
+        self._wake()
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Within it somebody asks time and again, one request after another: a round waits for the next one."""
+        self._here()
+        mine = self._loop
+        self._present += 1
+        try:
+            yield
+        finally:
+            if mine is self._loop:
+                self._present -= 1
+                self._news.set()
+
+    def hurry(self, request: Request) -> None:
+        """Let a request that still waits for its round begin now: somebody wants to end it."""
+        if request in self._asked:
+            self._asked.remove(request)
+            self._begin([request])
+
+    def _start_anew(self) -> None:
+        self._asked: list[Request] = []
+        self._running: set[int] = set()
+        self._opening: asyncio.Task[None] | None = None
+        self._present = 0
+        self._news = asyncio.Event()
+        self._begun, self._took = 0.0, 0.0
+
+    def _here(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._start_anew()
+
+    def _leave(self, request: Request) -> None:
+        if id(request) in self._running:
+            self._running.remove(id(request))
+            self._took = asyncio.get_running_loop().time() - self._begun
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        if self._asked and not self._running and (self._opening is None or self._opening.done()):
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+
+    async def _open(self) -> None:
+        await settle(SETTLE_TURNS)
+        await self._all_asked()
+        begun = sorted(self._asked, key=_order)
+        self._asked = []
+        self._running = {id(request) for request in begun}
+        if begun:
+            self._begun = asyncio.get_running_loop().time()
+            self._begin(begun)
+
+    async def _all_asked(self) -> None:
+        """Return once everybody present has asked, or nobody waits any more, or patience is at its end."""
+        try:
+            async with asyncio.timeout(max(PATIENCE, self._took)):
+                while 0 < len(self._asked) < self._present:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,1 @@
+"""The settings of an OpenAI-compatible backend and its capabilities."""

@@ -1,0 +1,84 @@
+"""Interrupted generations that go on from their tokens: what partial rollouts are, for any engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollout.engine import Completion, PauseMode, RolloutEngine, Sampling
+from rollout.experts import RoutedExperts, merged
+from rollout.seeds import derive_seed
+
+
+class ContinuedEngine:
+    """An engine whose `pause("abort")` interrupts answers without ending them; all else is the engine's own.
+
+    What an answer has when it is interrupted becomes the end of its prompt: once the engine goes on, perhaps with other
+    weights, the rest is sampled after it. So every token's log-prob is that of the weights whose version it names. A
+    seeded request draws the rest from a seed of its own, which follows from how much there was: the first stream of
+    numbers is not used twice. An answer that is cancelled, or reaches its deadline, ends as ever.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._pauses = 0
+        self._cancelled: set[str] = set()
+        self.interrupted = 0
+        """Answers that were interrupted so far."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None = None, **options: Any
+    ) -> Completion:
+        """Sample one completion through any number of interruptions; see `RolloutEngine.generate`."""
+        request = options.get("request_id")
+        done, rest = await self._part(prompt_ids, sampling, media, options)
+        while rest and request not in self._cancelled:
+            self.interrupted += 1
+            left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(done.ids))
+            if done.ids and sampling.seed is not None:
+                left = replace(left, seed=derive_seed(sampling.seed, "continued", len(done.ids)))
+            more, rest = await self._part([*prompt_ids, *done.ids], left, media, options)
+            done = _joined(done, more)
+        self._cancelled.discard(request or "")
+        return done
+
+    async def _part(
+        self, prompt_ids: Sequence[int], sampling: Sampling, media: Mapping[str, Any] | None, options: dict[str, Any]
+    ) -> tuple[Completion, bool]:
+        """Return what comes until the end or an interruption, and whether it was one."""
+        before = self._pauses
+        found = await self._engine.generate(prompt_ids, sampling, media, **options)
+        return found, found.stop_reason == "abort" and self._pauses > before
+
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Hold sampling; "abort" interrupts what runs, which goes on after `resume`."""
+        self._pauses += mode == "abort"
+        await self._engine.pause(mode)
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request with what it has."""
+        self._cancelled.add(request_id)
+        found = await self._engine.cancel(request_id)
+        if not found:
+            self._cancelled.discard(request_id)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def _joined(first: Completion, second: Completion) -> Completion:
+    """Return two parts of one answer. Extras that are one entry a token are put together, others are the second's;
+    experts are those that a token went to first. """
+    extras = dict(second.extras)
+    for name, value in first.extras.items():
+        if isinstance(value, RoutedExperts):
+            extras[name] = merged(value, extras.get(name))
+        elif isinstance(value, Sequence) and not isinstance(value, str) and name in extras:
+            extras[name] = [*value, *extras[name]]
+    return Completion(
+        first.ids + second.ids,
+        first.log_probs + second.log_probs,
+        second.stop_reason,
+        first.policy_versions + second.policy_versions,
+        extras,
+    )

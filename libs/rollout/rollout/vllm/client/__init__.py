@@ -1,0 +1,1 @@
+"""The engine's side of vLLM's processes: start, messages, requests, images."""

@@ -1,0 +1,269 @@
+"""The processes of a vLLM engine: one for each copy of the model, all with the same files of weights.
+
+1. New weights go to all. A copy that has read them waits until all have, so that no token comes from weights that the
+   engine may yet give up; where one can't read them, all have the old ones again.
+2. A copy that dies is left out from then on, and said so; the last one takes the engine with it.
+3. Copies that share the model's experts make each step together, and obey in the same order between the same steps:
+   what one is told has a number that all are told. The first that dies takes the others with it.
+
+vLLM's own data parallelism puts each copy's core into a further process behind a coordinator, which outlive a killed
+parent, and has no step between which a copy takes weights. Of it only the exchanges of experts are used (3).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.vllm.settings.config import VllmConfig
+from rollout.vllm.client.process import VllmProcess
+from rollout.vllm.client.wire import TURN
+
+Message = dict[str, Any]
+CALL = "call"
+"""In a message that copies answer: the call's number."""
+
+
+@dataclass
+class _Call:
+    """What all living copies were told and who has not answered; `seconds` is the slowest one's."""
+
+    loop: asyncio.AbstractEventLoop
+    answer: "asyncio.Future[float]"
+    waited_for: set[int]
+    seconds: float = 0.0
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Copies:
+    """`config.data_parallel` processes, each with `config.tensor_parallel` devices of its own, or with a share of one.
+
+    Raises:
+        ValueError: there is no interpreter that has vLLM.
+    """
+
+    def __init__(self, config: VllmConfig, descriptors: Sequence[int]) -> None:
+        self._seconds = config.start_seconds
+        self._count, self._sharing = config.data_parallel, config.copies_per_device
+        self._joined = config.experts_over_copies
+        self._turn, self._order = 0, threading.Lock()
+        self._processes: list[VllmProcess] = []
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._dead: dict[int, str] = {}
+        self._closed = False
+        whole = False
+        try:
+            for copy in range(self._count):
+                self._processes.append(VllmProcess(config, descriptors, copy))
+            whole = True
+        finally:
+            if not whole:
+                self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' numbers."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def living(self) -> list[int]:
+        """The copies that can be asked."""
+        return [copy for copy in range(self._count) if copy not in self._dead]
+
+    @property
+    def dead(self) -> Mapping[int, str]:
+        """Of the copies that can't, their last words."""
+        return dict(self._dead)
+
+    def together(self) -> dict[str, int] | None:
+        """Return how copies that share experts find each other, on this machine; None where each has all."""
+        return {"size": self._count, "port": two_free_ports()} if self._joined else None
+
+    def start(self, start: Message, meanwhile: Callable[[], None]) -> Message:
+        """Have all start, and do something meanwhile; what the first says of itself, and all of the experts that they
+        share. Copies that share a device start one after another, as each measures what memory it finds free.
+
+        Raises:
+            ValueError: vLLM can't do what is asked.
+            RuntimeError: a process died before it was ready.
+        """
+        facts: Message = {}
+        experts: list[Any] = []
+        for turn in range(self._sharing):
+            begun = self._processes[turn :: self._sharing]
+            for place, process in enumerate(begun):
+                with contextlib.suppress(OSError):  # `_first` tells its last words
+                    process.wire.send({"start": of_copy(start, turn + place * self._sharing)})
+            if turn == 0:
+                meanwhile()
+            for process in begun:
+                answer = self._first(process)
+                if "refused" in answer:
+                    raise ValueError(answer["refused"])
+                process.has_workers(answer["ready"]["workers"])
+                facts = facts or answer["ready"]
+                experts += answer["ready"].get("experts", ())
+        return facts | {"experts": experts} if self._joined else facts
+
+    def load_first(self, load: Message, model: Path) -> None:
+        """Have all take their first weights. ValueError: one does not; RuntimeError: one died."""
+        self._send_all({"load": load | {CALL: -1, "wait": False}})
+        for process in self._processes:
+            loaded = self._first(process)
+            if "error" in loaded:
+                raise ValueError(f"vLLM does not take the weights of {model}: {loaded['error']}")
+
+    def listen(self, heard: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
+        """From now on hand on what they say of requests, and of a copy that is gone its last words, in threads."""
+        for copy in range(self._count):
+            threading.Thread(target=self._read, args=(copy, heard, lost), name="rollout-vllm", daemon=True).start()
+
+    def send(self, copy: int, message: Message, tail: Sequence[memoryview] = ()) -> None:
+        """Send to one."""
+        if self._joined:
+            self._send_turn({copy: message}, tail)
+        else:
+            self._send(copy, message, tail)
+
+    def _send(self, copy: int, message: Message, tail: Sequence[memoryview] = ()) -> None:
+        with contextlib.suppress(OSError):  # its reader sees it too, and tells everyone
+            self._processes[copy].wire.send(message, tail)
+
+    def _send_turn(self, messages: Mapping[int, Message], tail: Sequence[memoryview] = ()) -> None:
+        """Send the next number to all copies, with its message to those that have one."""
+        with self._order:
+            self._turn += 1
+            for copy in self.living:
+                self._send(copy, messages.get(copy, {}) | {TURN: self._turn}, tail if copy in messages else ())
+
+    async def call(self, kind: str, message: Message, in_step: bool = False) -> float:
+        """Tell all, and wait until all have done it; the seconds that the slowest took.
+
+        `in_step`: none makes a step before all have done it; where this raises, not before it is told of other weights.
+
+        Raises:
+            RuntimeError: one could not, or none is left.
+        """
+        loop = asyncio.get_running_loop()
+        number, answer = next(self._numbers), loop.create_future()
+        with self._lock:
+            living = self.living
+            if living:
+                self._calls[number] = _Call(loop, answer, set(living))
+        if not living:
+            raise RuntimeError("the engine was closed" if self._closed else next(iter(self._dead.values())))
+        wait = in_step and self._count > 1
+        try:
+            self._send_to(living, {kind: message | {CALL: number, "wait": wait}})
+            seconds: float = await answer
+        finally:
+            with self._lock:
+                del self._calls[number]
+        if wait:
+            self._send_all({"go": number})
+        return seconds
+
+    def tell(self, kind: str, message: Message) -> None:
+        """Tell all, and wait for nobody."""
+        self._send_all({kind: message | {CALL: -1, "wait": False}})
+
+    def close(self) -> None:
+        """End all of them."""
+        self._closed = True
+        for process in self._processes:
+            process.wire.close()
+        for process in self._processes:
+            process.close()
+
+    def _first(self, process: VllmProcess) -> Message:
+        answer = process.wire.receive(self._seconds)
+        if answer is None:
+            raise RuntimeError(process.last_words())
+        return answer
+
+    def _send_all(self, message: Message) -> None:
+        self._send_to(self.living, message)
+
+    def _send_to(self, copies: Sequence[int], message: Message) -> None:
+        if self._joined:
+            self._send_turn(dict.fromkeys(copies, message))
+            return
+        for copy in copies:
+            self.send(copy, message)
+
+    def _read(self, copy: int, heard: Callable[[Message], None], lost: Callable[[int, str], None]) -> None:
+        """Hand on what a copy says, until it says no more."""
+        process = self._processes[copy]
+        while (message := process.wire.receive()) is not None:
+            if "loaded" in message:
+                self._answered(copy, message["loaded"], message)
+            else:
+                heard(message)
+        words = "the engine was closed" if self._closed else process.last_words()
+        with self._lock:
+            if copy in self._dead:  # with another, which was told
+                return
+            ended = self.living if self._joined else [copy]
+            self._dead |= dict.fromkeys(ended, words)
+            calls = list(self._calls)
+            alone = len(self._dead) == self._count
+        lost(copy, words)
+        for number in calls:
+            for one in ended:
+                self._answered(one, number, {"error": words} if alone and one == copy else {})
+        for one in ended:
+            if one != copy:
+                self._processes[one].wire.close()
+
+    def _answered(self, copy: int, number: int, message: Message) -> None:
+        """A copy has answered a call, or never will; the last one's answer is everyone's."""
+        with self._lock:
+            call = self._calls.get(number)
+            if call is None or copy not in call.waited_for:
+                return
+            call.waited_for.remove(copy)
+            if "error" in message:
+                call.errors[copy] = message["error"]
+            call.seconds = max(call.seconds, message.get("seconds", 0.0))
+            if call.waited_for:
+                return
+        if not call.loop.is_closed():
+            call.loop.call_soon_threadsafe(_settle, call, self._count)
+
+
+def _settle(call: _Call, count: int) -> None:
+    if call.answer.done():
+        return
+    if call.errors:
+        named = [f"copy {copy} of {count}: {error}" if count > 1 else error for copy, error in call.errors.items()]
+        call.answer.set_exception(RuntimeError("; ".join(named)))
+    else:
+        call.answer.set_result(call.seconds)
+
+
+def of_copy(start: Message, copy: int) -> Message:
+    """Return what a copy is started with: a seed of its own, or copies that are asked the same at once answer the same,
+    and the answers of a group, which are spread over them, repeat each other."""
+    engine, together = start["engine"], start.get("together")
+    own = start | {"engine": engine | {"seed": engine["seed"] + copy}}
+    return own if together is None else own | {"together": together | {"rank": copy}}
+
+
+def two_free_ports() -> int:
+    """Return the first of two ports of this machine, next to each other, that nobody has at this moment."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):  # somebody has it, or there is none
+                continue
+            return port

@@ -1,0 +1,1 @@
+"""What vLLM can do, and what it refuses, by a model's config."""

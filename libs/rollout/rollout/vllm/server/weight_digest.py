@@ -1,0 +1,83 @@
+"""The proof that a worker has the weights of a file: the bytes it read, its head, each of its experts.
+
+vLLM keeps weights in the order of its kernels. A head that is tied to the embedding has a copy of its own, which goes
+stale without a word, so that it is asked for a product; experts are looked at before they are packed.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.sync.tensor_digest import digest_of
+
+HEAD = "lm_head.weight"
+ROWS = 512
+"""Of the head, evenly spread."""
+NEAR = 0.05
+"""Of a product's own size: what arithmetic in bfloat16 may be off."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def damaged(named: Mapping[str, Tensor], digests: Mapping[str, int]) -> list[str]:
+    """Return the tensors of a file whose bytes are not those that were written."""
+    return [f"{name} is not what was staged" for name, value in named.items() if digest_of(value) != digests[name]]
+
+
+def stale_heads(heads: Iterable[tuple[str, Any]], named: Mapping[str, Tensor]) -> list[str]:
+    """Return the heads (vLLM's `ParallelLMHead`s by name) whose kernels do not have the file's, in the part of the
+    vocabulary that is this worker's."""
+    found = []
+    for name, head in heads if HEAD in named else ():
+        first, last = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+        rows = torch.linspace(0, last - first - 1, min(ROWS, last - first)).long()
+        wanted = named[HEAD][first + rows].float().cpu()
+        asked = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0))
+        asked = asked.to(head.weight.dtype)
+        told = head.quant_method.apply(head, asked.to(head.weight.device))[:, rows.to(head.weight.device)]
+        expected = asked.float() @ wanted.T
+        if not (told.float().cpu() - expected).norm() <= NEAR * expected.norm():
+            found.append(f"{name} does not give the products of {HEAD}")
+    return found
+
+
+def stale_experts(layers: Iterable[tuple[str, Any]], named: Mapping[str, Tensor], rank: int) -> list[str]:
+    """Return the experts (of vLLM's `RoutedExperts` by name) of worker `rank` whose rows are not the file's. Before
+    they are packed."""
+    return [problem for name, layer in layers for problem in _stale_in(name, layer, named, rank)]
+
+
+def _stale_in(name: str, layer: Any, named: Mapping[str, Tensor], rank: int) -> Iterator[str]:
+    place = _LAYER.search(name)
+    assert place is not None, name
+    within = {
+        key.partition(".experts.")[2]: value
+        for key, value in named.items()
+        if ".experts." in key and (found := _LAYER.search(key)) is not None and found[1] == place[1]
+    }
+    count = layer.local_num_experts if layer.expert_map is None else len(layer.expert_map)
+    for expert in range(count):
+        own = expert if layer.expert_map is None else int(layer.expert_map[expert])
+        if own < 0:
+            continue
+        gate, up, down = _matrices(within, expert)
+        width = layer.w2_weight.shape[2]
+        first = 0 if width == gate.shape[0] else rank * width
+        pairs = (
+            (layer.w13_weight[own, 0], gate[first]),
+            (layer.w13_weight[own, width], up[first]),
+            (layer.w2_weight[own, 0], down[0, first : first + width]),
+        )
+        if not all(torch.equal(has.cpu(), wanted.to(has.dtype)) for has, wanted in pairs):
+            yield f"expert {expert} of {name} does not have the file's rows"
+
+
+def _matrices(within: Mapping[str, Tensor], expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down of an expert, saved with the others in one tensor or by itself."""
+    if "gate_up_proj" in within:
+        both = within["gate_up_proj"][expert]
+        half = both.shape[0] // 2
+        return both[:half], both[half:], within["down_proj"][expert]
+    return tuple(within[f"{expert}.{kind}_proj.weight"] for kind in ("gate", "up", "down"))  # type: ignore[return-value]

@@ -1,0 +1,41 @@
+"""Where a worker finds weights: a file in host memory, or memory of its own accelerator that the trainer wrote."""
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+
+from rollout.vllm.weights import cuda_memory
+
+
+class Places:
+    """The places that were read, each opened once: to map a file anew costs a fault for each of its pages."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Tensor] = {}
+        self._copied = False
+
+    def read(self, path: str, nbytes: int) -> Tensor:
+        """Return `u8[nbytes]`: what lies at a path; on a CUDA device where it has room to spare, so that it crosses the
+        link once and is looked through there."""
+        if path not in self._opened:
+            self._opened[path] = _open(path, nbytes)
+        found = self._opened[path]
+        if found.is_cuda or not current_platform.is_cuda() or torch.cuda.mem_get_info()[0] < 2 * nbytes:
+            return found
+        self._copied = True
+        return found.to("cuda", non_blocking=True)
+
+    def forget_copies(self) -> None:
+        """Give back the memory that copies took, which is not vLLM's own."""
+        if self._copied:
+            self._copied = False
+            torch.cuda.empty_cache()
+
+
+def _open(path: str, nbytes: int) -> Tensor:
+    if path.startswith(cuda_memory.PREFIX):
+        return cuda_memory.opened(path, nbytes)
+    file = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    if current_platform.is_cuda():
+        cuda_memory.pin_if_allowed(file)
+    return file

@@ -1,0 +1,165 @@
+"""The settings of a vLLM engine, checked when they are made."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.vllm.settings.arguments import OWNED
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu")
+SWITCHES = (
+    "expert_parallel",
+    "experts_over_copies",
+    "prefix_cache",
+    "split_prompts",
+    "drop_seeds",
+    "weights_on_device",
+    "sleep",
+)
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """How vLLM is started, and what it is told beyond a `RolloutConfig`."""
+
+    python: str | None = None
+    """The interpreter of an environment that has vLLM; None: $TESSERA_VLLM_PYTHON, else the one that runs here."""
+    dtype: str = "auto"
+    """What the model computes in; "auto": bfloat16 where the model has delta nets, else the model's own."""
+    tensor_parallel: int = 1
+    """Workers, each a process with a device of its own, that share each matrix."""
+    data_parallel: int = 1
+    """Copies of the model."""
+    copies_per_device: int = 1
+    """Copies that share an accelerator, each a process whose own processor does the work of its steps between two
+    kernels: for models so small that a device waits for that. Each takes its own `memory_share`."""
+    expert_parallel: bool = False
+    """The workers have whole experts, in place of a part of each one."""
+    experts_over_copies: bool = False
+    """With `expert_parallel`: experts are dealt to the workers of all copies, which make each step together then, and
+    end together; on a CPU."""
+    prefix_cache: bool = False
+    """Keep what was computed of prompts that begin alike; prompts are read in parts then."""
+    split_prompts: bool = False
+    """Read a long prompt in several steps, of `RolloutConfig.prefill_tokens` tokens each, while other requests get on.
+    Where prompts are read in parts, requests can't have a seed (on a CPU)."""
+    drop_seeds: bool = False
+    """Leave out the seeds of all requests: such runs don't repeat. A CPU that reads prompts in parts refuses seeds; on
+    an accelerator vLLM launches a kernel for each token of a request that has one (its `random_sample`)."""
+    memory_share: float | None = None
+    """Share of an accelerator's memory for weights and caches; None: vLLM's own. A CPU has `kv_cache_gib`."""
+    graph_sizes: tuple[int, ...] = ()
+    """Numbers of decoding requests whose step is captured as a CUDA graph and replayed; others run layer by layer."""
+    weights_on_device: bool = False
+    """New weights pass through two sets of them in the memory of the accelerator that trainer and vLLM share (CUDA
+    IPC), in place of two in host memory: sooner there, for models small beside the device."""
+    sleep: bool = False
+    """Be able to give the device's memory back between two rounds of sampling; vLLM refuses it on a CPU."""
+    kv_cache_gib: int = 1
+    """Memory of each worker for the caches of running requests, in GiB (on a CPU)."""
+    threads: int = 1
+    """Of each worker on a CPU; more are slower where other work runs."""
+    start_seconds: float = 300.0
+    """How long the process may take to be ready."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's EngineArgs by name; a name that it does not have is refused at the start."""
+    device: str = "auto"
+    """"auto": what the vLLM of that environment was built for; "cpu": one that finds another device is refused."""
+
+    def __post_init__(self) -> None:
+        if self.python is not None and not self.python.strip():
+            raise ValueError("python must name an interpreter, or be left out")
+        if self.device not in DEVICES:
+            raise ValueError(f"device is one of {', '.join(DEVICES)}, got {self.device!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("tensor_parallel", "data_parallel", "copies_per_device", "kv_cache_gib", "threads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
+        self._check_experts()
+        if self.copies_per_device > 1:
+            self._check_shared_devices()
+        if self.weights_on_device and self.devices > 1:
+            raise ValueError(
+                f"weights_on_device is for one device, the trainer's, and vLLM spans {self.devices}: leave it out"
+            )
+        if not 0 < self.start_seconds < float("inf"):
+            raise ValueError(f"start_seconds must be above 0 and finite, got {self.start_seconds}")
+        if self.memory_share is not None and not 0 < self.memory_share < 1:
+            raise ValueError(f"memory_share must lie between 0 and 1, got {self.memory_share!r}")
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.graph_sizes):
+            raise ValueError(f"graph_sizes are whole numbers of at least 1, got {self.graph_sizes!r}")
+        for name in self.arguments:
+            if name in OWNED:
+                raise ValueError(f"arguments can't hold {name!r}: {OWNED[name]}")
+        try:
+            json.dumps(dict(self.arguments))
+        except TypeError as error:
+            raise ValueError(f"arguments must be plain values that JSON can hold: {error}") from error
+
+    def _check_experts(self) -> None:
+        if self.expert_parallel and self.tensor_parallel == 1 and not self.experts_over_copies:
+            raise ValueError("expert_parallel has no effect on one worker, which has all experts: set tensor_parallel")
+        if not self.experts_over_copies:
+            return
+        if not self.expert_parallel:
+            raise ValueError("experts_over_copies deals whole experts: set expert_parallel=True with it")
+        if self.data_parallel == 1:
+            raise ValueError("experts_over_copies has no effect on one copy: set data_parallel, or leave it off")
+        if self.copies_per_device > 1:
+            raise ValueError("copies that share experts never shared a device: set copies_per_device=1")
+
+    def _check_shared_devices(self) -> None:
+        each, copies = self.copies_per_device, self.data_parallel
+        if self.tensor_parallel > 1:
+            raise ValueError("copies that share a device have one worker each: set tensor_parallel=1")
+        if copies % each:
+            raise ValueError(
+                f"{copies} copies (data_parallel) do not fill devices of {each} copies each (copies_per_device)"
+            )
+        if self.memory_share is not None and each * self.memory_share >= 1:
+            raise ValueError(
+                f"{each} copies on a device take {each * self.memory_share:.0%} of its memory: lower memory_share"
+            )
+
+    @property
+    def devices(self) -> int:
+        """That all copies need."""
+        return self.tensor_parallel * self.data_parallel // self.copies_per_device
+
+    @property
+    def reads_in_parts(self) -> bool:
+        """Whether a prompt may be read in more than one step; a hybrid's kept prompts need it."""
+        return self.prefix_cache or self.split_prompts
+
+
+def accelerator_arguments(config: VllmConfig) -> dict[str, Any]:
+    """Engine arguments that are for accelerators: memory, and graphs of steps that only decode, uncompiled."""
+    found: dict[str, Any] = {"enforce_eager": not config.graph_sizes}
+    if config.graph_sizes:
+        sizes = sorted(set(config.graph_sizes))
+        graphs = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        found["compilation_config"] = graphs
+    if config.memory_share is not None:
+        found["gpu_memory_utilization"] = config.memory_share
+    return found
+
+
+def text_config(model: Path) -> dict[str, Any]:
+    """Return the config.json of a model directory, its text part where it has several.
+
+    Raises:
+        ValueError: the directory has none.
+    """
+    path = model / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model} is no model directory: it has no config.json")
+    config = json.loads(path.read_text())
+    return {**config, **config.get("text_config", {})}

@@ -1,0 +1,1 @@
+"""Weights in memory that the engine and vLLM share."""

@@ -1,0 +1,86 @@
+"""What a pool of samplers needs of a cluster, and whether a cluster can ever give it: pure functions of numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class NoPlace(ValueError):  # noqa: N818  what happened, in the words of a log
+    """A cluster can't hold the workers; the text has the numbers."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """So many workers, each with all of its resources on one node."""
+
+    workers: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Others by Ray's names for them, such as NPU or a mark that some nodes carry."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+            raise ValueError(f"workers must be a whole number of at least 1, got {self.workers!r}")
+        for name, amount in {"cpus": self.cpus, "gpus": self.gpus, **self.resources}.items():
+            if not 0 <= amount < float("inf"):
+                raise ValueError(f"{name} must be at least 0 and finite, got {amount}")
+        for name in ("CPU", "GPU"):
+            if name in self.resources:
+                raise ValueError(f"say {name.lower()}s in place of the resource {name}")
+        if not self.bundle:
+            raise ValueError("a worker needs something of a node, or Ray puts any number of them on one: say cpus")
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Of one worker, by Ray's names."""
+        found = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: float(amount) for name, amount in found.items() if amount > 0}
+
+
+def room(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Return how many of the workers find a place on nodes with these resources."""
+    bundle = demand.bundle
+    return sum(int(min(node.get(name, 0.0) / amount + 1e-9 for name, amount in bundle.items())) for node in nodes)
+
+
+def nodes_apart(demand: Demand, nodes: Mapping[str, Mapping[str, float]], own: str, count: int) -> tuple[str, ...]:
+    """Return the `count` nodes besides `own` that the workers are to fill: those with the most room for them.
+
+    `nodes`: what each has, by its id.
+
+    Raises:
+        ValueError: they are more than the workers.
+        NoPlace: there are not so many, or they can't hold the workers.
+    """
+    if count > demand.workers:
+        raise ValueError(f"{demand.workers} samplers can't fill {count} nodes: ask for as many nodes at most")
+    others = sorted((name for name in nodes if name != own), key=lambda name: -room(demand, [nodes[name]]))
+    if len(others) < count:
+        raise NoPlace(
+            f"a pool of {count} nodes apart from training's: the cluster has {len(others)} besides this one; add nodes "
+            "to the Ray cluster, or let both share the present ones"
+        )
+    chosen = others[:count]
+    why = refusal(demand, [nodes[name] for name in chosen])
+    if why is not None:
+        raise NoPlace(f"apart from training's node, {why}")
+    return tuple(chosen)
+
+
+def refusal(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> str | None:
+    """Return why a cluster of these nodes can't hold the workers, with the numbers; None where it can.
+
+    As all workers are alike, whoever fills node after node places as many as anybody can.
+    """
+    places = room(demand, nodes)
+    if places >= demand.workers:
+        return None
+    each = " and ".join(f"{amount:g} {name}" for name, amount in demand.bundle.items())
+    has = "; ".join(
+        ", ".join(f"{node.get(name, 0.0):g} {name}" for name in demand.bundle) + f" on node {i}"
+        for i, node in enumerate(nodes)
+    )
+    return (
+        f"{demand.workers} samplers of {each} each find {places} places on {len(nodes)} nodes ({has or 'none'}): ask "
+        "for fewer, or add nodes to the Ray cluster"
+    )
